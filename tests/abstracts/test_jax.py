@@ -38,16 +38,16 @@ def structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
 
 
-def assert_same_leaves(found: Any, expected: Any) -> None:
+def assert_same_leaves(actual: Any, expected: Any) -> None:
     """Compare like `assert_same`, but only the leaves, because JAX cannot compare some static fields."""
-    assert structure(found) == structure(expected)
-    assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
+    assert structure(actual) == structure(expected)
+    assert_same(jax.tree.leaves(actual), jax.tree.leaves(expected))
 
 
 def live() -> list[Any]:
     """Return all live arrays."""
-    found: list[Any] = jax.live_arrays()  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    return found
+    arrays: list[Any] = jax.live_arrays()  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return arrays
 
 
 def arrays() -> dict[str, Any]:

@@ -42,9 +42,9 @@ def test_numpy_scalars_are_restored(layout: str, tmp_path: Path) -> None:
         except ckptcore.CheckpointError:
             continue  # the layout has no such dtype
         saved += 1
-        found = ckptcore.load(tmp_path / name, ckptcore.metadata(tmp_path / name).abstract)["s"]
-        assert type(found) is type(scalar) and found.dtype == scalar.dtype, name
-        assert found.tobytes() == scalar.tobytes(), name
+        loaded = ckptcore.load(tmp_path / name, ckptcore.metadata(tmp_path / name).abstract)["s"]
+        assert type(loaded) is type(scalar) and loaded.dtype == scalar.dtype, name
+        assert loaded.tobytes() == scalar.tobytes(), name
     assert saved > len(SCALARS) // 2
 
 
@@ -78,8 +78,8 @@ class Words:
 def test_several_checkpointables_load_with_their_metadata(layout: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": np.arange(3.0), "name": "run"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "words": Words(), "step": 3}, layout=layout)
-    found = ckptcore.metadata(tmp_path / "c").checkpointables
-    wanted = {name: metadata.abstract for name, metadata in found.items()}
+    described = ckptcore.metadata(tmp_path / "c").checkpointables
+    wanted = {name: metadata.abstract for name, metadata in described.items()}
     expected = {"model": state, "words": {"words.txt": b"a b"}, "step": 3}
     assert_same_tree(
         ckptcore.load_checkpointables(tmp_path / "c", wanted), ckptcore.load_checkpointables(tmp_path / "c")
@@ -93,8 +93,8 @@ def test_an_open_checkpoint_has_the_digest_of_its_root(tmp_path: Path) -> None:
     ckptcore.save(path, {"w": np.arange(3)})
     expected = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
     assert ckptcore.metadata(path).digest == f"sha256:{expected}"
-    with ckptcore.open(path) as opened:
-        assert opened.metadata.digest == f"sha256:{expected}"
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint.metadata.digest == f"sha256:{expected}"
     ckptcore.save(path, {"w": np.arange(3)}, overwrite=True)
     assert ckptcore.metadata(path).digest != f"sha256:{expected}"
 
@@ -102,13 +102,13 @@ def test_an_open_checkpoint_has_the_digest_of_its_root(tmp_path: Path) -> None:
 def test_the_digest_of_several_objects_covers_each(tmp_path: Path) -> None:
     path = tmp_path / "several"
     ckptcore.save_checkpointables(path, {"a": {"w": np.arange(3)}, "b": {"v": np.ones(2)}})
-    found = ckptcore.metadata(path)
-    parts = [found.checkpointables[name].digest or "" for name in ("a", "b")]
+    metadata = ckptcore.metadata(path)
+    parts = [metadata.checkpointables[name].digest or "" for name in ("a", "b")]
     root = (path / "checkpoint.json").read_bytes()
-    assert found.digest == f"sha256:{hashlib.sha256(root + ''.join(parts).encode()).hexdigest()}"
-    assert len({found.digest, *parts}) == 3
+    assert metadata.digest == f"sha256:{hashlib.sha256(root + ''.join(parts).encode()).hexdigest()}"
+    assert len({metadata.digest, *parts}) == 3
     ckptcore.delete(path / "b")
-    assert ckptcore.metadata(path).digest != found.digest
+    assert ckptcore.metadata(path).digest != metadata.digest
 
 
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])

@@ -306,15 +306,19 @@ def test_tensors_are_restored_on_their_device(tmp_path: Path) -> None:
         ckptcore.abstract(torch.ones(2, device=device).as_subclass(Tagged))
 
 
-def assert_same_on_device(found: Any, expected: Any) -> None:
+def assert_same_on_device(actual: Any, expected: Any) -> None:
     """Compare like `assert_same`, also for tensors on devices."""
-    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        assert type(one) is type(other)
-        if isinstance(other, torch.Tensor):
-            assert (one.device, one.dtype, one.requires_grad) == (other.device, other.dtype, other.requires_grad)
-            assert torch.equal(one, other)
+    for leaf, expected_leaf in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        assert type(leaf) is type(expected_leaf)
+        if isinstance(expected_leaf, torch.Tensor):
+            assert (leaf.device, leaf.dtype, leaf.requires_grad) == (
+                expected_leaf.device,
+                expected_leaf.dtype,
+                expected_leaf.requires_grad,
+            )
+            assert torch.equal(leaf, expected_leaf)
         else:
-            assert one == other
+            assert leaf == expected_leaf
 
 
 # --- DTensors
@@ -341,11 +345,11 @@ def test_a_dtensor_is_restored_with_its_mesh_and_placements(tmp_path: Path) -> N
     assert abstract["w"].to_local().is_meta and abstract["w"].placements == state["w"].placements
     loaded = ckptcore.load(tmp_path / "c", abstract)
     for name, expected in state.items():
-        found = loaded[name]
-        assert type(found) is type(expected) and isinstance(found, DTensor)
-        assert (found.device_mesh, found.placements) == (expected.device_mesh, expected.placements)
-        assert found.requires_grad == expected.requires_grad
-        assert_same(found.to_local().detach(), expected.to_local().detach())
+        tensor = loaded[name]
+        assert type(tensor) is type(expected) and isinstance(tensor, DTensor)
+        assert (tensor.device_mesh, tensor.placements) == (expected.device_mesh, expected.placements)
+        assert tensor.requires_grad == expected.requires_grad
+        assert_same(tensor.to_local().detach(), expected.to_local().detach())
     again = ckptcore.abstract(abstract)
     assert all(again[name] is abstract[name] for name in state)
 
@@ -364,9 +368,9 @@ def test_a_fully_sharded_model_loads_as_dtensors(tmp_path: Path) -> None:
     assert loaded["o"]["state"].keys() == slots.keys()
     for number, its in slots.items():
         for name, expected in its.items():
-            found = loaded["o"]["state"][number][name]
-            assert type(found) is type(expected), name
-            assert_same(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))
+            moment = loaded["o"]["state"][number][name]
+            assert type(moment) is type(expected), name
+            assert_same(getattr(moment, "_local_tensor", moment), getattr(expected, "_local_tensor", expected))
     assert_same(
         {name: tensor.to_local() for name, tensor in loaded["m"].items()},
         {name: tensor.to_local() for name, tensor in model.state_dict().items()},

@@ -56,14 +56,14 @@ class Source:
         ``from a.b import c`` yields ``a.b.c`` if this is one of the given modules, otherwise ``a.b``.
         """
         for node in _run(self.tree):
-            found: list[str] = []
+            imported: list[str] = []
             if isinstance(node, ast.Import):
-                found = [alias.name for alias in node.names]
+                imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 package = self._absolute(node)
                 names = [f"{package}.{alias.name}" for alias in node.names]
-                found = [name if name in modules else package for name in names]
-            yield from (name for name in found if name in modules)
+                imported = [name if name in modules else package for name in names]
+            yield from (name for name in imported if name in modules)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
@@ -99,12 +99,12 @@ def project_files(suffix: str) -> Sequence[Path]:
 @cache
 def _files() -> Sequence[Path]:
     skipped = {"build", "dist", "_build", "node_modules", "__pycache__"}
-    found: list[Path] = []
+    paths: list[Path] = []
     for directory, subdirectories, names in os.walk(ROOT):
         # Do not enter them: an environment has a hundred thousand files.
         subdirectories[:] = [name for name in subdirectories if name not in skipped and not name.startswith(".")]
-        found += [Path(directory, name) for name in names]
-    return tuple(sorted(found))
+        paths += [Path(directory, name) for name in names]
+    return tuple(sorted(paths))
 
 
 def _sources(root: Path, directory: Path) -> list[Source]:

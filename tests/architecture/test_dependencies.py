@@ -146,13 +146,13 @@ def undeclared_imports(source: Source) -> list[str]:
 
 def imports_at_top_level(source: Source) -> set[str]:
     """Return the packages that are imported with the module."""
-    found: set[str] = set()
+    packages: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
 def names_directories(source: Source) -> bool:
@@ -195,16 +195,16 @@ def test_a_check_of_the_storage_type_is_detected(tmp_path: Path) -> None:
 
 
 def test_the_core_imports_only_what_it_declares() -> None:
-    assert [found for source in core_sources() for found in foreign_imports(source)] == []
+    assert [line for source in core_sources() for line in foreign_imports(source)] == []
 
 
 def test_a_plugin_imports_only_public_modules() -> None:
     plugins = [source for source in plugin_sources() if not is_feature(source)]
-    assert [found for source in plugins for found in internal_imports(source)] == []
+    assert [line for source in plugins for line in internal_imports(source)] == []
 
 
 def test_a_plugin_requires_the_plugins_that_it_imports() -> None:
-    assert [found for source in plugin_sources() for found in undeclared_imports(source)] == []
+    assert [line for source in plugin_sources() for line in undeclared_imports(source)] == []
 
 
 def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_forbidden_imports_are_detected(tmp_path: Path) -> None:
         "import ckptcore\nfrom ckptcore.model.tree import Node\nfrom ckptcore import saves\nimport ckptcore.io.x\n",
         encoding="utf-8",
     )
-    found = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
-    assert "ckptcore.io.x," in found
-    assert "ckptcore.model.tree," not in found
+    modules = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
+    assert "ckptcore.io.x," in modules
+    assert "ckptcore.model.tree," not in modules
 
 
 CAPABILITIES = {
@@ -245,13 +245,13 @@ docs/design/architecture.md."""
 
 
 def test_few_capabilities_are_checked_with_isinstance() -> None:
-    found = {
+    protocols = {
         node.name
         for source in core_sources()
         if source.name.startswith("ckptcore.protocols")
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef)
-        and any("runtime_checkable" in ast.unparse(one) for one in node.decorator_list)
+        and any("runtime_checkable" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
-    assert found == CAPABILITIES
-    assert len(found) <= 7
+    assert protocols == CAPABILITIES
+    assert len(protocols) <= 7

@@ -19,16 +19,16 @@ def cycles(imports: Mapping[str, Collection[str]]) -> Sequence[Sequence[str]]:
     Removes an import of each cycle that it finds, until no cycle is left.
     """
     left = {module: set(imported) for module, imported in imports.items()}
-    found: list[Sequence[str]] = []
+    circles: list[Sequence[str]] = []
     while True:
         try:
             TopologicalSorter(left).prepare()
         except CycleError as error:
             circle: Sequence[str] = error.args[1][::-1]
-            found.append(circle)
+            circles.append(circle)
             left[circle[0]].remove(circle[1])
         else:
-            return found
+            return circles
 
 
 def test_cycles_are_detected() -> None:
@@ -44,7 +44,7 @@ def test_no_modules_import_each_other() -> None:
         name: set(source.modules_needed_at_runtime(sources)).difference(EXCEPTIONS.get(name, ()))
         for name, source in sources.items()
     }
-    found = cycles(imports)
-    assert not found, "these modules import each other; move what they share to a module of its own:\n" + "\n".join(
-        " -> ".join(circle) for circle in found
+    circles = cycles(imports)
+    assert not circles, "these modules import each other; move what they share to a module of its own:\n" + "\n".join(
+        " -> ".join(circle) for circle in circles
     )

@@ -182,7 +182,13 @@ def returned_names(tree: ast.Module, classes: Container[str]) -> set[str]:
         for node in members
         if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_")
     ]
-    return {name.id for found in annotations if found for name in ast.walk(found) if isinstance(name, ast.Name)}
+    return {
+        name.id
+        for annotation in annotations
+        if annotation
+        for name in ast.walk(annotation)
+        if isinstance(name, ast.Name)
+    }
 
 
 def _is_public(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -203,13 +209,13 @@ def test_result_types_of_public_functions_are_public() -> None:
     homes |= {
         getattr(importlib.import_module("ckptcore"), name).__module__ for name in ("Checkpointer", "CheckpointReader")
     }
-    found = {
+    types = {
         name
         for source in core_sources()
         if source.name in homes or source.name in PUBLIC_MODULES
         for name in returned_names(source.tree, public)
     }
-    assert found & internal <= INTERNAL_RESULTS
+    assert types & internal <= INTERNAL_RESULTS
 
 
 def test_gaps_are_detected(tmp_path: Path) -> None:

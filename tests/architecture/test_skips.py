@@ -30,10 +30,10 @@ def is_installed(name: str) -> bool:
         return False
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for part in inner:
-        found = [folder / part for folder in folders if (folder / part).is_dir()]
-        if not found and not any((folder / f"{part}.py").is_file() for folder in folders):
+        places = [folder / part for folder in folders if (folder / part).is_dir()]
+        if not places and not any((folder / f"{part}.py").is_file() for folder in folders):
             return False
-        folders = found
+        folders = places
     return True
 
 

@@ -100,10 +100,10 @@ def _inside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def test_context_managers_that_convert_errors_leave_no_cycle() -> None:
-    found = [
+    converting = [
         f"{source.name}: {name}" for source in (*core_sources(), *plugin_sources()) for name in conversions(source.tree)
     ]
-    assert found == [], "decorate them with converts_errors: see ckptcore.errors"
+    assert converting == [], "decorate them with converts_errors: see ckptcore.errors"
 
 
 def test_converted_errors_are_detected() -> None:

@@ -48,13 +48,13 @@ def test_every_module_with_rows_is_registered() -> None:
 def test_a_report_has_the_machine_the_versions_and_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tmp_path / "found.json"
+    report_file = tmp_path / "found.json"
     measured = [Row("save", "ckptcore.save", 0.5, ratio=1.0), Row("save", "peer", 0.25, ratio=0.5, reached=False)]
     monkeypatch.setattr("benchmarks.__main__.measure", lambda name, setting: iter(measured))
-    assert main(["--only", "local", "--scale", "0.1", "--directory", str(tmp_path), "--out", str(found)]) == 1
+    assert main(["--only", "local", "--scale", "0.1", "--directory", str(tmp_path), "--out", str(report_file)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[1:] == [*(row.line() for row in measured), "1 targets missed"]
-    report = json.loads(found.read_text("utf-8"))
+    report = json.loads(report_file.read_text("utf-8"))
     assert report["machine"]["cores"] >= 1 and report["machine"]["memory"] > 0
     assert {"python", "ckptcore", "numpy", "ckptcore-dcp"} <= report["versions"].keys()
     assert report["setting"] == {"rounds": 7, "scale": 0.1}
@@ -69,7 +69,7 @@ def _contender(name: str, seconds: list[float], calls: list[str], *, target: flo
         calls.append(name)
         return next(left)
 
-    return Contender(name, run, seconds=lambda found: float(found), target=target)
+    return Contender(name, run, seconds=lambda value: float(value), target=target)
 
 
 def test_contenders_take_turns_and_are_compared_with_the_first() -> None:

@@ -48,8 +48,8 @@ def _tree(root: Path, *, cases: list[str], seconds: float, requests: int) -> Pat
 def test_worktrees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
     old = _tree(tmp_path / "old", cases=["first", "gone", "last"], seconds=2.0, requests=3)
     new = _tree(tmp_path / "new", cases=["first", "last", "added"], seconds=4.0, requests=4)
-    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=2, scale=0.01)))
-    rows = {(row.case, row.contender): row for row in found if isinstance(row, Comparison)}
+    comparisons = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=2, scale=0.01)))
+    rows = {(row.case, row.contender): row for row in comparisons if isinstance(row, Comparison)}
     slower = rows["first", "ckptcore.save"]
     assert (slower.pairs, slower.old, slower.new, slower.ratio, slower.spread) == (3, 2.0, 4.0, 2.0, 1.0)
     assert not slower.passed and slower.line().endswith("WORSE")
@@ -58,7 +58,7 @@ def test_worktrees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> No
     counted = rows["requests", "ckptcore.save"]
     assert (counted.unit, counted.old, counted.new, counted.passed) == ("requests", 3, 4, False)
     assert {case for case, _ in rows} == {"first", "last", "requests"}
-    notes = [row for row in found if isinstance(row, str)]
+    notes = [row for row in comparisons if isinstance(row, str)]
     assert notes == [
         f"only in the {tree} worktree: {case}, {contender}"
         for tree, case in (("old", "gone"), ("new", "added"))
@@ -74,9 +74,9 @@ def test_a_contender_of_one_worktree_only_is_not_compared(tmp_path: Path) -> Non
     tiny.write_text(
         tiny.read_text(encoding="utf-8").replace('"ckptcore.load"', '"ckptcore.load_into"'), encoding="utf-8"
     )
-    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=1, scale=0.01)))
-    assert {row.contender for row in found if isinstance(row, Comparison)} == {"ckptcore.save"}
-    assert {row for row in found if isinstance(row, str)} == {
+    comparisons = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=1, scale=0.01)))
+    assert {row.contender for row in comparisons if isinstance(row, Comparison)} == {"ckptcore.save"}
+    assert {row for row in comparisons if isinstance(row, str)} == {
         "only in the old worktree: first, ckptcore.load",
         "only in the new worktree: first, ckptcore.load_into",
     }

@@ -71,8 +71,8 @@ class ShelfLayout(Layout):
         for number, item in enumerate(plan.items):
             for part, (box, array) in enumerate(zip(item.boxes, snapshot.take(number), strict=True)):
                 key = f"{item.leaf}.{plan.rank}.{part}.box"
-                opened = _opener(box, array)
-                segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, opened, lambda: None)
+                open_box = _opener(box, array)
+                segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, open_box, lambda: None)
                 store.write(prefix + key, [segment])
                 rows.append([item.leaf, key, list(box.start), list(box.stop)])
             snapshot.release(number)
@@ -198,12 +198,12 @@ def _said(mark: Any) -> tuple[dict[str, JSON], dict[str, float], str | None]:
 
 def _members(store: ReadStore) -> dict[str, MemberKind]:
     """Return the names on the shelf, without names with an underscore at the start, which the software reserves."""
-    found: dict[str, MemberKind] = {}
+    members: dict[str, MemberKind] = {}
     for entry in store.list_names():
         if entry.endswith("/") and not entry.startswith(("_", ".")):
             names = store.list_names(entry)
-            found[entry[:-1]] = "files" if INDEX not in names and "strange" not in names else "tree"
-    return found
+            members[entry[:-1]] = "files" if INDEX not in names and "strange" not in names else "tree"
+    return members
 
 
 def _inspection(
@@ -224,10 +224,10 @@ def _inspection(
     return Inspection(tree, {"prefix": prefix, "rows": rows}, "shelfware 3", custom, metrics, created)
 
 
-def _count(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < 1 << 62:
-        raise ValueError(f"{found!r:.40} is no count")
-    return found
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def _decode(tree: TreeMetadata, state: JSON) -> dict[int, list[tuple[str, Box]]]:

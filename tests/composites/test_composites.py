@@ -25,19 +25,19 @@ def save_all(location: str, version: int = 3, **options: object) -> None:
 
 def test_metadata_can_be_read_by_name(place: str) -> None:
     save_all(place + "/c", metadata={"note": [1, None]})
-    found = ckptcore.metadata(place + "/c")
-    assert found.custom == {"note": [1, None]} and found.checkpointables.deleted == ()
-    assert found.checkpointables.processes == {"data": 1, "files": 1}
-    model = found.checkpointables["model"]
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.custom == {"note": [1, None]} and metadata.checkpointables.deleted == ()
+    assert metadata.checkpointables.processes == {"data": 1, "files": 1}
+    model = metadata.checkpointables["model"]
     assert model.abstract == {
         "weight": ckptcore.AbstractArray((3, 4), "float32"), "bias": ckptcore.AbstractArray((4,), "float64"),
     }  # fmt: skip
-    assert model.save_id == found.save_id and model.layout == "safetensors" and model.nbytes == 80
-    assert list(found.checkpointables["files"].objects) == ["a/b", "c"]
-    assert found.nbytes == 81
+    assert model.save_id == metadata.save_id and model.layout == "safetensors" and model.nbytes == 80
+    assert list(metadata.checkpointables["files"].objects) == ["a/b", "c"]
+    assert metadata.nbytes == 81
     loaded = ckptcore.load_checkpointables(place + "/c", {"model": model.abstract})
     assert same_value(loaded["model"], Linear(3).get_state_tree())
-    assert "write" in [event.phase for event in found.timeline]
+    assert "write" in [event.phase for event in metadata.timeline]
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

@@ -30,10 +30,10 @@ def _member_metadata(location: str, context: ckptcore.Context) -> set[Any]:
 
 
 def _metadata(location: str, context: ckptcore.Context) -> set[Any]:
-    found = ckptcore.metadata(location, context=context)
-    assert not found.checkpointables.deleted
-    assert {told.save_id for told in found.checkpointables.values()} == {found.save_id}
-    return {found.custom["version"], *(told.abstract["version"] for told in found.checkpointables.values())}
+    metadata = ckptcore.metadata(location, context=context)
+    assert not metadata.checkpointables.deleted
+    assert {told.save_id for told in metadata.checkpointables.values()} == {metadata.save_id}
+    return {metadata.custom["version"], *(told.abstract["version"] for told in metadata.checkpointables.values())}
 
 
 def _verify(location: str, context: ckptcore.Context) -> set[Any]:

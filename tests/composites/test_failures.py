@@ -133,9 +133,9 @@ def test_if_the_checkpoint_is_deleted_after_an_object_changed_the_target_is_unde
             ckptcore.delete(location)
 
     ckptcore.save_checkpointables(location, {"it": Files({"a": b"1"}) if with_files else Counter(3), "b": {"x": 1}})
-    found = GoneFiles() if with_files else Gone()
+    target = GoneFiles() if with_files else Gone()
     with pytest.raises(TargetUndefinedError, match="replaced or deleted"):
-        ckptcore.load_checkpointables(location, into={"it": found})
+        ckptcore.load_checkpointables(location, into={"it": target})
 
 
 def test_the_error_names_objects_that_changed_before_damage_was_found(tmp_path: Path) -> None:
@@ -173,12 +173,12 @@ def test_a_disk_error_while_copying_files_fails_the_load(place: str, monkeypatch
     def no_room(directory: Any, exist_ok: bool = False) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    found = Files({"as it": b"was"})
+    files = Files({"as it": b"was"})
     monkeypatch.setattr("ckptcore.loading.targets.os.makedirs", no_room)
     with pytest.raises(StorageError, match="no space left") as caught:
-        ckptcore.load_checkpointables(place + "/c", into={"files": found})
+        ckptcore.load_checkpointables(place + "/c", into={"files": files})
     assert not isinstance(caught.value, TargetUndefinedError)
-    assert found.files == {"as it": b"was"}
+    assert files.files == {"as it": b"was"}
 
 
 @pytest.mark.system

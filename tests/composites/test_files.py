@@ -45,9 +45,9 @@ def test_files_of_every_size_and_name_are_restored(place: str) -> None:
         "model.safetensors": b"no such",
     }  # fmt: skip
     ckptcore.save_checkpointables(place + "/c", {"files": Files(files)})
-    found = Files()
-    ckptcore.load_checkpointables(place + "/c", into={"files": found})
-    assert found.files == files
+    target = Files()
+    ckptcore.load_checkpointables(place + "/c", into={"files": target})
+    assert target.files == files
     assert ckptcore.load_checkpointables(place + "/c")["files"] == files
     assert set(ckptcore.metadata(place + "/c/files").objects) == set(files)
     assert ckptcore.metadata(place + "/c").nbytes == sum(map(len, files.values()))
@@ -56,9 +56,9 @@ def test_files_of_every_size_and_name_are_restored(place: str) -> None:
 
 def test_an_object_can_write_no_files(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files()})
-    found = Files({"a": b""})
-    ckptcore.load_checkpointables(place + "/c", into={"files": found})
-    assert found.files == {}
+    target = Files({"a": b""})
+    ckptcore.load_checkpointables(place + "/c", into={"files": target})
+    assert target.files == {}
 
 
 def test_a_load_of_files_fills_the_report(place: str) -> None:
@@ -89,9 +89,9 @@ class Directories:
 
 def test_empty_directories_are_restored(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"it": Directories("shards", "a/b/ä", "full/none", "a/.hidden", "x.y")})
-    found = Directories()
-    ckptcore.load_checkpointables(place + "/c", into={"it": found})
-    assert found.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
+    target = Directories()
+    ckptcore.load_checkpointables(place + "/c", into={"it": target})
+    assert target.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
     assert ckptcore.load_checkpointables(place + "/c")["it"] == {"full/file": b"x"}
     assert ckptcore.verify(place + "/c").ok
 
@@ -129,11 +129,11 @@ def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_pat
     assert root is not None
     data, _ = encode_root(dataclasses.replace(root, state={"empty_directories": [key]}))
     (tmp_path / "c" / "it" / "checkpoint.json").write_bytes(data)
-    found = Directories()
-    found.found = ["as it was"]
+    target = Directories()
+    target.found = ["as it was"]
     with pytest.raises(CorruptCheckpointError):
-        ckptcore.load_checkpointables(tmp_path / "c", into={"it": found})
-    assert found.found == ["as it was"]
+        ckptcore.load_checkpointables(tmp_path / "c", into={"it": target})
+    assert target.found == ["as it was"]
     assert not list(tmp_path.parent.rglob("escaped"))
     (problem,) = ckptcore.verify(tmp_path / "c").problems
     assert problem.key == "it/checkpoint.json" and "directory" in problem.message
@@ -192,12 +192,12 @@ def test_a_flipped_bit_is_detected(position: int, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 4
     path.write_bytes(content)
-    found, model = Files({"as it": b"was"}), Linear(0)
+    target, model = Files({"as it": b"was"}), Linear(0)
     with pytest.raises(ChecksumError, match="sub/large"):
-        ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"files": target})
     with pytest.raises(ChecksumError, match="sub/large"):
         ckptcore.load_checkpointables(tmp_path / "c")
-    assert found.files == {"as it": b"was"}
+    assert target.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     assert not (tmp_path / "d").exists()
@@ -221,10 +221,10 @@ def test_a_changed_file_is_detected(change: str, tmp_path: Path) -> None:
     report = ckptcore.verify(tmp_path / "c")
     assert [problem.key for problem in report.problems] == ["files/a"]
     if change != "longer":
-        found = Files({"as it": b"was"})
+        target = Files({"as it": b"was"})
         with pytest.raises(CheckpointError, match="a"):
-            ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
-        assert found.files == {"as it": b"was"}
+            ckptcore.load_checkpointables(tmp_path / "c", into={"files": target})
+        assert target.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
 

@@ -139,8 +139,8 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
     assert list(loaded) == ["tree"] and same_value(loaded["tree"], PARAMS)
     # All other functions treat the checkpoint as one tree.
-    found = ckptcore.metadata(tmp_path / "one", context=context)
-    assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
+    metadata = ckptcore.metadata(tmp_path / "one", context=context)
+    assert (metadata.metrics, metadata.created, metadata.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
     ckptcore.copy(tmp_path / "one", tmp_path / "ours", layout="safetensors", context=context)
     assert same_value(ckptcore.load(tmp_path / "ours"), PARAMS)
@@ -152,8 +152,8 @@ def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context:
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same_value(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
-    found = ckptcore.metadata(tmp_path / "c", context=context)
-    assert list(found.checkpointables) == ["ema", "tree"] and found.tree == found.checkpointables["tree"].tree
+    metadata = ckptcore.metadata(tmp_path / "c", context=context)
+    assert list(metadata.checkpointables) == ["ema", "tree"] and metadata.tree == metadata.checkpointables["tree"].tree
     ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors", context=context)
     assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
 
@@ -202,11 +202,11 @@ def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context:
 
 
 def test_unsupported_members_are_described(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.metadata(strange(shelf), context=context)
-    assert list(found.checkpointables) == ["data", "moments", "params"] and found.checkpointables.deleted == ()
+    metadata = ckptcore.metadata(strange(shelf), context=context)
+    assert list(metadata.checkpointables) == ["data", "moments", "params"] and metadata.checkpointables.deleted == ()
     assert (
-        list(found.checkpointables.unreadable) == ["ema"]
-        and "not a checkpoint that an installed layout reads" in found.checkpointables.unreadable["ema"]
+        list(metadata.checkpointables.unreadable) == ["ema"]
+        and "not a checkpoint that an installed layout reads" in metadata.checkpointables.unreadable["ema"]
     )
 
 
@@ -289,27 +289,27 @@ def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, con
 
 
 def test_metadata_describes_the_members(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.metadata(shelf, context=context)
-    assert (found.created, found.writer, found.custom, found.metrics) == (
+    metadata = ckptcore.metadata(shelf, context=context)
+    assert (metadata.created, metadata.writer, metadata.custom, metadata.metrics) == (
         CREATED,
         "shelfware 3",
         {"run": 1},
         {"loss": 0.5},
     )
     assert (
-        found.save_id is None
-        and found.timeline == ()
-        and found.checkpointables.processes == {}
-        and found.checkpointables.unreadable == {}
+        metadata.save_id is None
+        and metadata.timeline == ()
+        and metadata.checkpointables.processes == {}
+        and metadata.checkpointables.unreadable == {}
     )
-    assert {name: one.layout for name, one in found.checkpointables.items()} == {
+    assert {name: member.layout for name, member in metadata.checkpointables.items()} == {
         "data": "files",
         "moments": "shelf",
         "params": "shelf",
     }
-    assert found.nbytes == 2 * (48 + 32) + 5
+    assert metadata.nbytes == 2 * (48 + 32) + 5
     assert same_value(
-        ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS
+        ckptcore.load(shelf / "params", metadata.checkpointables["params"].abstract, context=context), PARAMS
     )
 
 
@@ -389,8 +389,8 @@ def test_members_are_converted(layout: str, shelf: Path, context: ckptcore.Conte
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
     assert list(loaded) == ["data", "moments", "params"]
     assert same_value(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
-    found = ckptcore.metadata(tmp_path / "ours", context=context)
-    assert (found.custom, found.metrics) == ({"run": 1}, {"loss": 0.5})
+    metadata = ckptcore.metadata(tmp_path / "ours", context=context)
+    assert (metadata.custom, metadata.metrics) == ({"run": 1}, {"loss": 0.5})
     assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")
 
 
@@ -438,9 +438,9 @@ def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path)
             ckptcore.save_checkpointables(location, {"a": tree, "b": tree})
 
         plan = InterruptedPlan(number, replace)
-        found = load_all(location, plan)
-        assert plan.interrupted and len(found) == 1, f"a mix of {found}, after operation {number}"
-        versions |= found
+        values = load_all(location, plan)
+        assert plan.interrupted and len(values) == 1, f"a mix of {values}, after operation {number}"
+        versions |= values
     assert versions == {0.0, 1.0} or versions == {1.0}
 
 
@@ -452,4 +452,4 @@ def load_all(location: str, plan: FaultPlan) -> set[float]:
         durability="none",
     )
     loaded = ckptcore.load_checkpointables(through(location), context=context)
-    return {float(one["bias"][0]) for one in loaded.values()}
+    return {float(tree["bias"][0]) for tree in loaded.values()}

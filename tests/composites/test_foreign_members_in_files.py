@@ -73,8 +73,8 @@ def test_a_missing_file_is_an_error(listed: Path, context: ckptcore.Context) -> 
     assert set(ckptcore.load_checkpointables(listed, context=context)) == {"weights.safetensors", "inner"}
     with pytest.raises(CheckpointNotFoundError, match=r"'gone.safetensors' was saved and deleted later"):
         ckptcore.load_checkpointables(listed, ["gone.safetensors"], context=context)
-    found = ckptcore.metadata(listed, context=context)
-    assert list(found.checkpointables) == ["weights.safetensors", "inner"] and found.checkpointables.deleted == (
+    metadata = ckptcore.metadata(listed, context=context)
+    assert list(metadata.checkpointables) == ["weights.safetensors", "inner"] and metadata.checkpointables.deleted == (
         "gone.safetensors",
     )
 

@@ -71,9 +71,9 @@ def test_each_rank_restores_its_own_state(background: bool, place: str) -> None:
     _run(save)
     _run(load)
     assert ckptcore.verify(place + "/c").ok
-    found = ckptcore.metadata(place + "/c")
-    assert found.checkpointables.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(
-        found.checkpointables
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.checkpointables.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(
+        metadata.checkpointables
     ) == list(_objects(0))
     if "://" not in place:
         assert sorted(os.listdir(place + "/c")) == sorted(
@@ -154,10 +154,10 @@ def test_errors_about_lost_states_name_the_directories_of_all_processes(place: s
     lost = re.compile(r"ckptcore\.delete: (\S+/seed\.rank_0) to seed\.rank_2")
     with pytest.raises(CheckpointError, match=lost):
         ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
-    found = lost.search(problem.message)
-    assert found is not None
+    named = lost.search(problem.message)
+    assert named is not None
     for rank in range(SIZE):
-        ckptcore.delete(found[1].replace("rank_0", f"rank_{rank}"))
+        ckptcore.delete(named[1].replace("rank_0", f"rank_{rank}"))
     assert ckptcore.verify(place + "/c").ok
     ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
 

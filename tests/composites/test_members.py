@@ -50,8 +50,8 @@ def test_every_function_takes_the_location_of_a_member(place: str) -> None:
     model = Linear(0)
     ckptcore.load_into(place + "/c/model", model)
     assert model.bias.tolist() == Linear(3).bias.tolist()
-    found = ckptcore.metadata(place + "/c/model")
-    assert found.layout == "safetensors" and found.save_id == ckptcore.metadata(place + "/c").save_id
+    metadata = ckptcore.metadata(place + "/c/model")
+    assert metadata.layout == "safetensors" and metadata.save_id == ckptcore.metadata(place + "/c").save_id
     assert ckptcore.verify(place + "/c/model").ok and ckptcore.verify(place + "/c/files").ok
     for name in ("model", "files"):
         ckptcore.copy(f"{place}/c/{name}", f"{place}/{name}", layout="safetensors")

@@ -63,10 +63,10 @@ def mark(place: str) -> Any:
 def test_metadata_files_of_a_tree_are_its_objects(place: str, context: ckptcore.Context) -> None:
     layout = RecordingLayout()
     ckptcore.save(place + "/c", ARRAYS, layout=layout, metadata={"run": 1}, context=context)
-    found = ckptcore.metadata(place + "/c", context=context)
-    assert layout.about == [CheckpointInfo(str(found.created), {"run": 1}, {}, {})] and layout.names == [""]
-    assert {f"{key}" for key in keys(place + "/c")} == {*found.objects, "checkpoint.json"}
-    assert MARK in found.objects and "tree/index.shelf" in found.objects
+    metadata = ckptcore.metadata(place + "/c", context=context)
+    assert layout.about == [CheckpointInfo(str(metadata.created), {"run": 1}, {}, {})] and layout.names == [""]
+    assert {f"{key}" for key in keys(place + "/c")} == {*metadata.objects, "checkpoint.json"}
+    assert MARK in metadata.objects and "tree/index.shelf" in metadata.objects
     assert ckptcore.verify(place + "/c", context=context).ok
 
 

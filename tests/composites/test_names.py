@@ -130,8 +130,8 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
     assert report.ok and report.deleted == (name,)
     with pytest.raises(CheckpointNotFoundError, match=f"'{name}' was saved and deleted"):
         ckptcore.load_checkpointables(place + "/c", [name])
-    found = ckptcore.metadata(place + "/c")
-    assert found.checkpointables.deleted == (name,) and name not in found.checkpointables
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.checkpointables.deleted == (name,) and name not in metadata.checkpointables
     ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables(place + "/converted")) == list(loaded)
     with pytest.raises(CheckpointNotFoundError):
@@ -297,13 +297,13 @@ def test_the_error_names_the_function_that_loads_each_kind(place: str) -> None:
 
 def test_metadata_of_several_objects_has_no_tree_of_its_own(place: str) -> None:
     save_all(place + "/several")
-    found = ckptcore.metadata(place + "/several")
-    assert found.is_composite and found.contents is None
+    metadata = ckptcore.metadata(place + "/several")
+    assert metadata.is_composite and metadata.contents is None
     with pytest.raises(CompositeCheckpointError, match=r"metadata.checkpointables\['params'\].tree"):
-        _ = found.tree
+        _ = metadata.tree
     with pytest.raises(CompositeCheckpointError):
         ckptcore.metadata(place + "/several", transforms=[Rename("w", "v")])
-    assert list(ckptcore.load_checkpointables(place + "/several", found.abstract)) == list(found.checkpointables)
+    assert list(ckptcore.load_checkpointables(place + "/several", metadata.abstract)) == list(metadata.checkpointables)
     ckptcore.save(place + "/one", PARAMS)
     assert not ckptcore.metadata(place + "/one").is_composite
 

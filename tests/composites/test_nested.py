@@ -49,8 +49,8 @@ def test_an_immutable_leaf_next_to_an_object_is_refused(place: str) -> None:
     with pytest.raises(TreeMismatchError, match=r"step.*its own name"):
         ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, 0)})
     assert model.bias.tolist() == Linear(0).bias.tolist()
-    found = ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
-    assert found.model is model and model.bias.tolist() == Linear(3).bias.tolist()
+    loaded = ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
+    assert loaded.model is model and model.bias.tolist() == Linear(3).bias.tolist()
 
 
 def test_a_mismatch_in_a_tree_of_objects_changes_nothing(place: str) -> None:

@@ -62,9 +62,9 @@ class Items(list[Any]):
 
 
 def _handler(value: object) -> ContainerHandler:
-    found = container_handler(type(value))
-    assert found is not None
-    return found
+    handler = container_handler(type(value))
+    assert handler is not None
+    return handler
 
 
 def _mapping(name: str, make: Callable[[], Any]) -> ContainerExample:

@@ -65,8 +65,8 @@ class TestThreadCoordinator(CoordinatorTests):
             "Make every rank call it. ThreadJob.run also raises the errors of ranks that failed before"
         )
         assert failed == "rank 1 is unwell"
-        found = ThreadJob(2).run(lambda coordinator: coordinator.gather("key", b"x"))
-        assert found == [[b"x", b"x"], None]
+        gathered = ThreadJob(2).run(lambda coordinator: coordinator.gather("key", b"x"))
+        assert gathered == [[b"x", b"x"], None]
 
     def test_errors_of_ranks_are_raised(self) -> None:
         def fail(coordinator: Coordinator) -> None:

@@ -29,8 +29,8 @@ def test_every_choice_of_values_is_covered(sizes: tuple[int, ...], strength: int
     combinations = covering(*parameters, strength=strength)
     assert len(combinations) == len(set(combinations)) <= rows
     for positions in itertools.combinations(range(len(sizes)), strength):
-        found = {tuple(row[position] for position in positions) for row in combinations}
-        assert found == set(itertools.product(*(parameters[position] for position in positions)))
+        covered = {tuple(row[position] for position in positions) for row in combinations}
+        assert covered == set(itertools.product(*(parameters[position] for position in positions)))
 
 
 def test_few_parameters_give_their_product() -> None:

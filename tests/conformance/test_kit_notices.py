@@ -456,8 +456,8 @@ class FindsNamesEverywhere(ShelfLayout):
 
 class NamesEveryDirectory(ShelfLayout):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        found = super().inspect_composite(store)
-        return found and InspectedComposite({**found.members, "other": "tree"}, "anyone")
+        inspected = super().inspect_composite(store)
+        return inspected and InspectedComposite({**inspected.members, "other": "tree"}, "anyone")
 
 
 class TrustsItsMarks(ShelfLayout):
@@ -589,16 +589,16 @@ def test_values_with_a_dtype_are_compared_by_their_content(make: Callable[[], An
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("actual", "expected"),
     [
         (np.float32(0.0), np.float32(-0.0)),
         (np.float64(0.0), np.float64(-0.0)),
         (_Described((2, 3)), _Described((3, 2))),
     ],
 )
-def test_other_values_with_a_dtype_differ(found: Any, expected: Any) -> None:
+def test_other_values_with_a_dtype_differ(actual: Any, expected: Any) -> None:
     with pytest.raises(AssertionError, match="value: expected"):
-        assert_same_value(found, expected, "value")
+        assert_same_value(actual, expected, "value")
 
 
 def test_nans_of_numpy_with_other_bits_are_equal() -> None:

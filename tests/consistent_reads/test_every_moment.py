@@ -62,12 +62,12 @@ def _read_during_changes(
 def _wrong(reader: str, scheme: str, layout: str, states: Sequence[str], directory: Path) -> list[str]:
     """Return the failures of reads during every change, one line each."""
     allowed = {_undisturbed(reader, scheme, layout, state, directory): state for state in states}
-    found = []
+    failures = []
     moments = [0] * (len(states) - 1)
     while True:
         outcome, done = _read_during_changes(reader, scheme, layout, states, moments, directory)
         if outcome not in allowed and (outcome != "replaced" or not max(moments)):
-            found.append(
+            failures.append(
                 f"{reader} {scheme} {layout} {' -> '.join(states)} before {moments}: {outcome}, not {list(allowed)}"
             )
         if done:
@@ -75,7 +75,7 @@ def _wrong(reader: str, scheme: str, layout: str, states: Sequence[str], directo
         else:
             # The reader ended before the last change, so later moments would give no new case.
             if len(moments) == 1 or moments[-1] == moments[-2]:
-                return found
+                return failures
             moments[-2] += 1
             moments[-1] = moments[-2]
 

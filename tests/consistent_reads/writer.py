@@ -69,8 +69,8 @@ class Log:
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            found = json.loads(line)
-            yield None if found is None else State(*found)
+            entry = json.loads(line)
+            yield None if entry is None else State(*entry)
 
 
 class _Writer:

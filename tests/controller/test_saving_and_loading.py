@@ -45,8 +45,8 @@ def crossings(workers: WorkerProcesses, work: Callable[[], object]) -> list[str]
     before = len(workers.crossings)
     work()
     made = workers.crossings[before:]
-    assert all(one.sent + one.received < MOST_BYTES for one in made), made
-    return sorted(f"{one.request} {one.worker}" for one in made)
+    assert all(crossing.sent + crossing.received < MOST_BYTES for crossing in made), made
+    return sorted(f"{crossing.request} {crossing.worker}" for crossing in made)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,8 +105,8 @@ def test_workers_cast_and_pad_according_to_matching(
     loaded: dict[str, Any] = {}
 
     def load() -> None:
-        found = ckptcore.load(tmp_path / "it", asked, transforms=chain, matching=matching, context=context)
-        loaded.update(found)
+        arrays = ckptcore.load(tmp_path / "it", asked, transforms=chain, matching=matching, context=context)
+        loaded.update(arrays)
 
     assert crossings(workers, load) == ["read 0", "read 1"]
     ckptcore.save(tmp_path / "made", loaded, context=context)

@@ -173,8 +173,8 @@ def _boxes(directory: Path, shape: Sequence[int], boxes: Sequence[tuple[Sequence
 
 def _halves(axes: int, count: int) -> list[tuple[list[int], list[int]]]:
     """Return boxes that each take half of the remaining array along the next axis. The last box is the rest."""
-    found = [([0] * axis + [1] + [0] * (axes - axis - 1), [1] * axis + [2] * (axes - axis)) for axis in range(count)]
-    return [*found, ([0] * axes, [1] * count + [2] * (axes - count))]
+    boxes = [([0] * axis + [1] + [0] * (axes - axis - 1), [1] * axis + [2] * (axes - axis)) for axis in range(count)]
+    return [*boxes, ([0] * axes, [1] * count + [2] * (axes - count))]
 
 
 @_sample("root: axes of boxes", most=64)

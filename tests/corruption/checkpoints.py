@@ -20,8 +20,8 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
 
-_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
-_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
+FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
+RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _SLACK_BYTES: Final = 1 << 16
 
 
@@ -59,25 +59,25 @@ class Original:
         damaged = self.damaged_files()
         with bounded_memory(self.location):
             try:
-                loaded = ckptcore.load(self.location, context=_FAST)
+                loaded = ckptcore.load(self.location, context=FAST)
             except CheckpointError:
                 assert damaged, "an undamaged checkpoint does not load"
             else:
                 assert same_value(loaded, self.state), f"{damaged} are damaged, and another state was loaded"
             with contextlib.suppress(CheckpointError):
                 # Without verification a load may return wrong elements, but must not crash.
-                ckptcore.load(self.location, context=_RELAXED)
+                ckptcore.load(self.location, context=RELAXED)
             with contextlib.suppress(CheckpointError):
                 ckptcore.metadata(self.location)
         report = ckptcore.verify(self.location)
-        found = {problem.key for problem in report.problems}
+        keys = {problem.key for problem in report.problems}
         assert report.ok == (not damaged)
         # A damaged root does not describe the other files.
         of_root = {name for name in damaged if name.startswith("checkpoint.")}
         if of_root:
-            assert found and found <= of_root, f"{damaged} are damaged, and verify names {found}"
+            assert keys and keys <= of_root, f"{damaged} are damaged, and verify names {keys}"
         else:
-            assert found == set(damaged), f"{damaged} are damaged, and verify names {found}"
+            assert keys == set(damaged), f"{damaged} are damaged, and verify names {keys}"
 
 
 @contextlib.contextmanager
@@ -113,13 +113,13 @@ def _arrays(count: int, elements: int) -> dict[str, Any]:
 
 def _save_one_file(location: Path) -> Any:
     state = _arrays(3, 100)
-    ckptcore.save(location, state, context=_FAST)
+    ckptcore.save(location, state, context=FAST)
     return state
 
 
 def _save_several_files(location: Path) -> Any:
     state = _arrays(4, 3000)
-    ckptcore.save(location, state, layout=SafetensorsLayout(max_file_bytes=4000), context=_FAST)
+    ckptcore.save(location, state, layout=SafetensorsLayout(max_file_bytes=4000), context=FAST)
     return state
 
 
@@ -128,38 +128,38 @@ def _save_with_parts(location: Path) -> Any:
     state = _arrays(5, 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptcore.commit.root_json._INLINE_BYTES", 0)
-        ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=_FAST)
+        ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=FAST)
     return state
 
 
 def _save_several_blocks(location: Path) -> Any:
     state = _arrays(2, 1_300_000)
-    ckptcore.save(location, state, context=_FAST)
+    ckptcore.save(location, state, context=FAST)
     return state
 
 
 def _save_database(location: Path) -> Any:
     """Save checksummed chunks in several data files, with a database of their offsets."""
     state = _arrays(3, 300)
-    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=64, data_file_bytes=512), context=_FAST)
+    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=64, data_file_bytes=512), context=FAST)
     return state
 
 
 def _save_compressed_database(location: Path) -> Any:
     state = _arrays(3, 300)
-    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=128, compression="zstd"), context=_FAST)
+    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=128, compression="zstd"), context=FAST)
     return state
 
 
 def _save_zarr3(location: Path) -> Any:
     state = _arrays(2, 100)
-    ckptcore.save(location, state, layout=Zarr3Layout(chunk_bytes=64), context=_FAST)
+    ckptcore.save(location, state, layout=Zarr3Layout(chunk_bytes=64), context=FAST)
     return state
 
 
 def _save_zarr(location: Path) -> Any:
     state = _arrays(1, 100)
-    ckptcore.save(location, state, layout=ZarrLayout(compression="blosc"), context=_FAST)
+    ckptcore.save(location, state, layout=ZarrLayout(compression="blosc"), context=FAST)
     return state
 
 

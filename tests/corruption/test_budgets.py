@@ -45,16 +45,16 @@ def _context() -> ckptcore.Context:
 
 
 def _read_boxes(location: Path) -> None:
-    with ckptcore.open(location, context=_context()) as opened:
-        for box in opened.iter_boxes():
+    with ckptcore.open(location, context=_context()) as checkpoint:
+        for box in checkpoint.iter_boxes():
             del box
 
 
 def _read_elements(location: Path) -> None:
-    with ckptcore.open(location, context=_context()) as opened:
-        for name in opened:
+    with ckptcore.open(location, context=_context()) as checkpoint:
+        for name in checkpoint:
             with contextlib.suppress(CheckpointError):
-                array = opened[name]
+                array = checkpoint[name]
                 if isinstance(array, ckptcore.results.StoredArray) and array.size:
                     _ = array[(0,) * array.ndim]
             break

@@ -89,8 +89,8 @@ def _change_run(content: bytes, choices: random.Random) -> bytes:
 def _swap_blocks(content: bytes, choices: random.Random) -> bytes:
     size = choices.choice((1, 16, 512, 4096, BLOCK_BYTES))
     blocks = [content[start : start + size] for start in range(0, len(content), size)]
-    one, other = choices.randrange(len(blocks)), choices.randrange(len(blocks))
-    blocks[one], blocks[other] = blocks[other], blocks[one]
+    first, second = choices.randrange(len(blocks)), choices.randrange(len(blocks))
+    blocks[first], blocks[second] = blocks[second], blocks[first]
     return b"".join(blocks)
 
 

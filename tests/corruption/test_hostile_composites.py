@@ -20,9 +20,8 @@ from ckptcore_testing.locations import faulty_context, through
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedVersionError
 from tests.composites.objects import Counter, Files, Linear
-from tests.corruption.checkpoints import bounded_memory
+from tests.corruption.checkpoints import FAST, bounded_memory
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 _OPERATIONS: Final = 300
 """Limit of the storage operations of one function, for any of the small composites below."""
@@ -35,7 +34,7 @@ class _Forgery:
         self.directory = directory
         self.location = directory / "step_1"
         objects = {"model": Linear(3), "data": Counter(2), "files": Files({"a/b": b"one", "c": b"two"})}
-        ckptcore.save_checkpointables(self.location, objects, metadata={"loss": 0.5}, context=_CONTEXT)
+        ckptcore.save_checkpointables(self.location, objects, metadata={"loss": 0.5}, context=FAST)
         self.root = self.read("checkpoint.json")
 
     def read(self, key: str) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def test_overwriting_a_checkpoint_with_a_huge_number_of_processes_needs_little_w
     (forgery.location / "m3.rank_7" / "checkpoint.json").write_bytes(b"{}")
     tracemalloc.start(1)
     try:
-        ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=_CONTEXT)
+        ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=FAST)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -265,10 +264,10 @@ def test_files_outside_of_the_checkpoint_are_refused(key: str, forgery: _Forgery
     root["tables"]["objects"]["key"] = [key, "c"]
     forgery.forge(root, "files/checkpoint.json")
     forgery.assert_refused()
-    found = Files({"as it": b"was"})
+    target = Files({"as it": b"was"})
     with pytest.raises(CheckpointError):
-        ckptcore.load_checkpointables(forgery.location, into={"files": found})
-    assert found.files == {"as it": b"was"}
+        ckptcore.load_checkpointables(forgery.location, into={"files": target})
+    assert target.files == {"as it": b"was"}
 
 
 @pytest.mark.parametrize("size", [1 << 20, 1 << 40, 1 << 60])
@@ -292,10 +291,10 @@ def test_conflicting_file_names_are_refused(forgery: _Forgery) -> None:
     root["tables"]["objects"]["key"] = ["a/b", "a"]
     store.put("files/checkpoint.json", sealed(root))
     store.put("files/a", b"two")
-    found = Files({"as it": b"was"})
+    target = Files({"as it": b"was"})
     with pytest.raises(CheckpointError, match="or also as a directory"):
-        ckptcore.load_checkpointables(location, into={"files": found})
-    assert found.files == {"as it": b"was"}
+        ckptcore.load_checkpointables(location, into={"files": target})
+    assert target.files == {"as it": b"was"}
 
 
 @pytest.mark.parametrize("value", [10**400, [], {}, "1", None, True, "nan", 1e308])

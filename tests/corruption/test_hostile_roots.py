@@ -19,10 +19,8 @@ from ckptcore_testing.hostile_json import sealed, tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
-from tests.corruption.checkpoints import bounded_memory
+from tests.corruption.checkpoints import FAST, RELAXED, bounded_memory
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
-_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 """More than any of the small roots below may make a load allocate, in bytes."""
 
@@ -39,7 +37,7 @@ class _Forgery:
             "long": "x" * 9000,
         }
         tied = self.state["weight"]
-        ckptcore.save(self.location, self.state | {"tied": tied}, metadata={"loss": 0.5}, context=_CONTEXT)
+        ckptcore.save(self.location, self.state | {"tied": tied}, metadata={"loss": 0.5}, context=FAST)
         self.root: dict[str, Any] = json.loads((self.location / "checkpoint.json").read_bytes())
         del self.root["checksum"]
 
@@ -69,10 +67,10 @@ class _Forgery:
     def attempts(self) -> Iterator[Callable[[], object]]:
         """Yield all functions that read a root."""
         location = self.location
-        yield lambda: ckptcore.load(location, context=_CONTEXT)
-        yield lambda: ckptcore.load(location, context=_RELAXED)
-        yield lambda: ckptcore.load(location, {"weight": self.state["weight"], "bias": ...}, context=_CONTEXT)
-        yield lambda: ckptcore.load_into(location, copy.deepcopy(self.state), context=_RELAXED)
+        yield lambda: ckptcore.load(location, context=FAST)
+        yield lambda: ckptcore.load(location, context=RELAXED)
+        yield lambda: ckptcore.load(location, {"weight": self.state["weight"], "bias": ...}, context=FAST)
+        yield lambda: ckptcore.load_into(location, copy.deepcopy(self.state), context=RELAXED)
         yield lambda: ckptcore.metadata(location).nbytes
         yield lambda: ckptcore.verify(location).ok
 

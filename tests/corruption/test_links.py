@@ -19,18 +19,17 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.errors import CheckpointError, NotMappableError
 from ckptcore.model import ArrayRecord
-from tests.corruption.checkpoints import ORIGINALS
+from tests.corruption.checkpoints import FAST, ORIGINALS
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MOST_FILES: Final = 12
 
 
 def _save_dcp(location: Path) -> None:
-    ckptcore.save(location, {"w": np.arange(600.0), "v": [np.ones(3), 5, "text"]}, layout="dcp", context=_CONTEXT)
+    ckptcore.save(location, {"w": np.arange(600.0), "v": [np.ones(3), 5, "text"]}, layout="dcp", context=FAST)
 
 
 def _save_composite(location: Path) -> None:
-    ckptcore.save_checkpointables(location, {"model": {"w": np.arange(600.0)}, "info": {"step": 3}}, context=_CONTEXT)
+    ckptcore.save_checkpointables(location, {"model": {"w": np.arange(600.0)}, "info": {"step": 3}}, context=FAST)
 
 
 _SAVES: Final[Mapping[str, Callable[[Path], Any]]] = {
@@ -44,15 +43,13 @@ def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
     unverified = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
     there = location.parent / "copy"
     return {
-        "load": lambda: ckptcore.load(location, context=_CONTEXT),
+        "load": lambda: ckptcore.load(location, context=FAST),
         "load unverified": lambda: ckptcore.load(location, context=unverified),
-        "load_checkpointables": lambda: ckptcore.load_checkpointables(location, context=_CONTEXT),
+        "load_checkpointables": lambda: ckptcore.load_checkpointables(location, context=FAST),
         "metadata": lambda: ckptcore.metadata(location).nbytes,
-        "copy": lambda: ckptcore.copy(location, there, context=_CONTEXT),
-        "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=_CONTEXT),
-        "iter_boxes": lambda: [
-            part.elements.tobytes() for part in ckptcore.open(location, context=_CONTEXT).iter_boxes()
-        ],
+        "copy": lambda: ckptcore.copy(location, there, context=FAST),
+        "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=FAST),
+        "iter_boxes": lambda: [part.elements.tobytes() for part in ckptcore.open(location, context=FAST).iter_boxes()],
         "slices": lambda: _slices(location),
         "memory_map": lambda: _mapped(location),
         "verify": lambda: _verify(location),
@@ -61,11 +58,11 @@ def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
 
 
 def _arrays_of(location: Path) -> Iterator[Any]:
-    with ckptcore.open(location, context=_CONTEXT) as opened:
+    with ckptcore.open(location, context=FAST) as checkpoint:
         tree = ckptcore.metadata(location).tree
         for path, record in zip(tree.paths, tree.leaves, strict=True):
             if isinstance(record, ArrayRecord) and record.kind != "str":
-                yield opened[path]
+                yield checkpoint[path]
 
 
 def _slices(location: Path) -> object:
@@ -73,11 +70,11 @@ def _slices(location: Path) -> object:
 
 
 def _mapped(location: Path) -> object:
-    found = []
+    maps = []
     for array in _arrays_of(location):
         with contextlib.suppress(NotMappableError):
-            found.append(array.memory_map().tobytes())
-    return found
+            maps.append(array.memory_map().tobytes())
+    return maps
 
 
 def _verify(location: Path) -> object:

@@ -19,8 +19,8 @@ STATE: Final[dict[str, Any]] = {"w": np.arange(6.0), "layers": [np.ones(3), (np.
 
 
 def _open(location: Path) -> object:
-    with ckptcore.open(location) as opened:
-        return opened["w"]
+    with ckptcore.open(location) as checkpoint:
+        return checkpoint["w"]
 
 
 READERS: Final[Mapping[str, Callable[[Path], object]]] = {

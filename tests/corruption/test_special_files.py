@@ -57,25 +57,25 @@ SPECIAL: Final[Mapping[str, Callable[[Path], object]]] = {
 
 def outcome(call: Callable[[], object]) -> BaseException | None:
     """Return the error that a call raises, or None. Fail if the call does not return."""
-    found: list[BaseException | None] = []
+    outcomes: list[BaseException | None] = []
 
     def run() -> None:
         try:
             call()
-            found.append(None)
+            outcomes.append(None)
         except BaseException as error:  # noqa: BLE001  # the test checks it
-            found.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_SECONDS)
-    assert found, "the call waits for ever"
-    return found[0]
+    assert outcomes, "the call waits for ever"
+    return outcomes[0]
 
 
 def _index(location: str) -> None:
-    with ckptcore.open(location) as opened:
-        _ = opened["w"][2:3]
+    with ckptcore.open(location) as checkpoint:
+        _ = checkpoint["w"][2:3]
 
 
 def _verify(location: str) -> None:

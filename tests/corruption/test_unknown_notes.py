@@ -77,9 +77,9 @@ class _Run:
         assert ckptcore.load(self.step)["w"].tolist() == [0, 1, 2, 3]
         for framework in ("numpy", "jax", "torch"):
             assert np.asarray(ckptcore.load(self.step, framework=framework)["w"]).tolist() == [0, 1, 2, 3]
-        with ckptcore.open(self.step) as opened:
-            assert opened["w"][0] == 0
-            to_html(opened)
+        with ckptcore.open(self.step) as checkpoint:
+            assert checkpoint["w"][0] == 0
+            to_html(checkpoint)
         assert ckptcore.metadata(self.step).tree.paths
         assert ckptcore.verify(self.step).ok
         with ckptcore.CheckpointReader(self.location) as reader:

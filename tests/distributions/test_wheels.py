@@ -45,38 +45,38 @@ def _program(environment: Environment, *arguments: str) -> Any:
 
 def _of_extra(distribution: Distribution, wheels: Mapping[str, Wheel]) -> Wheel:
     """Return the wheel of a distribution, found by its import package."""
-    (found,) = [wheel for wheel in wheels.values() if distribution.package in wheel.packages]
-    return found
+    (match,) = [wheel for wheel in wheels.values() if distribution.package in wheel.packages]
+    return match
 
 
 def test_the_core_alone_saves_loads_and_trains(core: Environment, tmp_path: Path) -> None:
-    found = _program(core, "use", str(tmp_path))
-    assert set(found["distributions"]) == {"ckptcore", "ml_dtypes", "numpy", "pluggy", "xxhash"}
-    assert found["modules"] == []
-    assert not Path(found["file"]).is_relative_to(ROOT)
+    result = _program(core, "use", str(tmp_path))
+    assert set(result["distributions"]) == {"ckptcore", "ml_dtypes", "numpy", "pluggy", "xxhash"}
+    assert result["modules"] == []
+    assert not Path(result["file"]).is_relative_to(ROOT)
 
 
 def test_the_core_alone_loads_every_golden_checkpoint(core: Environment) -> None:
-    found = _program(core, "golden", str(GOLDEN))
-    assert found == alone.outcomes(GOLDEN)
+    outcomes = _program(core, "golden", str(GOLDEN))
+    assert outcomes == alone.outcomes(GOLDEN)
     loaded = {
         Path(name).parts[0]
-        for name, outcome in found.items()
+        for name, outcome in outcomes.items()
         for way in ("load", "load_checkpointables")
         if len(outcome[way]) == 64
     }
     assert loaded == {path.name for path in GOLDEN.iterdir()} - UNFINISHED
-    damaged = {name: outcome for name, outcome in found.items() if outcome["verify"] != "True"}
+    damaged = {name: outcome for name, outcome in outcomes.items() if outcome["verify"] != "True"}
     assert {Path(name).parts[0] for name in damaged} <= UNFINISHED | OF_HOSTS
 
 
 def test_errors_of_the_core_say_how_to_install_missing_features(core: Environment, tmp_path: Path) -> None:
-    found = _program(core, "missing", str(tmp_path))
+    messages = _program(core, "missing", str(tmp_path))
     expected = {distribution.extra: distribution.hint for distribution in DISTRIBUTIONS}
-    assert found.keys() == expected.keys()
+    assert messages.keys() == expected.keys()
     wrong = [
         f"{asked}: {error}"
-        for extra, errors in found.items()
+        for extra, errors in messages.items()
         for asked, error in errors.items()
         if expected[extra] not in error
     ]

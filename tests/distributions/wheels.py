@@ -40,12 +40,12 @@ class Environment:
             self._link(name)
 
     def _link(self, name: str) -> None:
-        found = distribution(name)
-        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
+        installed = distribution(name)
+        tops = {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}
         for top in tops:
             link = self._packages / top
             if not link.exists():
-                link.symlink_to(Path(str(found.locate_file(top))).resolve())
+                link.symlink_to(Path(str(installed.locate_file(top))).resolve())
 
     def run(self, *arguments: str) -> str:
         """Run Python in the environment, isolated from that of the tests. Return its output.
@@ -60,7 +60,7 @@ def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tupl
     """Return the names of our and of other distributions that are directly or indirectly required."""
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in wanted]
-    found: dict[str, None] = {}
+    others: dict[str, None] = {}
     while waiting:
         requirement, extra = waiting.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
@@ -69,9 +69,9 @@ def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tupl
         for inner in ("", *requirement.extras):
             if (name, inner) not in seen:
                 seen.add((name, inner))
-                found[name] = None
+                others[name] = None
                 waiting += [(needed, inner) for needed in _requires(name, wheels)]
-    return [name for name in found if name in wheels], [name for name in found if name not in wheels]
+    return [name for name in others if name in wheels], [name for name in others if name not in wheels]
 
 
 def _requires(name: str, wheels: Mapping[str, Wheel]) -> Sequence[Requirement]:

@@ -95,9 +95,9 @@ def test_arguments_of_ckptcore_exist() -> None:
 
 
 def test_arguments_of_other_libraries_exist() -> None:
-    found = list(tables())
-    assert {head for head, _ in found} == OTHERS.keys()
-    for head, rows in found:
+    all_tables = list(tables())
+    assert {head for head, _ in all_tables} == OTHERS.keys()
+    for head, rows in all_tables:
         if not OTHERS[head] or find_spec(OTHERS[head][0].partition(".")[0]) is None:
             continue
         known = set[str]()

@@ -44,7 +44,7 @@ for _page in PAGES:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_ends_with_tests(page: str) -> None:
-    found = _FOUND[page]
-    if isinstance(found, Exception):
-        raise found
-    assert found
+    classes = _FOUND[page]
+    if isinstance(classes, Exception):
+        raise classes
+    assert classes

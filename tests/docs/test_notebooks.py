@@ -18,9 +18,9 @@ def test_a_notebook_prints_its_stored_output(notebook: Path, tmp_path: Path, mon
 
 
 def test_notebooks_exist_and_have_the_format_of_jupyter() -> None:
-    found = notebooks()
-    assert len(found) >= 3
-    for notebook in found:
+    paths = notebooks()
+    assert len(paths) >= 3
+    for notebook in paths:
         document = json.loads(notebook.read_text(encoding="utf-8"))
         assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
         ids = [cell["id"] for cell in document["cells"]]

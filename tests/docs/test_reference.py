@@ -75,16 +75,16 @@ def public_names(module: str) -> set[str]:
 def documented_names(module: str, page: Path) -> set[str]:
     """Return the names of a module that its page documents or excludes."""
     text = page.read_text(encoding="utf-8")
-    found = {name.removeprefix(f"{module}.").partition("(")[0] for name in DIRECTIVE.findall(text)}
+    names = {name.removeprefix(f"{module}.").partition("(")[0] for name in DIRECTIVE.findall(text)}
     block = re.search(rf"^\.\. automodule:: {re.escape(module)}\n((?:   :.*\n)*)", text, re.MULTILINE)
     if block is not None and ":no-members:" not in block[1]:
         imported = _imported(module)
         # Sphinx documents re-exported classes and functions, but other objects only in the module that defines them.
         exported = {name for name in public_names(module) if callable(getattr(imported, name))}
-        found |= exported | set(re.findall(r"^(\w+)(?:: [^=\n]+)? =", inspect.getsource(imported), re.MULTILINE))
+        names |= exported | set(re.findall(r"^(\w+)(?:: [^=\n]+)? =", inspect.getsource(imported), re.MULTILINE))
         for excluded in re.findall(r":exclude-members: (.*)", block[1]):
-            found |= set(excluded.split(", "))
-    return found
+            names |= set(excluded.split(", "))
+    return names
 
 
 def imported_names(code: str) -> set[str]:
@@ -142,9 +142,9 @@ def test_the_reference_has_every_name_that_examples_import() -> None:
 
 def test_the_reference_names_no_internal_module() -> None:
     named = {
-        found.rpartition(".")[0]
+        reference.rpartition(".")[0]
         for page in REFERENCE.glob("*.md")
-        for found in re.findall(
+        for reference in re.findall(
             r"^\.\. (?:auto|py:)\w+:: (ckptcore\.[\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE
         )
     }

@@ -21,14 +21,14 @@ def test_the_end_of_a_phase_creates_an_event() -> None:
     with recording.phase("write") as phase:
         assert seen == []
         phase.nbytes = 128
-    (found,) = seen
-    assert (found.phase, found.operation, found.location, found.step, found.rank, found.nbytes, found.error) == (
+    (event,) = seen
+    assert (event.phase, event.operation, event.location, event.step, event.rank, event.nbytes, event.error) == (
         "write", "save", "run/step_3", 3, 2, 128, None,
     )  # fmt: skip
     # The clock may be set during the test. A tolerance of a day still shows that the unit is seconds since the epoch.
-    assert abs(found.began - before) < 86400
-    assert found.seconds >= 0
-    assert recording.events == (found,)
+    assert abs(event.began - before) < 86400
+    assert event.seconds >= 0
+    assert recording.events == (event,)
 
 
 def test_bytes_can_be_given_at_the_start_of_a_phase() -> None:
@@ -107,7 +107,7 @@ def test_operations_have_distinct_ids() -> None:
         with recording.phase("read"):
             pass
     ids = [{event.operation_id for event in recording.events} for recording in recordings]
-    assert [len(found) for found in ids] == [1, 1, 1]
+    assert [len(ids_of_one) for ids_of_one in ids] == [1, 1, 1]
     assert len(set.union(*ids)) == 3
 
 

@@ -100,15 +100,17 @@ def _decoded_fully(text: str) -> str:
     import unicodedata
 
     while True:
-        found = re.sub(r"(?:%|\\)u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), text)
-        found = re.sub(r"%([0-9a-fA-F]{2})", lambda escape: chr(int(escape[1], 16)), found)
-        found = re.sub(
-            "\xe0?[\x81-\xc1][\x80-\xbf]", lambda pair: chr((ord(pair[0][-2]) & 3) << 6 | ord(pair[0][-1]) & 63), found
+        decoded = re.sub(r"(?:%|\\)u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), text)
+        decoded = re.sub(r"%([0-9a-fA-F]{2})", lambda escape: chr(int(escape[1], 16)), decoded)
+        decoded = re.sub(
+            "\xe0?[\x81-\xc1][\x80-\xbf]",
+            lambda pair: chr((ord(pair[0][-2]) & 3) << 6 | ord(pair[0][-1]) & 63),
+            decoded,
         )
-        found = unicodedata.normalize("NFKC", found)
-        if found == text:
-            return found
-        text = found
+        decoded = unicodedata.normalize("NFKC", decoded)
+        if decoded == text:
+            return decoded
+        text = decoded
 
 
 @given(

@@ -212,7 +212,7 @@ def test_an_error_shows_no_secret_in_any_form() -> None:
 
 def test_a_location_with_a_password_works(tmp_path: Path) -> None:
     """The storage is opened with the password. Output and stored data hide it."""
-    opened: list[str] = []
+    urls: list[str] = []
 
     class Plugin:
         @ckptcore.hookimpl
@@ -220,7 +220,7 @@ def test_a_location_with_a_password_works(tmp_path: Path) -> None:
             return {"guarded": self.open}
 
         def open(self, url: str, options: StorageOptions) -> StorageBackend:
-            opened.append(url)
+            urls.append(url)
             return LocalStorage(str(tmp_path), options)
 
     events: list[Event] = []
@@ -233,7 +233,7 @@ def test_a_location_with_a_password_works(tmp_path: Path) -> None:
     handle.result()
     assert SECRET not in repr(handle)
     assert ckptcore.load(f"{url}/step", context=context)["w"].tolist() == [0, 1, 2, 3]
-    assert opened and all(SECRET in one for one in opened)
+    assert urls and all(SECRET in opened_url for opened_url in urls)
     assert events and SECRET not in repr(events)
     stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert stored and not any(SECRET.encode() in data for data in stored)

@@ -32,8 +32,8 @@ GOODPUT_READS = {
 def records_of(*events: Event) -> list[Mapping[str, object]]:
     records: list[Mapping[str, object]] = []
     observer = StepStatisticsObserver(records.append)
-    for found in events:
-        observer(found)
+    for seen in events:
+        observer(seen)
     return records
 
 
@@ -97,7 +97,7 @@ def test_records_have_the_fields_of_orbax(
 
 
 def test_a_save_that_did_not_wait_has_a_waiting_time_of_zero() -> None:
-    events = [found for found in async_save() if found.phase != "wait_for_previous"]
+    events = [seen for seen in async_save() if seen.phase != "wait_for_previous"]
     (record,) = records_of(*events)
     assert record["wait_for_prev_start_time"] == BEGAN
     assert record["wait_for_prev_duration_secs"] == 0.0
@@ -105,7 +105,7 @@ def test_a_save_that_did_not_wait_has_a_waiting_time_of_zero() -> None:
 
 
 def test_the_blocking_phase_may_end_after_the_save() -> None:
-    *events, blocking, last = sorted(async_save(), key=lambda found: (found.phase in ("blocking", "save"), found.phase))
+    *events, blocking, last = sorted(async_save(), key=lambda seen: (seen.phase in ("blocking", "save"), seen.phase))
     assert (blocking.phase, last.phase) == ("blocking", "save")
     (record,) = records_of(*events, last, blocking)
     assert [record] == records_of(*async_save())
@@ -121,8 +121,8 @@ def test_a_save_that_ended_before_its_call_returned_is_synchronous(order: tuple[
 
 def test_the_time_between_saves_starts_at_the_end_of_the_previous_save() -> None:
     later = [
-        dataclasses.replace(found, step=13, location="run/step_13", began=found.began + 10, operation_id="two")
-        for found in async_save()
+        dataclasses.replace(earlier, step=13, location="run/step_13", began=earlier.began + 10, operation_id="two")
+        for earlier in async_save()
     ]
     elsewhere = async_save(location="other/step_12", operation_id="three")
     records = records_of(*async_save(), *elsewhere, *later)
@@ -166,8 +166,8 @@ def test_a_location_outside_a_run_is_its_own_directory() -> None:
 def test_deletions_and_cleaning_create_no_records() -> None:
     records: list[Mapping[str, object]] = []
     observer = StepStatisticsObserver(records.append)
-    for found in (*async_save(), event("clean", 3, 1), event("delete", 0, 1, operation="delete", operation_id="two")):
-        observer(found)
+    for seen in (*async_save(), event("clean", 3, 1), event("delete", 0, 1, operation="delete", operation_id="two")):
+        observer(seen)
     assert len(records) == 1
     assert observer._open == {}
 
@@ -182,8 +182,8 @@ def test_operations_that_never_end_are_forgotten() -> None:
 def test_records_are_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     observer = StepStatisticsObserver()
     with caplog.at_level(logging.INFO, "ckptcore.statistics"):
-        for found in (*async_save(), *load()):
-            observer(found)
+        for seen in (*async_save(), *load()):
+            observer(seen)
     assert [record.getMessage() for record in caplog.records] == ["save of step 12 in run", "restore of step 12 in run"]
     assert {record.name for record in caplog.records} == {"ckptcore.statistics"}
     assert [vars(record)["ckptcore_statistics"] for record in caplog.records] == records_of(*async_save(), *load())

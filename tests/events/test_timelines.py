@@ -110,9 +110,9 @@ def test_events_with_invalid_fields_are_left_out(change: dict[str, Any]) -> None
     assert readable_events({**stored(async_save()), **change}) == ()
 
 
-@pytest.mark.parametrize("found", [None, 3, "x", [], {}, [[]]])
-def test_other_data_has_no_events(found: Any) -> None:
-    assert readable_events(found) == ()
+@pytest.mark.parametrize("document", [None, 3, "x", [], {}, [[]]])
+def test_other_data_has_no_events(document: Any) -> None:
+    assert readable_events(document) == ()
 
 
 def test_a_tampered_timeline_has_fewer_or_harmless_events() -> None:

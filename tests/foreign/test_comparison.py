@@ -206,19 +206,28 @@ def test_ckptcore_reads_the_checkpoints_of_the_others(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("distribution", "number"), [("ckptcore", 4), ("orbax-checkpoint", 15), ("safetensors", 0)])
 def test_the_number_of_required_packages(distribution: str, number: int) -> None:
-    found = [Requirement(text) for text in requires(distribution) or ()]
-    assert len({one.name for one in found if one.marker is None or one.marker.evaluate({"extra": ""})}) == number
+    requirements = [Requirement(text) for text in requires(distribution) or ()]
+    assert (
+        len(
+            {
+                requirement.name
+                for requirement in requirements
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            }
+        )
+        == number
+    )
 
 
 def test_the_readme_has_these_libraries_and_entries() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     begin = next(number for number, row in enumerate(table) if row[1] == "ckptcore")
-    found: dict[str, Any] = {row[0]: row[1:] for row in table[begin:]}
-    assert found[""] == ["ckptcore", "Orbax v1", "PyTorch DCP", "torch.save", "safetensors"]
-    assert found["a changed bit in an array"] == ["error", *["loads silently"] * 4]
-    assert found["loading runs code from the file"] == ["no", "no", "yes", "no, by default", "no"]
-    assert found["another dtype than requested"] == ["error", "casts", "casts", "-", "-"]
-    assert found["required packages"] == ["4", "15", "PyTorch", "PyTorch", "0"]
+    rows: dict[str, Any] = {row[0]: row[1:] for row in table[begin:]}
+    assert rows[""] == ["ckptcore", "Orbax v1", "PyTorch DCP", "torch.save", "safetensors"]
+    assert rows["a changed bit in an array"] == ["error", *["loads silently"] * 4]
+    assert rows["loading runs code from the file"] == ["no", "no", "yes", "no, by default", "no"]
+    assert rows["another dtype than requested"] == ["error", "casts", "casts", "-", "-"]
+    assert rows["required packages"] == ["4", "15", "PyTorch", "PyTorch", "0"]
     outcomes = ["old checkpoint stays", "old checkpoint is gone", *["overwritten in place"] * 2, "old file stays"]
-    assert found["overwriting, if the new save fails"] == outcomes
+    assert rows["overwriting, if the new save fails"] == outcomes

@@ -28,11 +28,11 @@ def _expected(directory: Path, variant: str = "") -> dict[str, np.ndarray]:
     return {name: array for path in files for name, array in safetensors.numpy.load_file(path).items()}
 
 
-def _assert_equal(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def _assert_equal(loaded: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert loaded.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+        assert loaded[name].dtype == array.dtype
 
 
 @pytest.mark.parametrize("name", _MEMBERS)
@@ -58,8 +58,8 @@ def test_a_variant_is_opened_by_its_file_or_index(name: str) -> None:
     _assert_equal(ckptcore.load(path), expected)
     assert ckptcore.verify(path).ok
     assert ckptcore.metadata(path).unused == {}
-    with ckptcore.open(path) as opened:
-        assert opened.keys() == expected.keys()
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("name", _VARIANTS)

@@ -100,8 +100,10 @@ def test_the_error_about_a_folder_of_runs_lists_them(runs: Path) -> None:
 def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) -> None:
     code, document = run_json(ListDocument, "ls", runs)
     assert code == 0
-    found = {one["name"]: (one["state"], one.get("steps"), one.get("newest")) for one in document["checkpoints"]}
-    assert found == {"final": ("committed", None, None), "mine": ("run", 2, 2), "theirs": ("run", 3, 2)}
+    states = {
+        entry["name"]: (entry["state"], entry.get("steps"), entry.get("newest")) for entry in document["checkpoints"]
+    }
+    assert states == {"final": ("committed", None, None), "mine": ("run", 2, 2), "theirs": ("run", 3, 2)}
     lines = {line.split()[0]: line for line in run("ls", runs).stdout.splitlines()}
     assert lines["mine"].endswith("2 steps, the newest is 2")
     for arguments in (("steps", runs), ("gc", runs, "--policy", "latest_n=1", "--dry-run")):

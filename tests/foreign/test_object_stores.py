@@ -50,18 +50,18 @@ def _empty() -> dict[str, object]:
     return {"w": torch.zeros(64, 48), "optimizer": {"step": torch.zeros(5, dtype=torch.int64)}}
 
 
-def _expect_tensors(found: dict[str, object]) -> None:
-    assert isinstance(found["w"], torch.Tensor)
-    assert torch.equal(found["w"], torch.from_numpy(WEIGHTS))
-    assert found["optimizer"]["step"].tolist() == list(range(5))  # type: ignore[index]  # the value is a dict
+def _expect_tensors(loaded: dict[str, object]) -> None:
+    assert isinstance(loaded["w"], torch.Tensor)
+    assert torch.equal(loaded["w"], torch.from_numpy(WEIGHTS))
+    assert loaded["optimizer"]["step"].tolist() == list(range(5))  # type: ignore[index]  # the value is a dict
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_torch_reads_checkpoints_of_ckptcore(directory: str) -> None:
     ckptcore.save(f"{directory}/ours", _tensors(), layout="dcp")
-    found = _empty()
-    state_dict_loader.load(found, storage_reader=FsspecReader(f"{directory}/ours"))
-    _expect_tensors(found)
+    target = _empty()
+    state_dict_loader.load(target, storage_reader=FsspecReader(f"{directory}/ours"))
+    _expect_tensors(target)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")

@@ -154,7 +154,7 @@ def test_two_copies_of_a_tensor_load_as_in_transformers(tmp_path: Path) -> None:
     theirs = transformers.BertModel.from_pretrained(tmp_path, local_files_only=True).state_dict()
     ours = ckptcore.load(tmp_path, model.state_dict())
     assert torch.equal(ours[name], model.state_dict()[name])
-    assert all(torch.equal(ours[one], theirs[one]) for one in theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_shards_without_an_index_are_joined_by_their_names(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_every_name_can_be_loaded(saved: tuple[Path, _Tied]) -> None:
     assert loaded.keys() == _NAMES
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(loaded[name], tensor.numpy())
-    with ckptcore.open(path.parent) as opened:
-        np.testing.assert_array_equal(opened["encoder.weight"][1:3], model.encoder.weight.detach()[1:3].numpy())
+    with ckptcore.open(path.parent) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["encoder.weight"][1:3], model.encoder.weight.detach()[1:3].numpy())
     metadata = ckptcore.metadata(path)
     assert metadata.nbytes == 4 * (15 + 5)
     assert metadata.custom["license"] == "mit"

@@ -37,8 +37,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _tensors(path: Path) -> dict[str, Any]:
     """Return the tensors that the library reads in a file: dtype, shape and bytes by name."""
-    found: Any = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # the library has no types for it
-    return dict(found)
+    tensors: Any = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # the library has no types for it
+    return dict(tensors)
 
 
 def _record(location: Path, name: str) -> ArrayRecord:

@@ -35,8 +35,8 @@ def test_a_file_of_any_name_is_opened(name: str, tmp_path: Path) -> None:
     metadata = ckptcore.metadata(file)
     assert (metadata.layout, metadata.custom) == ("safetensors", {"by": "somebody"})
     assert ckptcore.verify(file).ok
-    with ckptcore.open(file) as opened:
-        assert opened["a"][0].tolist() == [0, 1, 2]
+    with ckptcore.open(file) as checkpoint:
+        assert checkpoint["a"][0].tolist() == [0, 1, 2]
     ckptcore.copy(file, tmp_path / "converted", layout="safetensors")
     assert np.array_equal(ckptcore.load(tmp_path / "converted")["a"], _TREE["a"])
     ckptcore.copy(file, tmp_path / "consolidated", subtree=())

@@ -57,11 +57,11 @@ def trained() -> dict[str, Any]:
 )
 def test_subtrees_of_optimizers_are_recognized(tmp_path: Path, state: Any, optimizers: Any, others: Any) -> None:
     ckptcore.save(tmp_path / "c", state, context=FAST)
-    found = find_optimizers(ckptcore.metadata(tmp_path / "c").tree)
+    subtrees = find_optimizers(ckptcore.metadata(tmp_path / "c").tree)
     assert (
         (None, None) == (optimizers, others)
-        if found is None
-        else (found.optimizers, found.others)
+        if subtrees is None
+        else (subtrees.optimizers, subtrees.others)
         == (
             optimizers,
             others,
@@ -143,8 +143,8 @@ def test_the_suggested_pattern_keeps_names_with_the_same_prefix(tmp_path: Path) 
     for number, (state, kept) in enumerate([(flat, list(flat)[1:]), (nested, ["optics.weight"])]):
         source = tmp_path / f"c{number}"
         ckptcore.save(source, state, context=FAST)
-        found = find_optimizers(ckptcore.metadata(source).tree)
-        assert found is not None
-        drops = [Drop(pattern) for pattern in found.drops]
+        subtrees = find_optimizers(ckptcore.metadata(source).tree)
+        assert subtrees is not None
+        drops = [Drop(pattern) for pattern in subtrees.drops]
         ckptcore.copy(source, tmp_path / f"w{number}", layout="safetensors", transforms=drops)
         assert sorted(load_file(tmp_path / f"w{number}" / "model.safetensors")) == sorted(kept)

@@ -172,14 +172,14 @@ def _minimize(name: str) -> None:
     """Replace the seeds of a target by the smallest inputs that reach the same code as the seeds and `_WORK`."""
     with tempfile.TemporaryDirectory() as merged:
         _fork(name, ["-merge=1", merged, str(CORPUS / name), str(_WORK / name)], _WORK / f"{name}.merge.log")
-        found = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
-        if not found:
+        smallest = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
+        if not smallest:
             raise SystemExit(f"the seeds of {name} could not be merged: see {_WORK / name}.merge.log")
         for seed in (CORPUS / name).iterdir():
             if not seed.name.startswith("crash-"):
                 seed.unlink()
         total = 0
-        for path in found[:_KEPT_FILES]:
+        for path in smallest[:_KEPT_FILES]:
             total += path.stat().st_size
             if total <= _KEPT_BYTES:
                 shutil.copyfile(path, CORPUS / name / path.name[:12])

@@ -142,7 +142,7 @@ class Checker:
 
     def samples(self) -> list[bytes]:
         """Return the inputs that produce intact files."""
-        return [bytes([number]) + one.sample for number, one in enumerate(self._places)]
+        return [bytes([number]) + fuzzed.sample for number, fuzzed in enumerate(self._places)]
 
     def place_of(self, data: bytes) -> Place:
         """Return the place of an input that is not empty."""
@@ -189,14 +189,14 @@ class Checker:
     def _read(self, data: bytes, read: Read) -> bool:
         """Write the files of an input and read them. Return False after an expected error."""
         number = self._number(data)
-        one, directory = self._places[number], self._directories[number]
+        fuzzed, directory = self._places[number], self._directories[number]
         if self._target.writes:
             shutil.rmtree(directory)
             self._create(number)
-        for key, content in one.build(data[1:]).items():
+        for key, content in fuzzed.build(data[1:]).items():
             (directory / "c" / key).write_bytes(content)
         try:
-            read(directory / "c" / one.location)
+            read(directory / "c" / fuzzed.location)
         except self._target.expected:
             return False
         return True
@@ -205,8 +205,8 @@ class Checker:
         return min(data[0], len(self._places) - 1)
 
     def _stored_bytes(self, data: bytes) -> int:
-        one = self._places[self._number(data)]
-        return sum(map(len, {**one.files, **one.build(data[1:])}.values()))
+        fuzzed = self._places[self._number(data)]
+        return sum(map(len, {**fuzzed.files, **fuzzed.build(data[1:])}.values()))
 
     def _create(self, number: int) -> None:
         for key, content in self._places[number].files.items():

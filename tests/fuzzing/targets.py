@@ -202,12 +202,12 @@ def _shards() -> Sequence[Place]:
 def _dcp_metadata() -> Sequence[Place]:
     files = [_foreign("dcp"), *[files_below(_DCP / name) for name in ("two_processes", "nested", "zstd")]]
     apart = files_below(_DCP / "two_processes_apart")
-    return [*[place(one, ".metadata", "pickle") for one in files], place(apart, "__0.metadata", "pickle")]
+    return [*[place(checkpoint, ".metadata", "pickle") for checkpoint in files], place(apart, "__0.metadata", "pickle")]
 
 
 def _dcp_items() -> Sequence[Place]:
     files = [_foreign("dcp"), *[files_below(_DCP / name) for name in ("two_processes", "zstd")]]
-    return [place(one, "__0_0.distcp") for one in files]
+    return [place(checkpoint, "__0_0.distcp") for checkpoint in files]
 
 
 def _torch_zips() -> Sequence[Place]:
@@ -252,7 +252,7 @@ def _pickles() -> Sequence[Place]:
         "long.pkl": pickle.dumps({"x": np.zeros(1 << 15), **_TENSORS, "m": np.ma.array([1, 2], mask=[False, True])}),
     }
     places = [place(files, name, mutator, name) for name in files for mutator in ("pickle", "bytes")]
-    return [one for one in places if not (one.location.startswith("j") and one.mutator == "pickle")]
+    return [fuzzed for fuzzed in places if not (fuzzed.location.startswith("j") and fuzzed.mutator == "pickle")]
 
 
 def _archives() -> Sequence[Place]:

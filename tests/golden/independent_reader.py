@@ -64,18 +64,18 @@ def read_composite(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     of single processes, it is a list with the content of each process. Deleted checkpointables are omitted.
     """
     root, tables = _root_and_tables(directory)
-    found: dict[str, Any] = {}
+    contents_by_name: dict[str, Any] = {}
     for name, (kind, processes) in root["members"].items():
         if kind not in ("tree", "files"):
             raise ValueError(f"the kind {kind!r}")
         if "/" in name or _object(directory, name) == directory:
             raise ValueError(f"the name {name!r}")
         own = [f"{name}.rank_{rank}" for rank in range(processes)] if (processes or 1) > 1 else [name]
-        there = [directory / one for one in own if (directory / one).is_dir()]
-        contents = [_member(one, kind, root["save_id"]) for one in there]
+        there = [directory / member for member in own if (directory / member).is_dir()]
+        contents = [_member(path, kind, root["save_id"]) for path in there]
         if contents:
-            found[name] = contents[0] if processes is None else contents
-    return found, tables["custom"]
+            contents_by_name[name] = contents[0] if processes is None else contents
+    return contents_by_name, tables["custom"]
 
 
 def _member(directory: Path, kind: str, save_id: str) -> Any:
@@ -149,7 +149,7 @@ def _referred(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> 
 
 
 def _has_itself(tables: dict[str, Any]) -> list[int]:
-    """Return the numbers of leaves that the checkpoint stores itself, in ascending order. Its layout counts these."""
+    """Return the leaves that the checkpoint stores itself, in ascending order. Its layout numbers only these."""
     aliases = dict(tables["tree"]["aliases"])
     referred = set(tables.get("references", {"leaf": []})["leaf"])
     return [leaf for leaf in range(tables["tree"]["count"]) if aliases.get(leaf, leaf) not in referred]
@@ -290,8 +290,8 @@ def _column(kind: str, value: Any) -> Any:
     items = _column_values(value["items"])
     if kind == "dict":
         return dict(zip(_column_values(value["keys"]), items, strict=True))
-    found = list(_children(value.get("runs", [len(items)]), iter(items)))
-    return tuple(found) if kind == "tuple" else found
+    values = list(_children(value.get("runs", [len(items)]), iter(items)))
+    return tuple(values) if kind == "tuple" else values
 
 
 def _children(runs: list[Any], items: Iterator[Any]) -> Iterator[Any]:

@@ -32,10 +32,10 @@ def test_each_golden_checkpoint_has_a_feature() -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_save_writes_the_bytes_of_the_golden_checkpoint(name: str, tmp_path: Path) -> None:
     save_feature(name, tmp_path)
-    found, golden = _files(tmp_path / name), _files(CHECKPOINTS / name)
-    assert sorted(found) == sorted(golden)
+    written, golden = _files(tmp_path / name), _files(CHECKPOINTS / name)
+    assert sorted(written) == sorted(golden)
     for key, data in golden.items():
-        assert found[key] == data, key
+        assert written[key] == data, key
 
 
 def _whole_rows() -> Any:
@@ -43,9 +43,9 @@ def _whole_rows() -> Any:
 
 
 def _sharded(at: Path) -> None:
-    found = ckptcore.load(at)
+    loaded = ckptcore.load(at)
     own = {name: array for rank in (0, 1) for name, array in sharded_state(rank)["own"].items()}
-    assert_same_value(found, {"rows": _whole_rows(), "shared": np.arange(5), "own": own})
+    assert_same_value(loaded, {"rows": _whole_rows(), "shared": np.arange(5), "own": own})
 
 
 def _export(at: Path) -> None:

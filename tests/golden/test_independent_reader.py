@@ -145,9 +145,9 @@ def test_golden_trees_load(path: Path) -> None:
     assert ckptcore.verify(path).ok
     custom = {} if path.name == "state" else {"made for": "tests/golden"}
     assert ckptcore.metadata(path).custom == custom
-    tree, found = read_checkpoint(path)
+    tree, metadata = read_checkpoint(path)
     assert_same_tree(tree, golden_state())
-    assert found == custom
+    assert metadata == custom
 
 
 @pytest.mark.parametrize("path", COMPOSITES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
@@ -177,14 +177,14 @@ def test_golden_composites_load(path: Path) -> None:
 
 def assert_golden_composite(path: Path) -> None:
     """Read a golden composite with the independent reader, and compare it."""
-    found, custom = read_composite(path)
+    contents, custom = read_composite(path)
     assert custom == {"made for": "tests/golden"}
-    assert list(found) == list(golden_composite(0))
-    assert_same_tree(found["state"], golden_state())
-    assert found["files"] == [golden_files(rank) for rank in range(GOLDEN_PROCESSES)]
-    assert found["a name"] == {}
+    assert list(contents) == list(golden_composite(0))
+    assert_same_tree(contents["state"], golden_state())
+    assert contents["files"] == [golden_files(rank) for rank in range(GOLDEN_PROCESSES)]
+    assert contents["a name"] == {}
     for rank in range(GOLDEN_PROCESSES):
-        assert_same_tree(found["data"][rank], {"rank": rank, "position": np.arange(rank, rank + 4)})
+        assert_same_tree(contents["data"][rank], {"rank": rank, "position": np.arange(rank, rank + 4)})
 
 
 def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
     assert_golden_composite(tmp_path / "c")
     for rank in range(GOLDEN_PROCESSES):
         ckptcore.delete(tmp_path / "c" / f"files.rank_{rank}")
-    found, _ = read_composite(tmp_path / "c")
-    assert list(found) == ["state", "data", "a name"]
+    contents, _ = read_composite(tmp_path / "c")
+    assert list(contents) == ["state", "data", "a name"]
     shutil.copytree(tmp_path / "c" / "state", tmp_path / "alone")
     assert_same_tree(read_checkpoint(tmp_path / "alone")[0], golden_state())
 
@@ -220,8 +220,8 @@ def test_the_reader_refuses_members_of_another_save(tmp_path: Path) -> None:
 
 def test_the_reader_reads_the_state_of_one_process(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", golden_composite(0))
-    found, _ = read_composite(tmp_path / "c")
-    assert found["files"] == [golden_files(0)] and len(found["data"]) == 1
+    contents, _ = read_composite(tmp_path / "c")
+    assert contents["files"] == [golden_files(0)] and len(contents["data"]) == 1
 
 
 def test_differences_are_detected() -> None:

@@ -30,7 +30,7 @@ TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
 """Sizes that make arrays of a few hundred bytes go through every path of large ones."""
 
 
-class Opened:
+class SegmentLog:
     """Record of the segments that were opened and closed.
 
     Attributes:
@@ -84,7 +84,7 @@ def held(draw: st.DrawFn, array: HostArray) -> HostArray:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], Opened]:
+def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], SegmentLog]:
     """Draw arrays, the segments of an object that contains them, their offsets, and the record of opened segments."""
     sources = draw(st.lists(arrays(), min_size=1, max_size=6))
     if draw(st.booleans()):
@@ -92,7 +92,7 @@ def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], 
         shape = draw(st.sampled_from([(700,), (9, 50), (3, 7, 20), (2, 300)]))
         dtype = draw(st.sampled_from(["uint8", "int16", "float32", "complex128", "S5"]))
         sources.insert(draw(st.integers(0, len(sources))), _counted(shape, dtype))
-    opened = Opened()
+    log = SegmentLog()
     segments: list[Segment] = []
     offsets = []
     position = 0
@@ -106,10 +106,10 @@ def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], 
             (box, draw(held(np.ascontiguousarray(source[box.slices]).reshape(box.shape))))
             for box in draw(partitions(source.shape))
         ]
-        segments.append(opened.segment(number, whole, parts))
+        segments.append(log.segment(number, whole, parts))
         offsets.append(position)
         position += source.nbytes
-    return sources, segments, offsets, opened
+    return sources, segments, offsets, log
 
 
 def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
@@ -152,13 +152,13 @@ def summed(
     Return the segments, the offset of each source, a flag for each source that has its own checksum, and the bytes of
     the object.
     """
-    found: list[Segment] = []
+    with_checksums: list[Segment] = []
     offsets: list[int] = []
     alone: list[bool] = []
     parts: list[bytes] = []
     free = 0
     for segment in segments:
-        found.append(segment)
+        with_checksums.append(segment)
         if isinstance(segment, ArraySegment):
             offsets.append(sum(map(len, parts)))
             parts.append(stored_bytes(sources[len(alone)]))
@@ -169,12 +169,12 @@ def summed(
         free += 1
         if draw(st.booleans()):
             count = draw(st.integers(1, free) | st.just(1))
-            found.append(ChecksumSegment(checksum, count))
+            with_checksums.append(ChecksumSegment(checksum, count))
             parts.append(checksum.encode(checksum.of(memoryview(b"".join(parts[-count:])))))
             if isinstance(segment, ArraySegment):
                 alone[-1] = count == 1
             free = 0
-    return found, offsets, alone, b"".join(parts)
+    return with_checksums, offsets, alone, b"".join(parts)
 
 
 def checked(

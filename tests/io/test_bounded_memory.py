@@ -92,8 +92,8 @@ print(peak() - before)
 
 @pytest.mark.parametrize("what", ["write", "write big endian", "write transposed", "read columns"])
 def test_the_peak_of_memory_is_small(what: str) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=120, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < 48 * MIB
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 48 * MIB

@@ -69,11 +69,11 @@ class Chunks:
         """Return a read and an array for each pair of a chunk and a box."""
         arrays: list[HostArray] = [np.zeros(box.shape, np.uint8) for _, box in boxes]
         whole = Box.whole(self.shape)
-        found = [
+        chunk_reads = [
             ChunkRead("x", chunk * self.stride, whole, 1, ((number, box, array),), self.checksum)
             for number, ((chunk, box), array) in enumerate(zip(boxes, arrays, strict=True))
         ]
-        return found, arrays
+        return chunk_reads, arrays
 
     def load(self, boxes: Sequence[tuple[int, Box]], *, verify: bool = True) -> ObjectReader:
         """Read boxes of chunks, compare the elements, and return the reader."""

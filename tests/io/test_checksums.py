@@ -64,8 +64,8 @@ def test_the_error_names_the_damaged_block() -> None:
     sums.verify(0, memoryview(damaged)[:90])
     with pytest.raises(ChecksumError) as caught:
         sums.verify(30, memoryview(damaged)[30:])
-    want, found = (f"xxh3_64:{xxhash.xxh3_64_hexdigest(bytes(each[90:]))}" for each in (data, damaged))
-    assert f"'a/b' is damaged in bytes 90 to 100: expected {want}, found {found}" in str(caught.value)
+    want, actual = (f"xxh3_64:{xxhash.xxh3_64_hexdigest(bytes(each[90:]))}" for each in (data, damaged))
+    assert f"'a/b' is damaged in bytes 90 to 100: expected {want}, found {actual}" in str(caught.value)
     assert (caught.value.key, caught.value.start, caught.value.stop) == ("a/b", 90, 100)
 
 

@@ -28,10 +28,10 @@ def test_the_boxes_of_a_flat_range_contain_its_elements_in_order(shape: tuple[in
     array = counted(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
-    found = boxes_of_range(shape, start, stop)
-    elements = [element for low, high in found for element in array[Box(low, high).slices].ravel().tolist()]
+    pairs = boxes_of_range(shape, start, stop)
+    elements = [element for low, high in pairs for element in array[Box(low, high).slices].ravel().tolist()]
     assert elements == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(pairs) <= max(1, 2 * len(shape) - 1)
 
 
 @given(full_shapes, st.data())
@@ -42,9 +42,9 @@ def test_runs_are_the_contiguous_ranges_of_a_box(shape: tuple[int, ...], data: s
     least = run_axis(shape, box)
     for axis in range(least, len(shape) + 1):
         length = int(np.prod(box.shape[axis:]))
-        found = list(runs(shape, box, axis))
-        assert [flat + step for _, flat in found for step in range(length)] == wanted
-        assert [int(array[index]) for index, _ in found] == [flat for _, flat in found]
+        starts = list(runs(shape, box, axis))
+        assert [flat + step for _, flat in starts for step in range(length)] == wanted
+        assert [int(array[index]) for index, _ in starts] == [flat for _, flat in starts]
     assert least == 0 or box.shape[least] < shape[least]  # the outermost axis with contiguous runs
 
 

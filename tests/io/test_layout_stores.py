@@ -54,8 +54,8 @@ def test_tiles_are_verified_by_their_checksums(tmp_path: Path, with_digests: boo
     data = (tmp_path / "x").read_bytes()
 
     def store() -> DirectoryReadStore:
-        found = (tmp_path / "x").read_bytes()
-        return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(found).digest()} if with_digests else None)
+        content = (tmp_path / "x").read_bytes()
+        return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(content).digest()} if with_digests else None)
 
     assert list(store().read_chunks([read(4, 20)])) == [0]
     with pytest.raises(ChecksumError) as caught:  # the tile has fewer bytes than its checksum covers

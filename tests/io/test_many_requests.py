@@ -20,7 +20,7 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads, coalesce, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
-from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
+from tests.io.objects import TINY, SegmentLog, stored, stored_bytes, tiles
 
 MIB = 1 << 20
 
@@ -29,9 +29,9 @@ def noise(nbytes: int) -> HostArray:
     return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
 
 
-def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
+def whole(log: SegmentLog, number: int, array: HostArray) -> ArraySegment:
     box = Box.whole(array.shape)
-    return opened.segment(number, box, [(box, array)])
+    return log.segment(number, box, [(box, array)])
 
 
 def read_whole(key: str, number: int, offset: int, array: HostArray) -> ChunkRead:
@@ -43,11 +43,11 @@ def test_full_parts_are_written_concurrently_without_copies() -> None:
     storage = FarStorage(concurrency=12, part_bytes=MIB, latency=0.03)
     array = noise(24 * MIB)
     small = [noise(3000 + number) for number in range(50)]
-    opened = Opened()
-    segments: list[Segment] = [BytesSegment(b"head"), *[whole(opened, n, one) for n, one in enumerate([*small, array])]]
+    log = SegmentLog()
+    segments: list[Segment] = [BytesSegment(b"head"), *[whole(log, n, part) for n, part in enumerate([*small, array])]]
     recorder = ObjectRecorder(storage, IOThreads())
     recorder.write("x", segments)
-    expected = b"head" + b"".join([one.tobytes() for one in [*small, array]])
+    expected = b"head" + b"".join([part.tobytes() for part in [*small, array]])
     assert storage.get("x") == expected
     assert recorder.objects[0].size == len(expected)
     parts = sorted([(request.start, request.stop) for request in storage.requests if request.kind == "part"])
@@ -55,7 +55,7 @@ def test_full_parts_are_written_concurrently_without_copies() -> None:
     assert storage.peak_held_bytes == 0
     assert storage.count("begin", "complete") == 2
     assert 8 < storage.peak_at_once <= 12
-    assert sorted(opened.closed) == list(range(51))
+    assert sorted(log.closed) == list(range(51))
 
 
 def test_a_given_number_of_threads_limits_the_requests() -> None:
@@ -75,7 +75,7 @@ def test_each_concurrent_request_uses_the_memory_of_one_part(monkeypatch: pytest
     monkeypatch.setattr(object_writes, "map_pages", counted)
     storage = FarStorage(concurrency=6, part_bytes=2 * MIB, latency=0.002)
     strided = noise(2 * 40 * MIB)[::2]
-    ObjectRecorder(storage, IOThreads()).write("x", [whole(Opened(), 0, strided)])
+    ObjectRecorder(storage, IOThreads()).write("x", [whole(SegmentLog(), 0, strided)])
     assert storage.get("x") == strided.tobytes()
     assert 1 <= len(taken) <= 6
     assert set(taken) == {2 * MIB}
@@ -87,7 +87,7 @@ def test_the_next_object_begins_before_the_previous_one_is_complete() -> None:
     recorder = ObjectRecorder(storage, IOThreads())
     data = {f"{number:02}": noise((1 + number % 3) * MIB + 5).tobytes() for number in range(12)}
     data |= {f"small {number:02}": bytes([number]) * 100 for number in range(12)}
-    recorder.write_many([(key, [BytesSegment(found)]) for key, found in data.items()])
+    recorder.write_many([(key, [BytesSegment(content)]) for key, content in data.items()])
     assert [record.key for record in recorder.objects] == list(data)
     assert {key: storage.get(key) for key in data} == data
     assert storage.peak_at_once > 5
@@ -103,7 +103,7 @@ def test_objects_are_taken_by_one_thread_at_a_time_and_not_after_an_error() -> N
             return super().open_writer(key, size)
 
     storage = Full(concurrency=4, part_bytes=MIB, latency=0.005)
-    opened = Opened()
+    log = SegmentLog()
     asking = threading.Lock()
     asked: list[int] = []
 
@@ -112,13 +112,13 @@ def test_objects_are_taken_by_one_thread_at_a_time_and_not_after_an_error() -> N
             assert asking.acquire(blocking=False)
             asked.append(number)
             asking.release()
-            yield f"{number}", [whole(opened, number, np.zeros(2 * MIB + 1, np.uint8))]
+            yield f"{number}", [whole(log, number, np.zeros(2 * MIB + 1, np.uint8))]
 
     recorder = ObjectRecorder(storage, IOThreads())
     with pytest.raises(StorageError, match="no room"):
         recorder.write_many(objects())
     assert len(asked) < 20
-    assert sorted(opened.closed) == asked
+    assert sorted(log.closed) == asked
     there = set(storage.list())
     aborted = {request.key for request in storage.requests if request.kind == "abort"}
     begun = {request.key for request in storage.requests if request.kind == "begin"}
@@ -127,7 +127,7 @@ def test_objects_are_taken_by_one_thread_at_a_time_and_not_after_an_error() -> N
 
 @given(st.data())
 def test_arrays_written_in_parts_equal_numpy_slices(data: st.DataObject) -> None:
-    sources, segments, offsets, opened = data.draw(stored())
+    sources, segments, offsets, log = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     storage = FarStorage(
         concurrency=4, part_bytes=data.draw(st.sampled_from([64, 256, 1024])),
@@ -136,11 +136,11 @@ def test_arrays_written_in_parts_equal_numpy_slices(data: st.DataObject) -> None
     io_threads = IOThreads(data.draw(st.sampled_from([1, None])))
     recorder = ObjectRecorder(storage, io_threads, sizes=TINY)
     recorder.write_many([("x", segments)])
-    found = storage.get("x")
+    content = storage.get("x")
     for source, offset in zip(sources, offsets, strict=True):
-        assert found[offset : offset + source.nbytes] == stored_bytes(source)
-    assert sorted(opened.closed) == opened.opened == list(range(len(sources)))
-    assert storage.peak_held_bytes <= (storage.part_bytes if len(found) <= storage.part_bytes else 0)
+        assert content[offset : offset + source.nbytes] == stored_bytes(source)
+    assert sorted(log.closed) == log.opened == list(range(len(sources)))
+    assert storage.peak_held_bytes <= (storage.part_bytes if len(content) <= storage.part_bytes else 0)
     records = {record.key: record for record in recorder.objects}
     reader = ObjectReader(storage, records, io_threads, verify=data.draw(st.booleans()), sizes=TINY)
     assert sorted(reader.read_chunks(reads)) == sorted({number for read in reads for number, _, _ in read.targets})

@@ -89,10 +89,10 @@ def test_copies_of_large_arrays_are_equal_and_in_native_byte_order(source: HostA
     memory = StagingMemory(StagingPool(), IOThreads(threads))
     copies = [memory.copy(source) for _ in range(3)]
     for copy in copies:
-        found = copy.result()
-        assert same_bits(found, np.ascontiguousarray(source))
-        assert found.dtype.isnative and found.flags.c_contiguous
-        assert copy.result() is found
+        copied = copy.result()
+        assert same_bits(copied, np.ascontiguousarray(source))
+        assert copied.dtype.isnative and copied.flags.c_contiguous
+        assert copy.result() is copied
     memory.close()
 
 
@@ -114,9 +114,9 @@ def test_the_next_save_reuses_the_memory() -> None:
 
     def addresses() -> list[int]:
         memory = StagingMemory(pool, IOThreads(2))
-        found = sorted([memory.empty(spec).ctypes.data for spec in spec_sets])
+        sorted_addresses = sorted([memory.empty(spec).ctypes.data for spec in spec_sets])
         memory.close()
-        return found
+        return sorted_addresses
 
     first = addresses()
     held_bytes = pool.held_bytes

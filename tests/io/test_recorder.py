@@ -16,15 +16,15 @@ from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, StorageBackend
 from tests.io.checksum_fakes import Crc32
-from tests.io.objects import TINY, Opened
+from tests.io.objects import TINY, SegmentLog
 from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
 
 
-def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
+def whole(log: SegmentLog, number: int, array: HostArray) -> ArraySegment:
     box = Box.whole(array.shape)
-    return opened.segment(number, box, [(box, array)])
+    return log.segment(number, box, [(box, array)])
 
 
 def checksums(data: bytes, block: int) -> bytes:
@@ -61,13 +61,13 @@ def test_large_objects_are_written_block_by_block() -> None:
     storage = WatchedStorage(memory_storage())
     written: list[int] = []
     recorder = ObjectRecorder(storage, IOThreads(3), progress=written.append)
-    opened = Opened()
+    log = SegmentLog()
     arrays: list[HostArray] = [
         np.full(MIB * 9 + 10, 1, np.uint8),
         np.arange(1000, dtype=np.int32),
         np.full(MIB * 2, 3, np.uint8),
     ]
-    recorder.write("x", [BytesSegment(b"head"), *[whole(opened, n, array) for n, array in enumerate(arrays)]])
+    recorder.write("x", [BytesSegment(b"head"), *[whole(log, n, array) for n, array in enumerate(arrays)]])
     expected = b"head" + b"".join([array.tobytes() for array in arrays])
     assert storage.get("x") == expected
     assert recorder.objects == (ObjectRecord("x", len(expected), checksums(expected, MIB)),)
@@ -79,7 +79,7 @@ def test_large_objects_are_written_block_by_block() -> None:
     ]  # the ranges are adjacent, so each byte is written once
     assert max([stop - start for start, stop in ranges]) == MIB
     assert all(start % MIB == 0 for start, _ in ranges)
-    assert opened.opened == [0, 1, 2] and sorted(opened.closed) == [0, 1, 2]
+    assert log.opened == [0, 1, 2] and sorted(log.closed) == [0, 1, 2]
 
 
 class Changing(WatchedStorage):
@@ -110,7 +110,7 @@ def test_checksums_match_the_written_bytes_if_the_array_changes(size: int, part_
             return value
 
     recorder = ObjectRecorder(storage, IOThreads(2))
-    recorder.write("x", [BytesSegment(b"head"), whole(Opened(), 0, array), ChecksumSegment(Changed(), 2)])
+    recorder.write("x", [BytesSegment(b"head"), whole(SegmentLog(), 0, array), ChecksumSegment(Changed(), 2)])
     data = storage.get("x")
     assert recorder.objects == (ObjectRecord("x", len(data), checksums(data, MIB)),)
     crc = Crc32()
@@ -137,9 +137,9 @@ def test_arrays_are_passed_to_the_storage_without_a_copy() -> None:
             return Writer()
 
     recorder = ObjectRecorder(Storage(memory_storage()), IOThreads(2))
-    recorder.write("x", [whole(Opened(), 0, array)])
+    recorder.write("x", [whole(SegmentLog(), 0, array)])
     halves = [(Box((start, 0), (start + 2, MIB)), array[start : start + 2]) for start in (2, 0)]
-    recorder.write("y", [Opened().segment(0, Box.whole(array.shape), halves)])
+    recorder.write("y", [SegmentLog().segment(0, Box.whole(array.shape), halves)])
     assert shared == [False] * 16
 
 
@@ -166,13 +166,13 @@ def test_a_failed_write_aborts_the_object_and_closes_each_segment_once(threads: 
     storage = WatchedStorage(memory_storage())
     storage.fail_write_at = fail_at
     storage.jitter = 1e-3
-    opened = Opened()
-    segments = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(30)]
+    log = SegmentLog()
+    segments = [whole(log, number, np.full(150, number, np.uint8)) for number in range(30)]
     recorder = ObjectRecorder(storage, IOThreads(threads), sizes=TINY)
     with pytest.raises(StorageError, match=f"write {fail_at} of 'x' failed because the test said so"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(30))
-    assert len(opened.opened) < 30 or fail_at == 9
+    assert sorted(log.closed) == list(range(30))
+    assert len(log.opened) < 30 or fail_at == 9
     assert storage.aborted == ["x"]
     assert recorder.objects == ()
     assert list(storage.list()) == []
@@ -180,28 +180,28 @@ def test_a_failed_write_aborts_the_object_and_closes_each_segment_once(threads: 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
 def test_if_a_segment_cannot_be_opened_the_write_fails(sizes: Sizes) -> None:
-    opened = Opened()
+    log = SegmentLog()
 
     def fail() -> Sequence[tuple[Box, HostArray]]:
         raise RuntimeError("the copy failed")
 
-    segments: list[Segment] = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(9)]
-    segments[4] = ArraySegment(Box((0,), (150,)), 1, fail, lambda: opened.closed.append(4))
+    segments: list[Segment] = [whole(log, number, np.full(150, number, np.uint8)) for number in range(9)]
+    segments[4] = ArraySegment(Box((0,), (150,)), 1, fail, lambda: log.closed.append(4))
     storage = WatchedStorage(memory_storage())
     recorder = ObjectRecorder(storage, IOThreads(3), sizes=sizes)
     with pytest.raises(RuntimeError, match="the copy failed"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(9))
+    assert sorted(log.closed) == list(range(9))
     assert list(storage.list()) == [] and recorder.objects == ()
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
 def test_if_closing_a_segment_fails_the_others_are_closed(sizes: Sizes) -> None:
-    opened = Opened()
-    segments: list[Segment] = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(9)]
+    log = SegmentLog()
+    segments: list[Segment] = [whole(log, number, np.full(150, number, np.uint8)) for number in range(9)]
 
     def fail() -> None:
-        opened.closed.append(4)
+        log.closed.append(4)
         raise RuntimeError("the memory is not ours")
 
     box = Box((0,), (150,))
@@ -209,7 +209,7 @@ def test_if_closing_a_segment_fails_the_others_are_closed(sizes: Sizes) -> None:
     recorder = ObjectRecorder(memory_storage(), IOThreads(3), sizes=sizes)
     with pytest.raises(RuntimeError, match="the memory is not ours"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(9))
+    assert sorted(log.closed) == list(range(9))
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_arrays_that_do_not_fill_the_box_are_refused(parts: list[tuple[Box, Host
 
 def test_many_tiny_segments_share_a_write() -> None:
     storage = WatchedStorage(memory_storage())
-    opened = Opened()
+    log = SegmentLog()
     arrays = [np.full(16, number, np.float32) for number in range(2000)]
-    ObjectRecorder(storage, IOThreads(2)).write("x", [whole(opened, n, array) for n, array in enumerate(arrays)])
+    ObjectRecorder(storage, IOThreads(2)).write("x", [whole(log, n, array) for n, array in enumerate(arrays)])
     assert len(storage.writes) == 1
     big = np.zeros(2 * MIB, np.uint8)
     ObjectRecorder(storage, IOThreads(2)).write(
-        "y", [whole(opened, 0, big), *[whole(opened, n, array) for n, array in enumerate(arrays)]]
+        "y", [whole(log, 0, big), *[whole(log, n, array) for n, array in enumerate(arrays)]]
     )
     assert len(storage.writes) == 4
     assert storage.get("y") == big.tobytes() + b"".join([array.tobytes() for array in arrays])

@@ -78,8 +78,8 @@ def test_a_subdirectory_behaves_like_its_storage(storage: StorageBackend) -> Non
     inside = subdirectory(storage, "a")
     assert isinstance(inside, AtomicDirectories) == isinstance(storage, AtomicDirectories)
     storage.put("a/data", b"1234")
-    for opened in ("open_reader", "open_stamped"):
-        of_storage, of_directory = getattr(storage, opened)("a/data"), getattr(inside, opened)("data")
+    for method in ("open_reader", "open_stamped"):
+        of_storage, of_directory = getattr(storage, method)("a/data"), getattr(inside, method)("data")
         assert type(of_directory) is type(of_storage)
         assert isinstance(of_directory, StampedReader) == isinstance(of_storage, StampedReader)
     seen: list[list[str]] = []
@@ -100,8 +100,8 @@ def test_wrapping_storages_forward_every_method(kind: type[StorageBackend]) -> N
 
 
 def test_extreme_and_invalid_capabilities_are_limited() -> None:
-    found = requests_of(Immodest(memory_storage()))
-    assert 12 < found.concurrency < 1000
-    assert 8 << 20 < found.part_bytes < 1 << 30
+    limited = requests_of(Immodest(memory_storage()))
+    assert 12 < limited.concurrency < 1000
+    assert 8 << 20 < limited.part_bytes < 1 << 30
     storage: StorageBackend = Senseless(memory_storage())
     assert requests_of(storage) == StorageCapabilities(1 << 20, 1, 1)

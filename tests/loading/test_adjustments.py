@@ -240,8 +240,8 @@ def test_only_shapes_that_fit_are_changed(saved: Path, shape: tuple[int, ...]) -
 
 
 def test_tied_arrays_stay_tied_if_they_are_cast_to_one_dtype(tmp_path: Path) -> None:
-    one = np.arange(4.0)
-    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one, "d": one})
+    tied = np.arange(4.0)
+    ckptcore.save(tmp_path / "c", {"a": tied, "b": tied, "c": tied, "d": tied})
     asked = dict.fromkeys("bd", AbstractArray((4,), "float32"))
     whole = {"a": AbstractArray((4,), "float64"), "c": AbstractArray((2,), "float64"), **asked}
     matching = Matching(cast="narrowing", shapes={"truncate"}, unexpected="ignore")

@@ -35,8 +35,8 @@ ARRAYS = {name: np.ones(100, np.float32) for name in "abc"}
 def check(location: Path | str, context: Context | None = None) -> StoredFiles:
     """Check an open checkpoint, as `inspect` does."""
     context = context or Context()
-    opened = ConsistentRead(location, context, open_either).open()
-    return FileCheck(context).check(opened, location, member_opener(opened, location, context))
+    checkpoint = ConsistentRead(location, context, open_either).open()
+    return FileCheck(context).check(checkpoint, location, member_opener(checkpoint, location, context))
 
 
 def check_root(location: Path | str, context: Context | None = None) -> StoredFiles:
@@ -69,9 +69,9 @@ def test_missing_short_and_long_files(tmp_path: Path, find: Find) -> None:
     ckptcore.save(tmp_path / "c", ARRAYS)
     file = tmp_path / "c" / "model.safetensors"
     size = file.stat().st_size
-    for found in (size - 1, size + 1):
-        os.truncate(file, found)
-        assert messages(find(tmp_path / "c")) == [f"model.safetensors has {found} bytes instead of {size}"]
+    for wrong_size in (size - 1, size + 1):
+        os.truncate(file, wrong_size)
+        assert messages(find(tmp_path / "c")) == [f"model.safetensors has {wrong_size} bytes instead of {size}"]
     file.unlink()
     (problem,) = find(tmp_path / "c").problems
     assert (problem.key, problem.start, problem.stop) == ("model.safetensors", 0, size)
@@ -147,8 +147,8 @@ def test_files_of_other_software_may_be_longer_than_their_data(tmp_path: Path) -
     assert check(tmp_path) == StoredFiles(4000)
     (file,) = tmp_path.glob("*.distcp")
     size = file.stat().st_size
-    with file.open("ab") as opened:
-        opened.write(b"more")
+    with file.open("ab") as appended:
+        appended.write(b"more")
     assert not check(tmp_path).problems
     os.truncate(file, size - 9)
     assert messages(check(tmp_path)) == [f"{file.name} has {size - 9} bytes instead of at least {size}"]

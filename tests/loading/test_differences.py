@@ -201,9 +201,9 @@ def test_near_names_take_bounded_time() -> None:
     names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(20_000)]
     near = NameSuggestions(names)
     began = time.monotonic()
-    found = [near.nearest(name.replace("self_attn", "attention")) for name in names]
+    suggestions = [near.nearest(name.replace("self_attn", "attention")) for name in names]
     assert time.monotonic() - began < 60
-    assert found[:1000].count(None) < 100 and set(found[1000:]) == {None}
+    assert suggestions[:1000].count(None) < 100 and set(suggestions[1000:]) == {None}
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_load_into_restores_objects_in_sorted_order(tmp_path: Path, reads: Any) 
         context = context_of(coordinator, reads=reads, collectives=network.collectives(coordinator.rank))
         target = with_number(tree(meetings, coordinator.rank, 0.0))
         ckptcore.load_into(place, target, context=context)
-        return [one.state.tolist() for one in (target["inner"]["a"], target["inner"]["b"], target[3])]
+        return [restored.state.tolist() for restored in (target["inner"]["a"], target["inner"]["b"], target[3])]
 
     assert ThreadJob(2, timeout_seconds=PATIENCE_SECONDS).run(load) == [[[7.0] * 3] * 3] * 2
     assert meetings.order == [f"{method} {name}" for method in ("get", "set") for name in SORTED]
@@ -173,8 +173,8 @@ def test_load_builds_objects_in_sorted_order(tmp_path: Path) -> None:
     def load(context: Context) -> Any:
         return ckptcore.load(place, with_number(tree(meetings, runtime_of(context).job().rank, 0.0)), context=context)
 
-    for found in run(load):
-        assert [found[3]["state"].tolist(), found["inner"]["number"]] == [[7.0] * 3, 1]
+    for loaded in run(load):
+        assert [loaded[3]["state"].tolist(), loaded["inner"]["number"]] == [[7.0] * 3, 1]
     assert meetings.order == [f"{method} {name}" for method in ("get", "make") for name in SORTED]
 
 
@@ -189,9 +189,9 @@ def test_checkpointables_are_restored_in_the_order_of_the_save(tmp_path: Path) -
         rank = runtime_of(context).job().rank
         objects = {name: Joint(name, 0.0, meetings, rank) for name in ("a", "b")}
         wanted = objects if rank == 0 else dict(reversed(objects.items()))
-        found = ckptcore.load_checkpointables(tmp_path / "x", into=wanted, context=context)
-        assert all(one.state.tolist() == [5.0] * 3 for one in objects.values())
-        return list(found)
+        loaded = ckptcore.load_checkpointables(tmp_path / "x", into=wanted, context=context)
+        assert all(restored.state.tolist() == [5.0] * 3 for restored in objects.values())
+        return list(loaded)
 
     run(save)
     assert run(load) == [["a", "b"], ["b", "a"]]

@@ -44,13 +44,13 @@ CASES: dict[str, tuple[object, object, object]] = {
 }
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        same = isinstance(other, dict) and one.keys() == other.keys()
-        return same and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other) and (isinstance(other, np.generic) or type(one) is type(other))
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        same = isinstance(second, dict) and first.keys() == second.keys()
+        return same and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second) and (isinstance(second, np.generic) or type(first) is type(second))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

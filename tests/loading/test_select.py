@@ -110,7 +110,7 @@ def test_a_glob_of_plain_keys_matches_as_fnmatch_does(parts: list[str]) -> None:
 
     words = ["".join(word) for length in (1, 2) for word in itertools.product("ab", repeat=length)]
     paths = [path for length in (1, 2, 3) for path in itertools.product(words[:4], repeat=length)]
-    found = select.glob("/".join(parts)).leaves(LeafTable(paths, list))
+    selected = select.glob("/".join(parts)).leaves(LeafTable(paths, list))
     expected = (
         {
             number
@@ -119,9 +119,9 @@ def test_a_glob_of_plain_keys_matches_as_fnmatch_does(parts: list[str]) -> None:
             and all(fnmatch.fnmatchcase(key, part) for key, part in zip(path, parts, strict=False))
         }
         if "**" not in parts
-        else found
+        else selected
     )
-    assert found == expected
+    assert selected == expected
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,14 @@ def test_select_must_be_a_selection(location: Path) -> None:
 
 def test_derived_arrays_are_selected_if_their_sources_are(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros(2), "b": np.ones(2), "n": 1, "m": 2}, context=FAST)
-    opened = open_checkpoint(tmp_path / "c", FAST)
+    checkpoint = open_checkpoint(tmp_path / "c", FAST)
     spec = ArraySpec((2,), "float64")
-    a, b, n, m = opened.tree.leaves
+    a, b, n, m = checkpoint.tree.leaves
     made = {0: stack([Stored(spec, 0), Stored(spec, 1)], 0), 1: Stored(spec, 1)}
     skeleton = Node("dict", ("both", "b", "n", "m"), (LEAF,) * 4)
-    derived = derive(opened, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made, values={2: 2, 3: 3})
+    derived = derive(
+        checkpoint, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made, values={2: 2, 3: 3}
+    )
     for selection, expected in (
         (select.names("a", "m"), {3}),
         (select.names("b", "n"), {1, 2}),
@@ -274,15 +276,15 @@ def test_derived_arrays_are_selected_if_their_sources_are(tmp_path: Path) -> Non
 
 def test_equal_values_are_selected_by_their_own_paths(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": None, "b": None}, context=FAST)
-    opened = open_checkpoint(tmp_path / "c", FAST)
-    nothing = opened.tree.leaves[0]
-    shared = dataclasses.replace(opened, tree=dataclasses.replace(opened.tree, leaves=(nothing, nothing)))
+    checkpoint = open_checkpoint(tmp_path / "c", FAST)
+    nothing = checkpoint.tree.leaves[0]
+    shared = dataclasses.replace(checkpoint, tree=dataclasses.replace(checkpoint.tree, leaves=(nothing, nothing)))
     moved = [Rename("b", "z"), Default("c", None)]
     derived = apply_transforms(shared, moved, FAST)
     names = [path[0] for path in derived.tree.paths]
-    for stored, found in (("a", {"a", "c"}), ("b", {"z", "c"})):
+    for stored, expected in (("a", {"a", "c"}), ("b", {"z", "c"})):
         chosen = chosen_leaves(derived, select.names(stored), FAST)
-        assert {names[leaf] for leaf in chosen} == found
+        assert {names[leaf] for leaf in chosen} == expected
 
 
 def test_selections_use_the_names_before_transforms(location: Path) -> None:
@@ -395,9 +397,9 @@ def test_containers_without_children_are_selected_by_name(tmp_path: Path, layout
     assert loaded(~select.where(lambda path, leaf: leaf in ({}, [], ())) & select.names("model")).keys() == {"model"}
     with pytest.raises(TreeMismatchError, match="missing: scheduler is not stored; did you mean schedulers"):
         loaded(select.names("scheduler"))
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert list(opened.iter_boxes(select=select.names("schedulers"))) == []
-        assert len(list(opened.iter_boxes(first=select.names("schedulers")))) == 2
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert list(checkpoint.iter_boxes(select=select.names("schedulers"))) == []
+        assert len(list(checkpoint.iter_boxes(first=select.names("schedulers")))) == 2
     abstract = ckptcore.abstract(containers())
     assert ckptcore.load(tmp_path / "c", abstract, select=select.names("schedulers"))["schedulers"] == []
     for part in ("model", "optimizer", "schedulers", "loops"):

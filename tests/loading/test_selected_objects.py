@@ -64,8 +64,8 @@ def test_one_selected_object_of_several_is_restored(tmp_path: Path) -> None:
     ckptcore.load_into(tmp_path / "c", target, select=select.names("model"))
     assert values(new) == values(model)
     assert rng.bit_generator.state == before and other.param_groups[0]["lr"] == 0.5
-    found = ckptcore.load(tmp_path / "c", target, select=select.names("model"))
-    assert found["opt"] is PLACEHOLDER and found["model"].keys() == new.state_dict().keys()
+    loaded = ckptcore.load(tmp_path / "c", target, select=select.names("model"))
+    assert loaded["opt"] is PLACEHOLDER and loaded["model"].keys() == new.state_dict().keys()
 
 
 def test_a_selected_part_of_an_optimizer_is_restored(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_objects_without_selected_leaves_are_not_called(tmp_path: Path) -> None:
     ):
         state = {"a": Counter(2), "b": Counter(2)}
         ckptcore.load_checkpointables(tmp_path / "c", into={"state": LoadAs(state, select=select.names(*names))})
-        assert [one.state for one in state.values()] == expected
-        assert [one.calls for one in state.values()] == [int(names[0][0] == name) for name in "ab"]
+        assert [counter.state for counter in state.values()] == expected
+        assert [counter.calls for counter in state.values()] == [int(names[0][0] == name) for name in "ab"]
 
 
 def test_steps_of_a_run(tmp_path: Path) -> None:

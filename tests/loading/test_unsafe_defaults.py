@@ -210,20 +210,25 @@ def test_the_tables_above_cover_every_option() -> None:
     # `values` has its own tests in test_loop_values.py, because it allows differences by default.
     assert {field.name for field in dataclasses.fields(Matching)} == {*choices, "pad_value", "values"}
     defaults = {getattr(Matching(), option) for option in choices if option != "shapes"}
-    expected = {f"{option}={one}" for option, ones in choices.items() for one in ones if one not in defaults}
+    expected = {
+        f"{option}={choice}"
+        for option, option_choices in choices.items()
+        for choice in option_choices
+        if choice not in defaults
+    }
     assert set(DIFFERENCES) == expected
     assert {option for *_, option in UNASKED} | {"missing", "keys"} == {*choices}
 
 
 @pytest.mark.parametrize("given", DIFFERENCES)
-@pytest.mark.parametrize("found", DIFFERENCES)
-def test_an_option_allows_its_own_difference_and_no_other(given: str, found: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("differing", DIFFERENCES)
+def test_an_option_allows_its_own_difference_and_no_other(given: str, differing: str, tmp_path: Path) -> None:
     stored: dict[str, Any] = {"f": np.arange(4, dtype=np.float32), "h": np.ones(4, np.float16), "b": 1, "t": (1, 2)}
     ckptcore.save(tmp_path / "c", stored, context=ckptcore.Context(durability="none"))
-    asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[found]}.items() if leaf is not None}
+    asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[differing]}.items() if leaf is not None}
     with pytest.raises(TreeMismatchError):
         ckptcore.load(tmp_path / "c", asked, matching=Matching(values="error"))
-    if given != found and (given, found) not in INCLUDED:
+    if given != differing and (given, differing) not in INCLUDED:
         with pytest.raises(TreeMismatchError) as caught:
             ckptcore.load(tmp_path / "c", asked, matching=_choice(given))
         assert len(caught.value.differences) == 1

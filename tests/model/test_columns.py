@@ -68,8 +68,8 @@ def test_rows_of_the_same_structure_are_one_run() -> None:
 def test_long_containers_of_plain_values_are_columns(value: Any) -> None:
     assert is_column(value)
     assert is_plain(value)
-    one = next(iter(value))
-    short = {one: value[one]} if isinstance(value, dict) else value[:3]
+    first = next(iter(value))
+    short = {first: value[first]} if isinstance(value, dict) else value[:3]
     assert not is_column(short)
     assert is_plain(short)
 

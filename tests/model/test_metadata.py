@@ -72,7 +72,7 @@ def test_a_tree_without_notes_has_no_table_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "found"),
+    ("member", "value"),
     [
         ("note", [0, 0, None, 1, None]),  # too short
         ("note", [0, 0, None, 1, None, 0, 0]),
@@ -85,15 +85,15 @@ def test_a_tree_without_notes_has_no_table_of_them() -> None:
         ("notes", None),
     ],
 )
-def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
+def test_a_damaged_table_of_notes_is_refused(member: str, value: Any) -> None:
     encoded: Any = json.loads(json.dumps(NOTED.to_json()))
-    encoded[member] = found
+    encoded[member] = value
     with pytest.raises(CorruptCheckpointError):
         TreeMetadata.from_json(encoded)
 
 
 @pytest.mark.parametrize(
-    ("member", "found"),
+    ("member", "value"),
     [
         ("dtype", True),
         ("dtype", 0.0),
@@ -104,22 +104,22 @@ def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
         ("shape", [-1]),
     ],
 )
-def test_numbers_of_equal_arrays_are_checked_separately(member: str, found: Any) -> None:
+def test_numbers_of_equal_arrays_are_checked_separately(member: str, value: Any) -> None:
     """A cache of known arrays must not accept equal numbers of another type, such as True for 1."""
     tree = TreeMetadata(Node("list", (0, 1), (LEAF, LEAF)), (ArrayRecord(ArraySpec((1,), "int8")),) * 2)
     encoded: Any = json.loads(json.dumps(tree.to_json()))
     assert TreeMetadata.from_json(encoded) == tree
-    encoded[member][1] = found
+    encoded[member][1] = value
     with pytest.raises(CorruptCheckpointError):
         TreeMetadata.from_json(encoded)
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [place] if place else []
+    places = [place] if place else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
-        found.extend(_places(child, (*place, key)))
-    return found
+        places.extend(_places(child, (*place, key)))
+    return places
 
 
 @pytest.mark.parametrize("tree", [TREE, NOTED])
@@ -129,12 +129,12 @@ def test_any_other_value_in_any_place_is_refused_or_harmless(tree: TreeMetadata)
     chooser = random.Random(0)
     refused = 0
     for place in _places(encoded):
-        for found in chooser.sample(strange, 6):
+        for value in chooser.sample(strange, 6):
             changed = copy.deepcopy(encoded)
             holder = changed
             for key in place[:-1]:
                 holder = holder[key]
-            holder[place[-1]] = found
+            holder[place[-1]] = value
             try:
                 TreeMetadata.from_json(changed)
             except (CorruptCheckpointError, UnsupportedLeafError):

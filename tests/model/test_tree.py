@@ -136,8 +136,8 @@ def _nested(depth: int) -> Any:
 )
 def test_keys_are_tuples_within_limits(key: Any, is_accepted: bool) -> None:
     if is_accepted:
-        (found,) = skeleton_from_json(["dict", [key], 1], 1).keys  # type: ignore[union-attr]
-        assert json.loads(json.dumps(found)) == key and isinstance(found, tuple)
+        (parsed,) = skeleton_from_json(["dict", [key], 1], 1).keys  # type: ignore[union-attr]
+        assert json.loads(json.dumps(parsed)) == key and isinstance(parsed, tuple)
     else:
         with pytest.raises(CorruptCheckpointError):
             skeleton_from_json(["dict", [key], 1], 1)

@@ -24,9 +24,9 @@ def test_no_file_stays_open_after_the_whole_tree_was_used(tmp_path: Path) -> Non
     try:
         before = descriptors()
         for _ in range(5):
-            opened = ckptcore.open(tmp_path / "c")
-            np.testing.assert_array_equal(opened[()]["a"][0:2], [0, 1])
-            del opened
+            checkpoint = ckptcore.open(tmp_path / "c")
+            np.testing.assert_array_equal(checkpoint[()]["a"][0:2], [0, 1])
+            del checkpoint
         assert descriptors() == before
     finally:
         gc.enable()
@@ -34,6 +34,6 @@ def test_no_file_stays_open_after_the_whole_tree_was_used(tmp_path: Path) -> Non
 
 def test_the_whole_tree_is_not_the_open_checkpoint(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.arange(6.0)})
-    with ckptcore.open(tmp_path / "c") as opened:
-        whole = opened[()]
-        assert whole is not opened and not hasattr(whole, "close") and list(whole) == ["a"]
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        whole = checkpoint[()]
+        assert whole is not checkpoint and not hasattr(whole, "close") and list(whole) == ["a"]

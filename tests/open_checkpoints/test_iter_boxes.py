@@ -213,12 +213,12 @@ def test_a_checkpoint_of_many_hosts_loads_in_little_memory(tmp_path: Path, layou
     run_ranks(RANKS, save, timeout_seconds=300, durability="none")
     nbytes = ckptcore.metadata(tmp_path / "c").nbytes
     assert nbytes == layers * ROWS * 2048 * 4
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), str(tmp_path / "warm")],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    taken, sums = found.stdout.split(maxsplit=1)
+    assert result.returncode == 0, result.stderr
+    taken, sums = result.stdout.split(maxsplit=1)
     elements = ROWS // RANKS * 2048
     expected = [(f"layer_{n}", sum(elements * (rank + n) for rank in range(RANKS))) for n in range(layers)]
     assert sums.strip() == str(expected)

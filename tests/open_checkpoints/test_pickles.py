@@ -41,9 +41,9 @@ def way(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 
 def test_an_open_checkpoint_is_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        opened["a/w"][0], opened.metadata  # the pickle does not contain elements that were read
-        copied = way(opened)
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        checkpoint["a/w"][0], checkpoint.metadata  # the pickle does not contain elements that were read
+        copied = way(checkpoint)
     assert not copied.is_closed
     assert list(copied) == ["a", "list", "name"]
     assert copied["a/w"][1].tolist() == [3, 4, 5]
@@ -59,8 +59,8 @@ def test_an_open_checkpoint_is_copied(tmp_path: Path, way: Callable[[Any], Any])
 @pytest.mark.parametrize("path", ["a", "list", ("list", 1), ()])
 def test_a_container_of_an_open_checkpoint_is_copied(tmp_path: Path, way: Callable[[Any], Any], path: Any) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        expected = opened[path]
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        expected = checkpoint[path]
         copied = way(expected)
         assert copied.path == expected.path
         assert repr(copied) == repr(expected) or path == ()
@@ -71,21 +71,21 @@ def test_a_container_of_an_open_checkpoint_is_copied(tmp_path: Path, way: Callab
 def test_arrays_and_checkpoints_of_one_array_are_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
     ckptcore.save(tmp_path / "one", np.arange(4))
-    with ckptcore.open(tmp_path / "x") as opened, ckptcore.open(tmp_path / "one") as one:
-        array = opened["a/w"]
+    with ckptcore.open(tmp_path / "x") as checkpoint, ckptcore.open(tmp_path / "one") as array_checkpoint:
+        array = checkpoint["a/w"]
         array[:]
         copied = way(array)
         assert (copied.path, copied.shape, copied.dtype) == (array.path, array.shape, array.dtype)
         assert np.array_equal(copied, array)
-        assert way(one)[()][2] == 2
+        assert way(array_checkpoint)[()][2] == 2
 
 
 def test_a_pickle_has_the_location_and_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ckptcore.save("x", {f"w{number}": np.ones(1000) for number in range(100)})
-    with ckptcore.open("x") as opened:
-        opened["w3"][:]
-        pickled = pickle.dumps([opened, opened["w3"]])
+    with ckptcore.open("x") as checkpoint:
+        checkpoint["w3"][:]
+        pickled = pickle.dumps([checkpoint, checkpoint["w3"]])
     assert len(pickled) < 2000
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -98,10 +98,10 @@ def test_a_pickle_has_the_location_and_no_data(tmp_path: Path, monkeypatch: pyte
 
 def test_another_save_at_the_location_is_an_error(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        opened["a/w"][0]
-        copied, used = way(opened), way(opened)
-        array = way(opened["a/w"])
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        checkpoint["a/w"][0]
+        copied, used = way(checkpoint), way(checkpoint)
+        array = way(checkpoint["a/w"])
         assert used["a/w"][0, 1] == 1
         ckptcore.save(tmp_path / "x", TREE, overwrite=True)
         for read in (lambda: copied["a/w"], lambda: len(copied), lambda: array[0]):
@@ -110,15 +110,15 @@ def test_another_save_at_the_location_is_an_error(tmp_path: Path, way: Callable[
         assert used["a/w"][0, 2] == 2  # this copy was opened before the replacement
         shutil.rmtree(tmp_path / "x")
         with pytest.raises(CheckpointNotFoundError):
-            way(opened)["a/w"]
+            way(checkpoint)["a/w"]
 
 
 def test_an_open_checkpoint_of_other_software_is_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)})
     shutil.copy(next((tmp_path / "x").glob("*.safetensors")), tmp_path / "plain.safetensors")
-    with ckptcore.open(tmp_path / "plain.safetensors") as opened:
-        name = next(iter(opened))
-        assert np.array_equal(way(opened)[name], opened[name])
+    with ckptcore.open(tmp_path / "plain.safetensors") as checkpoint:
+        name = next(iter(checkpoint))
+        assert np.array_equal(way(checkpoint)[name], checkpoint[name])
 
 
 def test_new_files_next_to_a_checkpoint_of_other_software_are_ignored(
@@ -127,8 +127,8 @@ def test_new_files_next_to_a_checkpoint_of_other_software_are_ignored(
     """An example is the log of a running training."""
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)}, layout="dcp")
     (tmp_path / "x" / "checkpoint.json").unlink()
-    with ckptcore.open(tmp_path / "x") as opened:
-        copied, gone = way(opened), way(opened)
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        copied, gone = way(checkpoint), way(checkpoint)
         (tmp_path / "x" / "train.log").write_text("step 1")
         assert copied["w"][0] == 1
         next((tmp_path / "x").glob("*.distcp")).rename(tmp_path / "elsewhere")
@@ -153,8 +153,8 @@ def test_observers_and_jobs_are_not_pickled(tmp_path: Path, way: Callable[[Any],
     )
     with Checkpointer(tmp_path / "run", context=context) as checkpointer:
         checkpointer.save_blocking(1, {"w": np.ones(3)})
-    with ckptcore.open(tmp_path / "run" / "1", context=context) as opened:
-        assert way(opened)["w"][0] == way(opened["w"])[0] == 1
+    with ckptcore.open(tmp_path / "run" / "1", context=context) as checkpoint:
+        assert way(checkpoint)["w"][0] == way(checkpoint["w"])[0] == 1
     reader = way(CheckpointReader(tmp_path / "run", context=context))
     assert reader.steps == (1,)
     assert reader.load()["w"].tolist() == [1, 1, 1]

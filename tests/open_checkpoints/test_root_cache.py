@@ -45,15 +45,15 @@ def test_the_root_of_a_checkpoint_that_is_opened_again_is_parsed_once(
     array = np.arange(40).reshape(8, 5)
     ckptcore.save(tmp_path / "c", {"w": array, "step": 3}, layout=layout, context=context)
     for row in range(4):
-        with ckptcore.open(tmp_path / "c", context=context) as opened:
-            np.testing.assert_array_equal(opened["w"][row : row + 2], array[row : row + 2])
-            assert opened["step"] == 3
+        with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+            np.testing.assert_array_equal(checkpoint["w"][row : row + 2], array[row : row + 2])
+            assert checkpoint["step"] == 3
         box = Box((row, 0), (row + 1, 5))
-        with ckptcore.open(tmp_path / "c", context=context) as opened:
-            np.testing.assert_array_equal(opened["w"][box.slices], array[box.slices])
+        with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+            np.testing.assert_array_equal(checkpoint["w"][box.slices], array[box.slices])
     assert len(parsed) == 1
-    with ckptcore.open(tmp_path / "c", context=Context()) as opened:
-        assert opened["step"] == 3
+    with ckptcore.open(tmp_path / "c", context=Context()) as checkpoint:
+        assert checkpoint["step"] == 3
     assert len(parsed) == 2  # each Context has its own cache
 
 
@@ -61,8 +61,8 @@ def test_the_root_of_another_save_is_parsed(tmp_path: Path, context: Context, pa
     for number in range(3):
         ckptcore.save(tmp_path / "c", {"w": np.full(9, number)}, overwrite=True, context=context)
         for _ in range(2):
-            with ckptcore.open(tmp_path / "c", context=context) as opened:
-                assert opened["w"][:].tolist() == [number] * 9
+            with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+                assert checkpoint["w"][:].tolist() == [number] * 9
     assert len(parsed) == 3
     ckptcore.delete(tmp_path / "c")
     with pytest.raises(CheckpointNotFoundError):

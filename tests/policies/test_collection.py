@@ -35,7 +35,7 @@ def collect_after_each_save(policy: PreservationPolicy, steps: list[StepInfo]) -
     for info in steps:
         left.append(info)
         deleted = what_to_delete(policy, left, info.created)
-        left = [one for one in left if one.step not in deleted]
+        left = [kept for kept in left if kept.step not in deleted]
     return [info.step for info in left]
 
 

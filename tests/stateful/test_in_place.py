@@ -127,8 +127,8 @@ class Sort:
 
     def assert_restored(self, held: Any, saved: Any, before: Any) -> None:
         """Assert that `held` has the state of `saved`, and that its state `before` differed."""
-        found, expected = self.state(held), self.state(saved)
-        jax.tree_util.tree_map(np.testing.assert_array_equal, found, expected)
+        restored, expected = self.state(held), self.state(saved)
+        jax.tree_util.tree_map(np.testing.assert_array_equal, restored, expected)
         with pytest.raises(AssertionError):
             jax.tree_util.tree_map(np.testing.assert_array_equal, before, expected)
 

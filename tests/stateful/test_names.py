@@ -106,13 +106,13 @@ def test_all_kinds_of_objects_resume(scheme: str, tmp_path: Path) -> None:
     assert loaded["position"].value == 7
     assert loaded["meter"].history.tolist() == [0, 1, 2, 3]
     assert torch.equal(loaded["module"].weight, weight)
-    found = [
+    resumed = [
         list(itertools.islice(loaded["data"], 5)),
         loaded["numpy"].random(5).tolist(),
         [loaded["python"].gauss(0, 1) for _ in range(3)],
         torch.rand(5, generator=loaded["torch"]).tolist(),
     ]
-    assert found == expected
+    assert resumed == expected
 
 
 def test_a_single_object_can_be_loaded(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_data_loaders_resume(tmp_path: Path) -> None:
 def test_only_a_sampler_with_a_state_resumes_to_the_bit(tmp_path: Path) -> None:
     """Runs that were killed in the first or second epoch resume as the guide describes."""
     told = dict(line.split(": ") for line in run("torchdata_samplers.py", tmp_path).splitlines())
-    found = {name: tuple(said.split()) for name, said in told.items()}
-    assert found == {
+    results = {name: tuple(said.split()) for name, said in told.items()}
+    assert results == {
         "torchdata 3": ("True", "True", "0"),
         "torchdata 8": ("True", "True", "0"),
         "torch 3": ("True", "True", "1"),

@@ -256,11 +256,11 @@ def test_restored_arrays_have_the_saved_dtype_in_the_framework_of_the_object(
     ckptcore.save(tmp_path / "step", Keeper({"total": saved}))
     target = Keeper({"total": own})
     ckptcore.load_into(tmp_path / "step", target)
-    found = target.state["total"]
-    assert type(found) is type(saved)
-    assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
+    restored = target.state["total"]
+    assert type(restored) is type(saved)
+    assert (restored.dtype, restored.shape) == (saved.dtype, saved.shape)
     as_numbers = (lambda array: array.to(torch.complex64).numpy()) if isinstance(saved, torch.Tensor) else np.asarray
-    assert np.array_equal(as_numbers(found), as_numbers(saved))
+    assert np.array_equal(as_numbers(restored), as_numbers(saved))
 
 
 UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # the stubs lack this dtype
@@ -299,15 +299,15 @@ def test_an_object_without_these_entries_gets_the_types_of_the_checkpoint(tmp_pa
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     target = Keeper({"none": 3, "tensor": "a str", "list": 5, "counter": [1], "numpy": None})
     ckptcore.load_into(tmp_path / "step", target)
-    found, expected = target.state, _full()
-    assert list(found) == list(expected)
+    restored, expected = target.state, _full()
+    assert list(restored) == list(expected)
     for key, kind in {"tensor": torch.Tensor, "grown": torch.Tensor, "numpy": np.ndarray, "jax": np.ndarray}.items():
-        assert type(found[key]) is kind
-        assert np.array_equal(found[key], np.asarray(expected[key]))
+        assert type(restored[key]) is kind
+        assert np.array_equal(restored[key], np.asarray(expected[key]))
     for same in ("scalar", "ordered", "tuple", "empty", "none", "flag", "big", "bytes", "text", "float", 7):
-        assert_same_tree(found[same], expected[same], str(same))
-    assert found["counter"] == dict(expected["counter"])
-    assert found["pair"] == {"left": 1, "right": "two"}
+        assert_same_tree(restored[same], expected[same], str(same))
+    assert restored["counter"] == dict(expected["counter"])
+    assert restored["pair"] == {"left": 1, "right": "two"}
 
 
 def test_only_the_setter_changes_arrays_of_the_object(tmp_path: Path) -> None:
@@ -362,8 +362,8 @@ def test_loading_into_a_new_model_builds_its_optimizer(tmp_path: Path) -> None:
     target = Model(w=np.zeros(3), b=np.zeros(2))
     ckptcore.load_into(tmp_path / "step", target)
     assert target.optimizer is not None and target.optimizer.built
-    found, expected = _tree_bits(target.train(3.0)), _tree_bits(_model(1.0).train(3.0))
-    assert found == expected
+    actual, expected = _tree_bits(target.train(3.0)), _tree_bits(_model(1.0).train(3.0))
+    assert actual == expected
 
 
 def test_variables_that_a_setter_would_ignore_are_a_mismatch(tmp_path: Path) -> None:
@@ -471,9 +471,9 @@ class Optional(abc.ABC):
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_each_object_has_the_expected_handler(value: object, handler: type) -> None:
-    found = installed_plugins().dispatch(value)
-    assert type(found.checkpointable) is handler
-    assert installed_plugins().dispatch_named(value) == found
+    handlers = installed_plugins().dispatch(value)
+    assert type(handlers.checkpointable) is handler
+    assert installed_plugins().dispatch_named(value) == handlers
 
 
 @pytest.mark.parametrize(
@@ -483,9 +483,9 @@ def test_each_object_has_the_expected_handler(value: object, handler: type) -> N
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_other_objects_have_no_handler(value: object) -> None:
-    found = installed_plugins().dispatch_named(value)
-    assert found.checkpointable is None
-    assert found.files is None
+    handlers = installed_plugins().dispatch_named(value)
+    assert handlers.checkpointable is None
+    assert handlers.files is None
 
 
 def test_states_of_these_protocols_belong_to_one_process() -> None:

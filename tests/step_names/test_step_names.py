@@ -166,11 +166,11 @@ def test_the_written_format_is_preferred_then_the_order_of_reading() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["", "step_", "x"]), st.integers(0, 5), st.integers(1, 4))), st.randoms())
 def test_found_steps_do_not_depend_on_the_order_of_names(parts: list[tuple[str, int, int]], chooser: object) -> None:
     names = [f"{prefix}{step:0{width}d}" for prefix, step, width in parts]
-    found = StepNames().find(names)
-    assert list(found) == sorted({step for prefix, step, _ in parts if prefix != "x"})
-    assert all(StepNames().parse(name) == step for step, name in found.items())
+    steps = StepNames().find(names)
+    assert list(steps) == sorted({step for prefix, step, _ in parts if prefix != "x"})
+    assert all(StepNames().parse(name) == step for step, name in steps.items())
     chooser.shuffle(names)  # type: ignore[attr-defined]  # the value is a random.Random
-    assert StepNames().find(iter(names)) == found
+    assert StepNames().find(iter(names)) == steps
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, 2**63])
@@ -212,7 +212,7 @@ def test_names_equal_those_of_orbax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "found", "others"),
+    ("example", "known", "others"),
     [
         ("ckpt_1000.pt", StepNameFormat("ckpt_", 0, ".pt"), {"ckpt_5.pt": 5, "ckpt_5.pth": None, "ckpt_5": None}),
         ("model.05.weights.h5", StepNameFormat("model.", 2, ".weights.h5"), {"model.12.weights.h5": 12}),
@@ -231,15 +231,15 @@ def test_names_equal_those_of_orbax() -> None:
     ],
 )
 def test_examples_of_files_have_the_expected_formats(
-    example: str, found: StepNameFormat, others: Mapping[str, int | None]
+    example: str, known: StepNameFormat, others: Mapping[str, int | None]
 ) -> None:
-    assert StepNameFormat.of(example) == found
-    names = StepNames(read=[found])
-    for name, step in {example: found.parse(example), **others}.items():
-        assert (found.parse(name), names.parse(name)) == (step, step)
-    assert found.parse(example) is not None
+    assert StepNameFormat.of(example) == known
+    names = StepNames(read=[known])
+    for name, step in {example: known.parse(example), **others}.items():
+        assert (known.parse(name), names.parse(name)) == (step, step)
+    assert known.parse(example) is not None
     with pytest.raises(ValueError, match="does not end in the number of a step"):
-        StepNames(found)
+        StepNames(known)
 
 
 def test_formats_with_a_wildcard_write_no_names() -> None:

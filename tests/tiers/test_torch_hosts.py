@@ -31,9 +31,9 @@ def test_a_job_resumes_after_a_host_was_killed_in_a_save(tmp_path: Path) -> None
     run_job(_PROGRAM, "save", tmp_path, size=2)
     with pytest.raises(AssertionError, match=r"ended with \[-9, -9\]|ended with \[1, -9\]"):
         run_job(_PROGRAM, "die", tmp_path, size=2)
-    found = run_job(_PROGRAM, "load", tmp_path, size=2)
-    assert found in ([[2, 2]] * 2, [[3, 3]] * 2)
-    assert CheckpointReader(tmp_path / "far").latest == found[0][0] + 10
+    restored = run_job(_PROGRAM, "load", tmp_path, size=2)
+    assert restored in ([[2, 2]] * 2, [[3, 3]] * 2)
+    assert CheckpointReader(tmp_path / "far").latest == restored[0][0] + 10
 
 
 @pytest.mark.parametrize("layout", ["dcp", "safetensors"])

@@ -33,13 +33,13 @@ def test_an_update_is_a_whole_checkpoint_in_the_far_tier(options: Any, policy: A
     near, far = new_place("file", tmp_path), new_place("memory", tmp_path)
     ckptcore.save(f"{near}/1", _STATE)
     ckptcore.save(f"{near}/2", {"n": 2}, strategy=ckptcore.Update(f"{near}/1"))
-    found = []
+    whole_steps = []
     for _ in range(2):
         with Checkpointer(TieredDirectory(NearTier(near, **options), far), preservation_policy=policy) as run:
             run.wait()
             assert run.load()["n"] == 2
-        found.append(objects_at(f"{far}/2"))
-    assert found[0] == found[1], "what was uploaded once is not uploaded again"
+        whole_steps.append(objects_at(f"{far}/2"))
+    assert whole_steps[0] == whole_steps[1], "what was uploaded once is not uploaded again"
     for step in (2, 1):
         ckptcore.delete(f"{near}/{step}")
     if 1 in CheckpointReader(far).steps:

@@ -52,9 +52,9 @@ def _load(place: Place) -> list[Any]:
         tensor = state["w"]
         assert isinstance(tensor, DTensor)
         assert bool((tensor.to_local() == state["step"]).all())
-        found = [run.restored_step, state["step"]]
+        steps = [run.restored_step, state["step"]]
         run.save(state["step"] + 10, _state(state["step"] + 10, place))
-        return found
+        return steps
 
 
 def _die_with_a_host(place: Place) -> None:
@@ -112,15 +112,15 @@ def _die_saved(place: Place) -> None:
 def _load_trained(place: Place) -> Any:
     """Load the state of the killed job, and compare every element."""
     with _open_never_uploading(place) as run:
-        found = run.load_into(_trained(place, 1))
+        loaded = run.load_into(_trained(place, 1))
         restored = run.restored_step
     expected = _trained(place, 2)
     for name in ("across", "within"):
-        assert torch.equal(found.pop(name).to_local(), expected.pop(name).to_local())
-    ours, theirs = (tree_flatten(state)[0] for state in (found, expected))
+        assert torch.equal(loaded.pop(name).to_local(), expected.pop(name).to_local())
+    ours, theirs = (tree_flatten(state)[0] for state in (loaded, expected))
     assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    for leaf, expected_leaf in zip(ours, theirs, strict=True):
+        assert torch.equal(leaf, expected_leaf) if isinstance(leaf, torch.Tensor) else leaf == expected_leaf
     return restored
 
 

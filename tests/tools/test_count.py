@@ -59,26 +59,26 @@ def test_files_are_counted_by_package(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('__all__ = ["a", "b"]\n', encoding="utf-8")
-    one = Count(1, 1, 1, 1)
+    single = Count(1, 1, 1, 1)
     assert count_packages(tmp_path) == {
-        "ckptcore (modules)": one,
-        "ckptcore.save": one + one,
-        "ckptcore_x": one,
-        "tests of plugins": one,
-        "tests": one,
+        "ckptcore (modules)": single,
+        "ckptcore.save": single + single,
+        "ckptcore_x": single,
+        "tests of plugins": single,
+        "tests": single,
     }
     assert public_names(tmp_path) == ["a", "b"]
 
 
 def test_the_report_covers_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     files = sum(
-        count["files"] for name, count in found["packages"].items() if name.startswith(("ckptcore.", "ckptcore "))
+        count["files"] for name, count in report["packages"].items() if name.startswith(("ckptcore.", "ckptcore "))
     )
     assert files == len(core_sources())
-    assert "save" in found["public_names"]
-    assert "ckptcore" in found["modules_of_a_save_and_a_load"]
+    assert "save" in report["public_names"]
+    assert "ckptcore" in report["modules_of_a_save_and_a_load"]
 
 
 def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -> None:

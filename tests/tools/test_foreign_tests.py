@@ -48,7 +48,7 @@ def test_the_page_gives_a_reason_for_each_test_that_passes_only_with_the_library
     section = NOTE.read_text(encoding="utf-8").partition(f"<!-- table: {library} -->")[2].partition("\n## ")[0]
     rows = section.partition("| test | reason |")[2]
     listed = set(re.findall(r"`(test_\w+)`", rows))
-    failed = {name.partition(".")[2] for one in RESULTS[library].files.values() for name in one.failed}
+    failed = {name.partition(".")[2] for file in RESULTS[library].files.values() for name in file.failed}
     assert listed == {re.sub(r"\d+$", "", name.partition("[")[0]) for name in failed}
 
 

@@ -100,10 +100,10 @@ def test_results_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     after = {"both": Result("killed", 1.0, "new.py"), "lost": Result("survived", 1.0, "new.py")}
     after |= {"late": Result("killed", 1.0, "new.py"), "never": Result("survived", 1.0, "new.py")}
     assert compare(before, after) == (["lost"], ["gone"])
-    for name, found in (("before", before), ("after", after)):
+    for name, results in (("before", before), ("after", after)):
         report = {
             "mutants": {
-                key: {"outcome": of.outcome, "seconds": of.seconds, "path": of.path} for key, of in found.items()
+                key: {"outcome": of.outcome, "seconds": of.seconds, "path": of.path} for key, of in results.items()
             }
         }
         (tmp_path / name).write_text(json.dumps(report), encoding="utf-8")

@@ -62,5 +62,5 @@ def test_exceptions_are_few_and_in_use() -> None:
     assert len(EXCEPTIONS) <= 20
     for place in EXCEPTIONS:
         path = Path(place.split(":")[0])
-        found = (check_python if path.suffix == ".py" else check_markdown)(path, path.read_text(encoding="utf-8"))
-        assert place in {f"{path}: {finding.text}" for finding in found}
+        findings = (check_python if path.suffix == ".py" else check_markdown)(path, path.read_text(encoding="utf-8"))
+        assert place in {f"{path}: {finding.text}" for finding in findings}

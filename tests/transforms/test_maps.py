@@ -129,8 +129,10 @@ def _bert(layers: int = 12) -> dict[str, Any]:
         for name, shape in dense.items():
             shapes |= {f"encoder.layer.{layer}.{name}.weight": shape, f"encoder.layer.{layer}.{name}.bias": shape[:1]}
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes |= dict.fromkeys([f"encoder.layer.{layer}.{name}.{one}" for one in ("weight", "bias")], (EMBED,))
-    shapes |= dict.fromkeys([f"embeddings.LayerNorm.{one}" for one in ("weight", "bias")], (EMBED,))
+            shapes |= dict.fromkeys(
+                [f"encoder.layer.{layer}.{name}.{parameter}" for parameter in ("weight", "bias")], (EMBED,)
+            )
+    shapes |= dict.fromkeys([f"embeddings.LayerNorm.{parameter}" for parameter in ("weight", "bias")], (EMBED,))
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 

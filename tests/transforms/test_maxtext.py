@@ -181,11 +181,11 @@ def test_a_rank_reads_only_its_part_of_mapped_arrays(tmp_path: Path) -> None:
     assert len(boxes) == len(SHARDED)
     needed = 0
     for path, box in boxes.items():
-        found: Any = loaded
+        leaf: Any = loaded
         expected: Any = whole
         for key in path:
-            found, expected = found[key], expected[key]
-        (shard,) = found.shards
+            leaf, expected = leaf[key], expected[key]
+        (shard,) = leaf.shards
         assert np.array_equal(shard.elements, expected[box.slices])
         needed += shard.elements.nbytes
     assert needed <= report.bytes_read <= 1.1 * needed

@@ -113,5 +113,5 @@ def test_modules_of_nnx_and_transformers_compute_equal_logits(
     )  # no array is missing, unexpected or of another shape
     nnx.update(decoder, loaded)
     with jax.default_matmul_precision("float32"):
-        found = np.asarray(nnx.jit(lambda module: module(TOKENS))(decoder))
-    assert np.allclose(found, logits(model), rtol=1e-3, atol=1e-3)
+        actual = np.asarray(nnx.jit(lambda module: module(TOKENS))(decoder))
+    assert np.allclose(actual, logits(model), rtol=1e-3, atol=1e-3)

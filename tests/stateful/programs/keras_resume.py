@@ -40,8 +40,8 @@ def train(model: Any, epochs: int) -> None:
 
 def bits(model: Any) -> dict[str, bytes]:
     """Return the bytes of every variable."""
-    found = {variable.path: variable for variable in (*model.variables, *model.optimizer.variables)}
-    return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in found.items()}
+    variables = {variable.path: variable for variable in (*model.variables, *model.optimizer.variables)}
+    return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in variables.items()}
 
 
 def _arrays(tree: Any) -> list[Any]:

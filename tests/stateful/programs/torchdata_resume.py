@@ -60,9 +60,9 @@ def main(directory: str) -> None:
                 handle.result()
                 other = make(workers)
                 ckptcore.load_into(f"{directory}/{name}", {"data": other})
-                found = [batch.tolist() for batch in other]
-                assert found == expected, (name, found, expected)
-                assert found, name
+                resumed = [batch.tolist() for batch in other]
+                assert resumed == expected, (name, resumed, expected)
+                assert resumed, name
                 print(name)
 
 

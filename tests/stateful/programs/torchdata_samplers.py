@@ -120,7 +120,7 @@ def main(directory: Path) -> None:
             resumed = json.loads((directory / name / "seen").read_text())
             assert len(resumed) == STEPS - step, name
             batches, numbers = (
-                [one[part] for one in resumed] == [one[part] for one in whole[step:]] for part in (0, 1)
+                [batch[part] for batch in resumed] == [batch[part] for batch in whole[step:]] for part in (0, 1)
             )
             logged = json.loads((directory / name / "warnings").read_text())
             print(f"{name} {step}: {batches} {numbers} {logged}")

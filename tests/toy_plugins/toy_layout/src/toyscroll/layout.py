@@ -122,11 +122,11 @@ def opened(box: Box, array: HostArray) -> Any:
     return lambda: [(box, array)]
 
 
-def extent(found: Any) -> int:
+def extent(value: Any) -> int:
     """Return a count from a state that may be hostile. Raise an error if it is invalid."""
-    if type(found) is not int or not 0 <= found < 1 << 62:
-        raise ValueError(f"{found!r:.40} is no count")
-    return found
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def scrolls_of(tree: TreeMetadata, state: JSON) -> dict[int, list[Scroll]]:
@@ -134,12 +134,12 @@ def scrolls_of(tree: TreeMetadata, state: JSON) -> dict[int, list[Scroll]]:
     try:
         places: dict[int, list[Scroll]] = {}
         table: Any = state  # wrong types raise errors that are caught below
-        for leaf, found in dict(table).items():
+        for leaf, rows in dict(table).items():
             scrolls: list[Scroll] = []
             record = tree.leaves[extent(int(leaf))]
             if not isinstance(record, ArrayRecord):
                 raise TypeError(f"leaf {leaf} is no array")
-            for key, offset, start, stop in found:
+            for key, offset, start, stop in rows:
                 box = Box(tuple(map(extent, start)), tuple(map(extent, stop)))
                 whole = Box.whole(record.spec.shape)
                 ordered = all(map(int.__le__, box.start, box.stop))

@@ -50,8 +50,8 @@ class CacheDirectory:
             self.hits += 1
             yield number
         rest = ReadPlan(plan.tree, tuple(plan.items[number] for number in missing))
-        for found in read_stored(rest, [buffers[number] for number in missing]):
-            number = missing[found]
+        for position in read_stored(rest, [buffers[number] for number in missing]):
+            number = missing[position]
             self._keep(self._file(content_id, plan.items[number].leaf, plan.items[number].box), buffers[number])
             yield number
 

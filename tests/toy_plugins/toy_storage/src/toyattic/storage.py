@@ -27,8 +27,8 @@ TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, tag TEXT NOT 
 def open_attic(url: str, options: StorageOptions) -> StorageBackend:
     """Open a directory in a database. Creates nothing."""
     path = url.removeprefix("toy://")
-    database, found, directory = path.partition(".sqlite")
-    if not found or (directory and not directory.startswith("/")):
+    database, suffix, directory = path.partition(".sqlite")
+    if not suffix or (directory and not directory.startswith("/")):
         raise InvalidLocationError(f"{url!r} names no database; expected toy://<path>.sqlite/<directory>")
     return Attic(Path(database + ".sqlite"), directory.strip("/"), durable=options.durable)
 
