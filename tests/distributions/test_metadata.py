@@ -106,9 +106,8 @@ def test_descriptions_differ() -> None:
 def test_the_front_page_names_every_extra() -> None:
     for page in ("README.md", "PACKAGE.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert [distribution.extra for distribution in DISTRIBUTIONS if f"`{distribution.extra}`" not in text] == [], (
-            page
-        )
+        extras = [distribution.extra for distribution in DISTRIBUTIONS]
+        assert [extra for extra in extras if f"`{extra}`" not in text] == [], page
 
 
 def test_distributions_require_each_other_at_their_own_version() -> None:
@@ -125,9 +124,9 @@ def test_an_extra_has_the_same_meaning_in_all_distributions() -> None:
     """If two distributions have the same extra, one forwards to the other. Only extras for tests differ."""
     meanings: dict[str, set[str]] = {}
     for project in PROJECTS:
-        names = metadata(project)
-        for extra, requirements in names.get("optional-dependencies", {}).items():
-            name = f"{names['name']}[{extra}]"
+        table = metadata(project)
+        for extra, requirements in table.get("optional-dependencies", {}).items():
+            name = f"{table['name']}[{extra}]"
             if extra != "test":
                 (meaning, *_) = [
                     *(requirement.partition("==")[0] for requirement in requirements if f"[{extra}]" in requirement),

@@ -60,7 +60,7 @@ def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tupl
     """Return the names of our and of other distributions that are directly or indirectly required."""
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in wanted]
-    others: dict[str, None] = {}
+    required: dict[str, None] = {}
     while waiting:
         requirement, extra = waiting.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
@@ -69,9 +69,9 @@ def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tupl
         for inner in ("", *requirement.extras):
             if (name, inner) not in seen:
                 seen.add((name, inner))
-                others[name] = None
+                required[name] = None
                 waiting += [(needed, inner) for needed in _requires(name, wheels)]
-    return [name for name in others if name in wheels], [name for name in others if name not in wheels]
+    return [name for name in required if name in wheels], [name for name in required if name not in wheels]
 
 
 def _requires(name: str, wheels: Mapping[str, Wheel]) -> Sequence[Requirement]:

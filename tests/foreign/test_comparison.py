@@ -207,16 +207,12 @@ def test_ckptcore_reads_the_checkpoints_of_the_others(name: str, tmp_path: Path)
 @pytest.mark.parametrize(("distribution", "number"), [("ckptcore", 4), ("orbax-checkpoint", 15), ("safetensors", 0)])
 def test_the_number_of_required_packages(distribution: str, number: int) -> None:
     requirements = [Requirement(text) for text in requires(distribution) or ()]
-    assert (
-        len(
-            {
-                requirement.name
-                for requirement in requirements
-                if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            }
-        )
-        == number
-    )
+    required = {
+        requirement.name
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    assert len(required) == number
 
 
 def test_the_readme_has_these_libraries_and_entries() -> None:
