@@ -218,7 +218,7 @@ def test_result_types_of_public_functions_are_public() -> None:
     assert types & internal <= INTERNAL_RESULTS
 
 
-def test_gaps_are_detected(tmp_path: Path) -> None:
+def test_wrong_exports_and_missing_docstrings_are_detected(tmp_path: Path) -> None:
     """Show that the tests above can fail."""
     path = tmp_path / "gaps.py"
     path.write_text(

@@ -91,7 +91,7 @@ def test_tampered_headers_are_refused_or_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_tampered_headers(full: bool, tmp_path: Path) -> None:
+def test_many_tampered_headers_are_refused_or_load(full: bool, tmp_path: Path) -> None:
     _tamper(tmp_path, 10_000 if full else 4_000)
 
 
@@ -115,12 +115,12 @@ def _damage(directory: Path, count: int) -> None:
             raise
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_load(tmp_path: Path) -> None:
     _damage(tmp_path, 200)
 
 
 @pytest.mark.slow
-def test_many_damaged_files(full: bool, tmp_path: Path) -> None:
+def test_many_damaged_files_are_refused_or_load(full: bool, tmp_path: Path) -> None:
     _damage(tmp_path, 10_000 if full else 4_000)
 
 
@@ -202,7 +202,7 @@ def test_impossible_indexes_are_refused(name: str, tmp_path: Path) -> None:
     _assert_refused(directory)
 
 
-def test_tampered_indexes(tmp_path: Path) -> None:
+def test_tampered_indexes_are_refused_or_load(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes(_file(_HEADER))
     weight_map = {name: "one.safetensors" for name in _HEADER if name != "__metadata__"}
     index = tmp_path / "model.safetensors.index.json"

@@ -187,7 +187,7 @@ def test_a_file_given_by_its_path_may_be_a_link(suffix: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("target", ["../secrets/key", "{above}/secrets/key"])
-def test_a_downloaded_directory_with_a_link_to_a_file_next_to_it(target: str, tmp_path: Path) -> None:
+def test_a_link_out_of_a_downloaded_directory_is_refused(target: str, tmp_path: Path) -> None:
     (tmp_path / "secrets").mkdir()
     save_file({"key": np.arange(4)}, tmp_path / "secrets/key")
     (tmp_path / "downloaded").mkdir()

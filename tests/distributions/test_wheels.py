@@ -84,7 +84,7 @@ def test_errors_of_the_core_say_how_to_install_missing_features(core: Environmen
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_core_alone_describes_itself(core: Environment, wheels: Mapping[str, Wheel]) -> None:
+def test_the_core_alone_has_a_version_help_and_a_listing(core: Environment, wheels: Mapping[str, Wheel]) -> None:
     version = wheels["ckptcore"].path.name.split("-")[1]
     assert core.run("-c", "import ckptcore; print(ckptcore.__version__)").strip() == version
     described = core.run("-c", "import ckptcore; help(ckptcore)")
@@ -100,7 +100,7 @@ def test_the_command_of_the_core_alone_says_how_to_install_the_tools(core: Envir
     assert "pip install 'ckptcore[tools]'" in error and "Traceback" not in error
 
 
-def test_every_distribution_is_in_the_table_or_required_by_one_of_it(wheels: Mapping[str, Wheel]) -> None:
+def test_every_distribution_is_listed_or_required_by_a_listed_one(wheels: Mapping[str, Wheel]) -> None:
     core = wheels["ckptcore"]
     named = {_of_extra(distribution, wheels).name for distribution in DISTRIBUTIONS}
     required = {requirement.name for name in named for requirement in wheels[name].requires}

@@ -83,7 +83,7 @@ def test_the_model_is_read_if_an_adapter_is_in_the_same_directory(tmp_path: Path
     assert list(ckptcore.load(tmp_path / "adapter_model.safetensors")) == ["lora"]
 
 
-def test_a_variant_is_not_meant(tmp_path: Path) -> None:
+def test_a_plain_file_is_preferred_to_a_variant(tmp_path: Path) -> None:
     _put(tmp_path / "diffusion_pytorch_model.safetensors", w=1)
     _put(tmp_path / "diffusion_pytorch_model.fp16.safetensors", w=2)
     assert ckptcore.load(tmp_path)["w"].tolist() == [1, 1]

@@ -127,7 +127,7 @@ def test_steps_of_a_run(tmp_path: Path) -> None:
     assert values(model) == {name: 1.0 if name.startswith("2.") else 2.0 for name in model.state_dict()}
 
 
-def test_flax_modules(tmp_path: Path) -> None:
+def test_a_selected_part_of_a_flax_module_is_restored(tmp_path: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")
 
     def module(value: float) -> Any:
@@ -139,8 +139,8 @@ def test_flax_modules(tmp_path: Path) -> None:
     assert (model.a[...] == 1.0).all() and (model.b.w[...] == 2.0).all()
 
 
-def test_state_trees(tmp_path: Path) -> None:
-    """The setter of Keras models skips variables that are not in the tree."""
+def test_the_setter_of_a_state_tree_gets_the_whole_tree(tmp_path: Path) -> None:
+    """Leaves that are not selected keep their current values in the tree, as for models of Keras."""
 
     class Model:
         def __init__(self, value: float) -> None:

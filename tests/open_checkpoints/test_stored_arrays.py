@@ -100,7 +100,7 @@ def test_an_index_gives_the_result_of_numpy(stored: Path, long_ago: None, data: 
             np.testing.assert_array_equal(result, expected)
 
 
-def test_conversions_by_numpy(stored: Path) -> None:
+def test_numpy_converts_stored_arrays(stored: Path) -> None:
     with ckptcore.open(stored, context=FAST) as checkpoint:
         array = checkpoint["params/a"]
         assert np.asarray(array, dtype=np.float64).dtype == np.float64

@@ -119,7 +119,7 @@ def test_policies_keep_only_given_steps_and_are_hashable_values(
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.0, math.nan, "3", None])
-def test_counts_are_whole_numbers(number: int) -> None:
+def test_counts_must_be_whole_numbers(number: int) -> None:
     with pytest.raises(ValueError, match=r"^LatestN\(n=.*\): give a whole number of at least 0"):
         LatestN(number)
     with pytest.raises(ValueError, match=r"^BestN\(n="):
@@ -133,7 +133,7 @@ def test_counts_are_whole_numbers(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-1.0, True, math.nan, math.inf, "3", None, datetime.timedelta(hours=1)])
-def test_seconds_are_finite(number: float) -> None:
+def test_seconds_must_be_finite(number: float) -> None:
     with pytest.raises(
         ValueError, match=r"^LatestDuration\(seconds=.*\): give a finite number of seconds of at least 0"
     ):

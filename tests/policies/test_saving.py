@@ -157,7 +157,7 @@ def test_numpy_numbers_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.0, float("nan"), "3", None])
-def test_intervals_are_whole_numbers(number: int) -> None:
+def test_intervals_must_be_whole_numbers(number: int) -> None:
     with pytest.raises(ValueError, match=r"FixedInterval\(steps=.*\): give a whole number of at least 1"):
         FixedInterval(number)
     with pytest.raises(ValueError, match=r"EpochInterval\(epochs=.*\): give"):
@@ -165,7 +165,7 @@ def test_intervals_are_whole_numbers(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-1.0, True, float("nan"), float("inf"), "3", None])
-def test_seconds_are_finite(number: float) -> None:
+def test_seconds_must_be_finite(number: float) -> None:
     with pytest.raises(ValueError, match=r"TimeInterval\(seconds=.*\): give a finite number of seconds above 0"):
         TimeInterval(number)
     with pytest.raises(ValueError, match=r"ContinuousCheckpointing\(minimum_interval_secs=.*\): give .* of at least 0"):

@@ -295,7 +295,7 @@ def test_a_random_key_is_restored(tmp_path: Path) -> None:
     assert bool(target.state["key"] == jax.random.key(3))
 
 
-def test_an_object_without_these_entries_gets_the_types_of_the_checkpoint(tmp_path: Path) -> None:
+def test_entries_that_the_object_lacks_have_the_types_of_the_checkpoint(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     target = Keeper({"none": 3, "tensor": "a str", "list": 5, "counter": [1], "numpy": None})
     ckptcore.load_into(tmp_path / "step", target)

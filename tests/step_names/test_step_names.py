@@ -174,7 +174,7 @@ def test_found_steps_do_not_depend_on_the_order_of_names(parts: list[tuple[str, 
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, 2**63])
-def test_a_step_is_a_whole_number(step: int) -> None:
+def test_a_step_must_be_a_whole_number(step: int) -> None:
     with pytest.raises(ValueError, match=r"a step is a whole number from 0 to 9223372036854775807"):
         StepNames().name(step)
 

@@ -45,7 +45,7 @@ def test_a_file_of_an_unrecognized_kind_fails(directory: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("other", [{"w": np.arange(3.0) + 1}, {"w": np.arange(3)}, {"v": np.arange(3.0), "w": 1}])
-def test_a_different_result_of_the_own_library_fails(
+def test_a_result_that_differs_from_that_of_the_own_library_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
 ) -> None:
     monkeypatch.setattr(strangers, "read_as_owner", lambda path, metadata: ("owner", other))
@@ -53,7 +53,9 @@ def test_a_different_result_of_the_own_library_fails(
     assert (line.result, line.detail.startswith("owner: ")) == ("different", True)
 
 
-def test_without_the_own_library_a_copy_is_compared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_compared_if_the_own_library_is_not_installed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, metadata: object) -> tuple[str, object]:
         raise NotReadError("it is not installed")
 
