@@ -40,7 +40,9 @@ def test_shared_data_is_read_once_per_group(read: list[dict[str, dict[str, int]]
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
 def test_each_process_reads_its_shards(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
     """Only tensor 'i' is not sharded. With "broadcast" it is read once, and sent to the other processes."""
-    assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
+    expected = STORED - ONE_INDEX + times * ONE_INDEX
+    nbytes = sum(rank[reads]["fsdp2"] for rank in read)
+    assert expected <= nbytes < expected + 64, "bytes between two needed ranges are read together with them"
 
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 2), ("broadcast", 1)])
