@@ -1,7 +1,8 @@
 """Zip and tar archives as read-only storages. A location such as ``model.zip!/policy.pth`` names a member.
 
 Uncompressed members are read directly from the archive. Each compressed member is decompressed into a temporary file
-when it is first read. Names in an archive are never used as names of written files.
+when it is first read, and a compressed tar archive as a whole. Names in an archive are never used as names of written
+files.
 
 Supported headers of tar archives: POSIX ustar and pax (IEEE Std 1003.1, ``pax``), and the long names of GNU tar.
 Numbers and names in an archive are untrusted, and are checked before use.

@@ -150,8 +150,8 @@ class DeepSpeedLayout(AssembledLayout):
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory by the names of its rank files. See the module.
 
-        If the directory has no such files, ``latest`` may name a subdirectory that has them. A directory with weights
-        in another format is not recognised.
+        If the directory has no such files, ``latest`` or ``latest_universal`` may name a subdirectory that has them. A
+        directory with weights in another format is not recognised.
 
         Raises:
             CorruptCheckpointError: the file of a rank is missing, or the partitions do not match the parameters.
@@ -194,7 +194,7 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 
 
 def _named_by_pointer(store: ReadStore, names: Sequence[str]) -> str | None:
-    """Return the directory that ``latest`` names, with a trailing slash, or None if it does not exist."""
+    """Return the directory that the first of `_POINTERS` names, with a trailing slash, or None if it does not exist."""
     for pointer in _POINTERS:
         if pointer in names:
             name = store.get(pointer, 0, _MAX_POINTER).decode("utf-8", "replace").strip() + "/"

@@ -29,7 +29,7 @@ _MODEL_KEYS: Final = frozenset(
     ["module", "optimizer", "param_shapes", "buffer_names", "shared_params"]
     + ["frozen_param_shapes", "frozen_param_fragments"]
 )
-"""Keys of a model file from which the weights in the tree are built."""
+"""Keys of a model file that the tree does not repeat: the weights are built from most of them."""
 
 
 def named(part: Part) -> dict[str, Part]:
@@ -38,7 +38,7 @@ def named(part: Part) -> dict[str, Part]:
 
 
 def rest_of(models: Sequence[Part]) -> Mapping[Key, Entry]:
-    """Return all entries of the model files except the weights. State that the program added is included.
+    """Return all entries of the model files except `_MODEL_KEYS`. State that the program added is included.
 
     An entry with different values in the processes becomes a leaf that cannot be loaded.
     """
@@ -332,7 +332,7 @@ class Zero:
         return dict(states_by_name)
 
     def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
-        """Return True if a state of a group has one value per weight element, or if no process has the state.
+        """Return True if a state of a group has a value for each weight element, or if no process has the state.
 
         Checks only the first process that has the state.
         """

@@ -323,7 +323,7 @@ class _Hdf5Index(StorageIndex):
         return super().chunk_rows(leaf) if dataset is None else max(dataset[4], 1)
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. The chunks of a dataset may be anywhere in its file."""
+        """See `ChunkIndex.extents`. The range of a dataset read by h5py is empty, as its bytes may be anywhere."""
         dataset = self._datasets.get(leaf)
         if dataset is None:
             yield from super().extents(leaf)

@@ -208,7 +208,7 @@ class FileObjects(NamedTuple):
         skeleton, leaves: the tree.
         places: byte range of each array with one range, by the storage of the leaf.
         datasets: the other arrays, by the storage of the leaf.
-        attributes: attributes by path. Contains only values that JSON can represent.
+        attributes: attributes by path. Contains only values that JSON can represent, up to a total size of 256 KiB.
     """
 
     skeleton: Skeleton

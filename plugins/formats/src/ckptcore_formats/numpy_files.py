@@ -184,7 +184,7 @@ class NumpyLayout(ReadOnlyLayout):
     name = "numpy"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Recognise a file by its first bytes."""
+        """Recognise a file by its first bytes, or a zip also by the suffix ``.npz`` or its members."""
         if entry is None:
             return None
         head = store.get(entry, 0, HEAD_BYTES)

@@ -123,7 +123,7 @@ def _is_object(dtype: Call) -> bool:
 _SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
 """Suffixes of pickles of protocols 0 and 1, which do not begin with distinctive bytes."""
 _WHOLE_BYTES: Final = 1 << 18
-"""Pickles up to this length are read at once."""
+"""Pickles up to this length are read in one request."""
 _SPARSE_BYTES: Final = 1 << 20
 _SPARSE_PART: Final = 8
 """A long pickle is first read without its long literals.
@@ -270,7 +270,7 @@ class _Decompressed(ReadStore):
 
     @property
     def address(self) -> StorageAddress | None:
-        """None."""
+        """None, because the object is in a temporary file."""
         return None
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:

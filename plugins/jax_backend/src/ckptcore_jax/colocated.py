@@ -128,7 +128,7 @@ class ColocatedExecutor(StagedExecutor):
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return an id of the array object, because only the workers know the addresses of its elements."""
+        """Return an id of the array object, because only the workers know the addresses. None for abstract arrays."""
         return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
@@ -250,7 +250,7 @@ def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     """Return the CPU device on the host of each device.
 
     JAX may match CPU devices by the order of the devices. Therefore this function requests the CPU
-    devices of all devices at once.
+    devices of all devices in one call.
     """
     if all(device.platform == "cpu" for device in devices):
         return devices

@@ -53,7 +53,7 @@ class WorkerLink:
                 f"colocated Python needs NumPy 2, found {np.__version__}: install 'ckptcore-jax[colocated]'"
             )
         try:
-            # JAX would import it in the first call, and its error is less helpful.
+            # JAX would import cloudpickle in the first call, and raise a less helpful error.
             import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # it has no types
             from jax.experimental import colocated_python
         except ImportError as error:

@@ -329,7 +329,7 @@ class _WorkerElements:
             held.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Do nothing, because workers begin to copy all their boxes at once. See `StateCopy`."""
+        """Do nothing, because `start` has begun the copies of all boxes. See `StateCopy`."""
 
     def end_writing(self) -> None:
         """See `StateCopy`."""

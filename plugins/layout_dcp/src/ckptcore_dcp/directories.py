@@ -7,8 +7,8 @@ or torch.save files, and torch.save files. Everything else (tokenizers, logs) is
 and the first bytes of files are read.
 
 Two other kinds of directories have the same structure. A directory of several steps is recognised by the step names of
-its subdirectories. A folder of unrelated checkpoints has no typical names. So a directory is one checkpoint only if a
-subdirectory has the name of a part of a training state, such as ``model``.
+its subdirectories. A folder of unrelated checkpoints has no typical names. So a directory is one checkpoint only if one
+of its torch.distributed.checkpoint directories has the name of a part of a training state, such as ``model``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def unfinished(store: ReadStore, directory: str, file: str) -> UncommittedCheckp
 def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     """Inspect a step directory that contains torch.distributed.checkpoint directories.
 
-    Returns None for a checkpoint and for a directory of steps.
+    Returns None for any other directory, such as a checkpoint or a directory of steps.
 
     Raises:
         UncommittedCheckpointError: one of the checkpoints is incomplete.

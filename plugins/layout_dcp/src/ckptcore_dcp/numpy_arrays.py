@@ -39,8 +39,8 @@ def arrays_of(
 ) -> Fields:
     """Return the array with these properties. An array of structures becomes one array for each field.
 
-    Raw bytes (``|V3``) become uint8 with one more axis, except ``|V2``, which is bfloat16. The array of a field is a
-    view of the bytes of that field in all elements.
+    Raw bytes (``|V3``) become uint8 with one more axis. Exceptions are ``|V1``, which needs no axis, and ``|V2``, which
+    is bfloat16. The array of a field is a view of the bytes of that field in all elements.
 
     Args:
         dtype: any dtype, in the stored byte order.
@@ -278,7 +278,7 @@ def _is_array_type(value: Value) -> bool:
 
 
 def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
-    """Return a dtype in the byte order of the file, or None if its elements have no fixed size.
+    """Return a dtype in the byte order of the file, or None if it is unknown or its elements have no fixed size.
 
     The call is ``dtype("f8", False, True)`` with a state that has a version and ``<``, ``>`` or
     ``|``. The state also contains the unit of times and the fields of structures. For a dtype of

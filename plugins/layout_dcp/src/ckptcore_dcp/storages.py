@@ -431,7 +431,7 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Split a box into parts with nearby elements. Yields the box itself if its elements overlap."""
+    """Split a box into parts with nearby elements. Yields the box itself if its elements may overlap."""
     reach = 1
     for stride, extent in sorted(zip(strides, box.shape, strict=True)):
         if extent > 1 and stride < reach:

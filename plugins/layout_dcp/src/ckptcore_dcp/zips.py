@@ -34,7 +34,7 @@ from ckptcore_dcp.zip_directories import (
 _ALIGNMENT: Final = 64
 """Minimum alignment of member content written by torch."""
 _NEAR_BYTES: Final = 1 << 16
-"""Local headers at most this far apart are read in one request."""
+"""Local headers at most this far apart are read in one request, up to 4 MiB."""
 
 _MAX_PICKLE_GROWTH: Final = 16
 """Maximum ratio of a pickle to its stored size. torch.save does not compress; recompressed pickles reach about 5."""
@@ -100,7 +100,7 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
         limit: maximum decompressed length, in bytes.
 
     Raises:
-        CorruptCheckpointError: it is longer than `limit`, or does not decompress to the stated size.
+        CorruptCheckpointError: it is longer than `limit`, is cut off, or does not decompress to the stated size.
         ChecksumError: the CRC-32 differs.
     """
     stop = member.start + member.nbytes

@@ -114,7 +114,7 @@ class RayCoordinator:
         """Return the ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
 
         Raises:
-            RankFailedError: if the job's actor has failed.
+            RankFailedError: if the job's actor has failed or does not answer.
         """
         try:
             progress: JobProgress = self._actor.progress.remote().future().result(_ANSWER_SECONDS)

@@ -283,7 +283,7 @@ class Exchanges:
                 del self._open[kind, exchange.key]
 
     async def _wait(self, exchange: _Exchange, rank: int, seconds: float) -> Outcome:
-        """Wait for the needed payloads, and return them."""
+        """Wait for the needed payloads, and return them. Return another outcome if the wait fails."""
         if exchange.missing and self._over is None:
             failed = next((missing for missing in exchange.missing if missing in self._failed), None)
             if failed is not None:

@@ -54,4 +54,4 @@ def _refuse(url: str, options: StorageOptions) -> StorageBackend:
 
 
 PLUGIN: Final = AzurePlugin()
-"""The entry point. It keeps connections open until the process ends."""
+"""The entry point. It keeps the connections to the containers that were used last."""

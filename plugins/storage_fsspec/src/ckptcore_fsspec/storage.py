@@ -242,7 +242,10 @@ class FsspecStorage(StorageBackend):
         return sorted(self._connection.request(f"cannot list {self._url}", names))
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
-        """List the sizes in bytes of all objects in a directory, by key. Return None if listings lack some sizes."""
+        """List the sizes in bytes of all objects in a directory, by key.
+
+        Return None if listings lack some sizes, or if the file system has no recursive listing of its own.
+        """
         below = self._directory(prefix)
         if not _lists_recursively(self._connection.get()):
             return None

@@ -137,7 +137,7 @@ class _Stream:
 
 
 class _SpooledWrites:
-    """Writes to other object stores, whose streams may expose incomplete objects.
+    """Writes to object stores that are not asynchronous, whose streams may expose incomplete objects.
 
     A local file collects the data first.
     """
@@ -289,7 +289,7 @@ _COPY_BYTES: Final = 1 << 20
 class InOrderWriter:
     """Writes pieces of an object to a stream in the order of their offsets. Thread-safe.
 
-    The next piece goes to the stream at once. Pieces that arrive too early are kept in memory up to
+    The next piece goes to the stream immediately. Pieces that arrive too early are kept in memory up to
     a limit, and then in a local file. While one thread writes, other threads wait, so that most
     pieces need not be copied.
     """

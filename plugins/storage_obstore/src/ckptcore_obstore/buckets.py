@@ -33,7 +33,7 @@ _REFUSALS: Final = (FailureKind.PERMISSION, FailureKind.RETAINED, FailureKind.UN
 """Kinds of failures of a service that does not allow uploads to be listed, aborted or deleted."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
-"""RFC 9110, section 14.4."""
+"""Matches the start of the header ``Content-Range`` (RFC 9110, section 14.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class Bucket(BucketRequests):
             except RequestFailed as error:
                 if error.failure.kind is not FailureKind.UNSUPPORTED:
                     raise
-                for key in some:  # some services cannot delete several objects at once
+                for key in some:  # some services cannot delete several objects in one request
                     self.run(partial(self._delete_plain, key), check)
         for key in keys:
             if not _obstore_accepts(key):

@@ -34,4 +34,4 @@ class S3Plugin:
 
 
 PLUGIN: Final = S3Plugin()
-"""The entry point. It keeps connections open until the process ends."""
+"""The entry point. It keeps the connections to the buckets that were used last."""

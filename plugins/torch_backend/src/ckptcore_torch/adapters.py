@@ -141,8 +141,8 @@ def adapter_state(
     Call it in every process of a job, because it gathers DTensors. It copies only tensors that
     share their memory with another tensor. For a model that PEFT created, PEFT selects the tensors,
     as in ``save_pretrained``. In other models, this function finds LoRA parameters by their names.
-    LoRA parameters without an adapter name belong to every adapter. The result for such a model contains only the
-    chosen biases of the base model, but no resized embeddings, which PEFT would also save.
+    LoRA parameters without an adapter name belong to every adapter. From the base model of such a model, the result
+    contains only the chosen biases. It lacks resized embeddings, which PEFT would also save.
 
     Args:
         model: the model, also compiled or in wrappers of data-parallel training.
@@ -303,7 +303,8 @@ def _retry_if_replaced(
 def _find_adapter(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.results.CheckpointMetadata]:
     """Return the location of the adapter, and its metadata.
 
-    If the directory also contains the base model, the location is the file of the adapter.
+    If the metadata of the directory has no config, because the directory also contains the base model, the location
+    is the file of the adapter.
     """
     metadata = ckptcore.metadata(location, context=context)
     if _CONFIG not in metadata.custom:

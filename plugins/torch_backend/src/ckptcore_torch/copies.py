@@ -12,7 +12,7 @@ from ckptcore_torch.tensors import is_uninitialized, overlaps_itself
 
 
 class ModuleCopy:
-    """The parameters, buffers and extra states of a module."""
+    """A copy of the parameters, buffers and extra states of a module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         """Copy the parameters, buffers and extra states. Shared tensors are copied once."""
@@ -39,7 +39,7 @@ class ModuleCopy:
 
 
 class OptimizerCopy:
-    """The groups of an optimizer, and the states of its parameters."""
+    """A copy of the groups of an optimizer, and of the states of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the groups and states."""
@@ -85,7 +85,7 @@ def _plain_attributes(value: Any) -> dict[str, Any]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group without its parameters, which an optimizer does not restore."""
+    """Return the options of a group without its parameters, whose elements `OptimizerCopy` does not copy."""
     return {name: option for name, option in group.items() if name != "params"}
 
 

@@ -164,8 +164,8 @@ def refuse_other_class(
             accept such a state, so the error does not suggest it.
 
     Raises:
-        TreeMismatchError: if the class differs. The error names the options and states that differ,
-            with their numbers.
+        TreeMismatchError: if the class differs. The error names and counts the options and states that
+            differ.
     """
     optimizer = _unwrapped(optimizer)
     if _may_migrate(optimizer):
@@ -247,8 +247,8 @@ class _Options:
     def of(cls, optimizer: torch.optim.Optimizer, stored_groups: Iterable[object]) -> list[_Options]:
         """Compare groups with the options of an optimizer, and with the entries that programs added to its groups.
 
-        Groups whose entries all occur in any class are left out. Groups with the same entries are
-        compared once.
+        Groups are left out if they have only entries that any class can have. Groups with the same
+        entries are compared once.
         """
         defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])

@@ -2,13 +2,13 @@
 
 The forms differ in how they store the groups. All store the state of each parameter under its name.
 
-- nested: a list of groups, ``[{option: value, ..., "params": names}]``, the default of torch. - by
-name: ``{name: {option: value}}``. If processes hold different parameters, their mappings have
-different keys and can be merged. A layout that joins keys by dots, such as ``dcp``, stores the keys
-of the flat form. - flat: torch with ``flatten_optimizer_state_dict=True``. Keys are
-``state.<parameter>.<slot>`` and ``param_groups.<parameter>.<option>``. Every option is repeated for
-each parameter. A slot that is a dict is flattened with further dots (torch 2.13.0,
-``checkpoint/state_dict.py``).
+- nested: a list of groups, ``[{option: value, ..., "params": names}]``, the default of torch.
+- by name: ``{name: {option: value}}``. If processes hold different parameters, their mappings have
+  different keys and can be merged. If a layout joins keys by dots, as ``dcp`` does, the stored keys
+  are those of the flat form.
+- flat: torch with ``flatten_optimizer_state_dict=True``. Keys are ``state.<parameter>.<slot>`` and
+  ``param_groups.<parameter>.<option>``. Every option is repeated for each parameter. A slot that is a
+  dict is flattened with further dots (torch 2.13.0, ``checkpoint/state_dict.py``).
 """
 
 from __future__ import annotations

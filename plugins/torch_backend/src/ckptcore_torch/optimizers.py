@@ -31,8 +31,8 @@ class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
     ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, which can
-    be new and without state. If no state was saved, it removes the optimizer's state. The state is
-    not cast: float32 moments stay float32, even for bfloat16 parameters. If a parameter is a
+    be new and without state. If no state was saved, ``load_into`` removes the optimizer's state. The
+    state is not cast: float32 moments stay float32, even for bfloat16 parameters. If a parameter is a
     DTensor, its state tensors of the same shape are DTensors with the same placements.
 
     If the checkpoint and the optimizer have ``param_names``, parameters are matched by name,
@@ -158,7 +158,7 @@ class OptimizerHandler(CheckpointableHandler):
                 target.param_groups[number][name] = held
 
     def may_refuse(self, target: torch.optim.Optimizer, request: object) -> bool:
-        """Return True if the optimizer has hooks or a loader that is not PyTorch's.
+        """Return True if the optimizer has hooks, a loader that is not PyTorch's, or a state dict of another form.
 
         PyTorch's own loader refuses nothing, because all checks were made before.
         """

@@ -44,7 +44,7 @@ class PeftAdapter:
     def tensors(self, biases: Biases | None = None) -> dict[str, torch.Tensor]:
         """Return the tensors that PEFT saves, by PEFT's names.
 
-        Gathers DTensors; most others share memory with the model.
+        Gathers DTensors. Most other tensors share memory with the model.
 
         Args:
             biases: biases of the base model to include. None means the choice in the config.
@@ -133,7 +133,7 @@ class PeftAdapter:
 
     def fill(self, tensors: Mapping[str, torch.Tensor], stored_config: Mapping[str, JSON]) -> None:
         """Copy the tensors of `current` into the adapter, with PEFT's own function."""
-        from peft import set_peft_model_state_dict  # see the first lines
+        from peft import set_peft_model_state_dict  # imported late: see the docstring of the module
 
         names = {self._stored_name(name): name for name in [*self.own, *self._saved()]}
         state = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
@@ -151,7 +151,7 @@ class PeftAdapter:
     @property
     def _has_prefix(self) -> bool:
         """True if PEFT wraps the model. False if PEFT only added layers to a model of transformers."""
-        from peft import PeftMixedModel, PeftModel  # see the first lines
+        from peft import PeftMixedModel, PeftModel  # imported late: see the docstring of the module
 
         return isinstance(self.model, PeftModel | PeftMixedModel)
 
@@ -165,7 +165,7 @@ class PeftAdapter:
         "0", as in X-LoRA, PEFT would also drop ``layers.0``. To avoid this, PEFT gets only the
         config of this adapter, and a state without parameters of other adapters.
         """
-        from peft import get_peft_model_state_dict  # see the first lines
+        from peft import get_peft_model_state_dict  # imported late: see the docstring of the module
 
         configs = self.model.peft_config
         every = dict(configs)

@@ -28,7 +28,7 @@ class StoreCoordinator:
 
     The store can be the store of the job. The coordinator polls it, because
     ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
-    keys of an earlier run of the job. If the store fails, an exchange raises an error at once. If
+    keys of an earlier run of the job. If the store fails, an exchange raises an error immediately. If
     the store does not answer a request, the exchange raises an error after the timeout.
     Thread-safe.
 

@@ -78,7 +78,7 @@ def _entries(text: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def flat_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
-    """Return the stored shape of a flat part of a whole tensor, in which shards of rows are boxes.
+    """Return the stored shape of a flat part of a whole tensor. In this shape, shards of rows are boxes.
 
     Return None if the blocks have no such shape. The part then keeps its own shape.
 

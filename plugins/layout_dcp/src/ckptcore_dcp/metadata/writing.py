@@ -1,6 +1,6 @@
 """Writer of ``.metadata``, as a pickle that torch reads.
 
-Many similar rows of pickle opcodes are encoded at once. A row is a template: constant opcodes with columns of
+Many similar rows of pickle opcodes are encoded in one step. A row is a template: constant opcodes with columns of
 numbers between them. All rows form a matrix of bytes in which each field has the width of its longest value. A mask
 selects the bytes in use; these bytes, row after row, are the pickle. A number has 2, 3, 5 or 10 bytes: BININT1,
 BININT2, BININT, or LONG1 with 8 bytes.
@@ -128,9 +128,9 @@ _SMALL: Final = tuple([b"K" + bytes([memo_number]) for memo_number in range(256)
 def write_metadata(metadata: DcpMetadata) -> bytes:
     """Return the bytes of a ``.metadata`` that torch reads like its own.
 
-    Chunks are written as rows of opcodes, all at once. Texts and classes are written once and then
-    referred to; other objects do not enter the memo. The pickle is a single frame, because readers
-    load it into memory as a whole anyway.
+    Chunks are encoded as rows of opcodes, all in one step. Texts, classes, and the layout and memory
+    format of tensors are written once and then referred to; other objects do not enter the memo. The
+    pickle is a single frame, because readers load it into memory as a whole anyway.
     """
     pickle = _OpcodeCache()
     out = pickle.out
@@ -215,7 +215,7 @@ def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChun
     """Write the location of each chunk.
 
     The first location in each file and locations with transforms are written one by one. All locations between two such
-    locations are written at once.
+    locations are written in one step.
 
     Args:
         names: memo number of the name of each tensor.

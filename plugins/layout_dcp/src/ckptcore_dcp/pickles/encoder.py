@@ -134,7 +134,8 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
 
     Raises:
         UnsupportedLeafError: the value contains something other than a `Value`, or a tuple or `Call`
-            that contains itself, except through a list, a dict, or the items or state of a `Call`.
+            that contains itself, except through a list, a dict, or the items or state of a `Call`. Also
+            raised for a value that the protocol cannot represent, such as an int of more than 255 bytes.
         ValueError: the protocol is not supported.
     """
     if protocol not in (2, 4):

@@ -128,6 +128,7 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
 
     Raises:
         CorruptCheckpointError: there is no newline.
+        DenseFileError: a `Window` does not read the line into memory, because it is long.
     """
     end = data.find(b"\n", position)
     if end < 0:

@@ -200,7 +200,7 @@ class Places:
 
 
 def brief(value: Value) -> str:
-    """Describe a value for messages, in about 200 characters at most.
+    """Describe a value for messages, in about 350 characters at most.
 
     Does not visit nested values.
     """

@@ -158,7 +158,7 @@ class _OrbaxLayout(Layout):
         return {} if options.storage == "ocdbt" else array_names(tree, options)
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """Replace the columns of leaf numbers."""
+        """Replace the leaf numbers in the columns ``leaf`` and ``digested_leaf``."""
         columns: Any = state  # the caller handles the errors of a hostile state
         return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 

@@ -169,7 +169,7 @@ def encode_tree(
 
     Args:
         tree: the tree to save.
-        write_shapes: shape of a shard, which one process writes at once, for leaves that are JAX arrays.
+        write_shapes: shape of a shard, the part that one process writes, for leaves that are JAX arrays.
         use_ocdbt: True if a database contains the arrays.
         use_zarr3: True if the arrays are zarr 3, not 2.
     """

@@ -29,8 +29,8 @@ def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
     """Parse the ``.zarray`` of an array, which may be hostile.
 
     Follows the zarr 2 specification and accepts what TensorStore 0.1.86 accepts. Raw chunks (see
-    `ArrayFormat.direct`) may also have NumPy dtypes that TensorStore lacks, such as dates. Results
-    are cached by content.
+    `ArrayFormat.direct`) may also have NumPy dtypes that TensorStore lacks, such as dates. Results for
+    small files are cached by content.
 
     Args:
         data: the whole file.

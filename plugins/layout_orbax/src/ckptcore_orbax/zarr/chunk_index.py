@@ -156,7 +156,7 @@ class ZarrIndex(ChunkIndex):
         return rows
 
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Encoded arrays in objects have none; raw chunks in objects are yielded lazily.
+        """See `ChunkIndex.extents`. Of chunks in objects, yields only raw chunks of this layout without shards.
 
         Raises:
             CorruptCheckpointError: an array is larger than its extents.

@@ -135,8 +135,8 @@ def _divide_further(chunk: list[int], write_chunk_shape: tuple[int, ...], order:
 def _piece_count(extent: int, elements: int, target: int, max_pieces: int) -> int:
     """Return the number of pieces along an axis for a chunk with `elements` elements.
 
-    Prefers pieces between half the target and the target. If none exist, returns the largest number
-    of pieces that leaves more than the target.
+    Prefers pieces with more than half the target and at most the target. If no number of pieces gives
+    such pieces, returns the largest number of pieces that are still larger than the target.
     """
     if elements <= target:
         return 1

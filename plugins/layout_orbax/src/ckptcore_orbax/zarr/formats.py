@@ -44,7 +44,7 @@ class Compression:
 
 
 _LEVELS: Final[Mapping[str, tuple[int, int]]] = {"zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
-"""Levels that TensorStore accepts."""
+"""Lowest and highest level that TensorStore accepts, by codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class ArrayFormat:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Write chunks along each axis; 0 for arrays without elements."""
+        """Number of write chunks along each axis; 0 along an axis of length 0."""
         return tuple([-(-extent // size) for extent, size in zip(self.spec.shape, self.chunk, strict=True)])
 
     @property
     def inner_grid(self) -> tuple[int, ...]:
-        """Inner chunks of one write chunk, along each axis."""
+        """Number of inner chunks of one write chunk along each axis."""
         return tuple([size // inner for size, inner in zip(self.chunk, self.inner, strict=True)])
 
     @property
@@ -140,7 +140,7 @@ class ArrayFormat:
 
     @property
     def chunk_bytes(self) -> int:
-        """Stored size of a chunk in bytes, without missing inner chunks and gaps; only if `direct`."""
+        """Stored size in bytes of a chunk that has all inner chunks and no gaps; only if `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
 
 

@@ -170,6 +170,7 @@ def check_native_files(
     Raises:
         InvalidLocationError: a link leads out of the checkpoint.
         CorruptCheckpointError: a file is missing, or not a regular file, or too small for a read chunk.
+        InsufficientMemoryError: a read chunk does not fit in memory.
     """
     if store.address is None or not store.address.url.startswith("file:"):
         return
