@@ -135,8 +135,8 @@ class _Contents:
     def nested(self) -> Iterator[str]:
         """Yield the directories of nested checkpoints that are not members, files or exports of this checkpoint.
 
-        Reads only their roots. If a member contains a nested checkpoint, also reads the objects that the member lists,
-        because its object may have written the nested checkpoint as files.
+        Reads only their roots. If a member contains a nested checkpoint, also reads the member's table of objects: the
+        saved Python object may have written the nested checkpoint as its own files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
         heads = {name: read_head(self._read(name) or b"") for name in names}

@@ -84,8 +84,8 @@ class PartialSave(NamedTuple):
         ranks: the number of assigned ranks, including those of failed sessions and finalizations. No rank is assigned
             twice, so two sessions never write objects with equal names.
         owner: the first rank of the session that may write now; None between sessions.
-        token: a random token of the last owner. Without it, two processes that try to become the owner at once would
-            put equal bytes, and each would mistake the other's table for its own.
+        token: a random token of the last owner. Without it, two processes that try to become the owner at the same time
+            would put equal bytes, and each would mistake the other's table for its own.
         sessions: the complete sessions.
     """
 
@@ -273,7 +273,8 @@ class SaveOrder(NamedTuple):
     """The order of saves of one checkpoint. If two copies of a step exist, the copy with the higher order is valid.
 
     Times are not compared, because the clocks of two machines differ. A save has a higher order than the checkpoint
-    that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
+    that it replaces. If a run resumes from an earlier step, its new saves have a higher order than the existing later
+    steps.
 
     Attributes:
         owner: the number of the owner of the directory. Each owner has a higher number than all owners before it. 0 for

@@ -83,7 +83,7 @@ ReadPart: TypeAlias = Callable[[str, int], bytes]
 
 
 class RootHead(NamedTuple):
-    """The fields that every root begins with, in this order, in every version of the format.
+    """The fields that follow ``format`` and ``version`` in every root, in this order, in every version of the format.
 
     Attributes:
         state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that is not committed.

@@ -142,7 +142,8 @@ def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_n
         flat: the abstract tree.
         tree: the stored tree.
         plugins: find handlers of stored values.
-        by_name: True if other software wrote the checkpoint, which may store None for an empty container.
+        by_name: True if keys are compared as text, as for checkpoints of other software, which may store None for an
+            empty container.
     """
     if flat.skeleton == tree.skeleton and not any(map(_is_array_for_value, flat.leaves, tree.leaves)):
         return flat

@@ -138,8 +138,10 @@ class CompositeLoad:
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: dict[str, None] = {}  # names of objects that any attempt restored in place
-        self._refused: dict[str, TreeMismatchError] = {}  # by object; each process saved a separate state
+        # Names of objects whose change cannot be undone, over all attempts.
+        self._changed: dict[str, None] = {}
+        # By name: errors for objects whose per-process states do not fit the number of processes of this job.
+        self._refused: dict[str, TreeMismatchError] = {}
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.

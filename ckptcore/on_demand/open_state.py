@@ -100,7 +100,7 @@ class OpenState:
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Call a function that reads only objects that are already open, or does not read.
+        """Call a function whose result is valid without another check of the root, such as a read of open objects.
 
         Raises:
             CheckpointNotFoundError: `read` failed because the checkpoint was replaced or deleted.
