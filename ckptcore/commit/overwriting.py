@@ -393,7 +393,7 @@ def _own_files(store: StorageBackend) -> set[str]:
     if isinstance(root, Root | CompositeRoot):
         files.update(root.parts)
     if isinstance(root, CompositeRoot):
-        files.update(root.files or ())
+        files.update(root.files)
     if isinstance(root, Root):
         files.update(root.objects, filter(None, [root.index]))
     elif isinstance(root, CompositeRoot):

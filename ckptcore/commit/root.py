@@ -376,13 +376,12 @@ class CompositeRoot(CommittedRoot):
     Attributes:
         members: the checkpointables by name, including checkpointables that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
-            None if they are unknown.
         default: the checkpointable that is loaded if a load names none. Only a copy of a checkpoint of other software
             may have one. None: a load must name a checkpointable.
     """
 
     members: Mapping[str, Member]
-    files: tuple[str, ...] | None = ()
+    files: tuple[str, ...] = ()
     default: str | None = None
 
     def has_directory(self, entry: str) -> bool:
@@ -414,7 +413,7 @@ class RootSummary(NamedTuple):
         bases: the checkpoints that it refers to.
         order: see `SaveOrder`.
         index_key: the index of `Root`.
-        files: see `CompositeRoot`; None for one tree.
+        files: see `CompositeRoot`; empty for one tree.
     """
 
     committed: bool
@@ -429,7 +428,7 @@ class RootSummary(NamedTuple):
     timeline: JSON = None
     order: SaveOrder = SaveOrder()
     index_key: str = ""
-    files: tuple[str, ...] | None = None
+    files: tuple[str, ...] = ()
 
 
 def new_save_id() -> str:
