@@ -255,7 +255,7 @@ def find_bases(
     without: str = "",
     warn: Callable[..., None] = logger.warning,
 ) -> Mapping[str, Sequence[Base]]:
-    """Return the bases of the checkpoints in a directory, by name. Lists it once, and sends a small request per name.
+    """Return the bases of the checkpoints in a directory, by name. Lists it once, and reads one root for each name.
 
     A checkpoint with a damaged root has no bases, because it cannot be loaded. If this process may not read a root, it
     logs that, and uses the bases that `note_bases` recorded.

@@ -31,7 +31,8 @@ OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
 """A function that takes all keys in a directory, and returns the keys of a checkpoint of other software."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
-"""How a save replaces a checkpoint at its location. True: atomically. False: not at all. See `ckptcore.save`."""
+"""Treatment of a checkpoint at the location of a save. True: replace it atomically. False: raise an error. See
+`ckptcore.save`."""
 
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 

@@ -93,7 +93,7 @@ class CheckpointMetadata(ShownInNotebooks):
         save_id: id of the save; None for checkpoints of other software.
         metrics: measurements saved with the checkpoint.
         timeline: events of the save until its commit; empty for checkpoints of other software.
-        contents: the tree; None if there are several objects.
+        contents: the tree; None if there are several objects, and `ckptcore.load` loads none of them by default.
         checkpointables: by name, the metadata of each object; empty for one tree.
         digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
             of all data files, so each save has its own digest, and a copy has the digest of its original. The field

@@ -116,6 +116,8 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the storage failed, or an object cannot be read here, so that damage cannot be excluded.
+        UnsupportedVersionError: a newer version of ckptcore wrote a root.
+        InsufficientMemoryError: a part of an array does not fit into memory. The array may be sound or damaged.
     """
     progress = ByteProgress(report)
 

@@ -50,7 +50,7 @@ class CompositeRequest:
     """Objects to load. Without arguments: every object that exists.
 
     Attributes:
-        abstract: objects to build; None: all objects, unless `into` has names.
+        abstract: objects to build; None: all objects, or no object if `into` is given.
         into: objects to restore in place, by name.
         absent: treatment of objects that were deleted since the save, if all objects are requested: skip them with a
             warning, or raise an error.

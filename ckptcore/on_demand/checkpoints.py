@@ -300,7 +300,7 @@ class OpenCheckpoint(StoredTree):
         context = self._state.context
 
         def describe(checkpoint: Checkpoint) -> CheckpointMetadata:
-            # The root of an open checkpoint is cached and shared, but callers may change the metadata that they get.
+            # Open it without the cache: a cached root is shared, but callers may change the metadata that they get.
             if checkpoint.root is not None:
                 checkpoint = open_tree(checkpoint.location, checkpoint.version, context)
             return describe_opened(checkpoint, context)

@@ -111,9 +111,9 @@ class Derived:
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return the axis along which to divide an array into bands of about `nbytes` bytes, and the extent of a band.
 
-        The extent is the number of indices along the axis. Bands are parts of the computed array. Each band reads
-        contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read of the whole
-        array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
+        The extent is the number of indices along the axis. Bands are parts of the computed array, of at most 8 MiB.
+        Each band reads contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read
+        of the whole array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
