@@ -1,9 +1,9 @@
 """Overwriting a checkpoint where no exchange of directories is possible, or where other files stay in its directory.
 
-If directories cannot be exchanged, two renames replace a checkpoint, if `overwrite` allows this (see
-`RenameMethod`). The first rename sets the old checkpoint aside under a hidden name. The second rename moves the new
-checkpoint into its place. If this process is killed between them, another process finds the old checkpoint by its
-hidden name and restores it. A process locks a directory with such a name before it changes the directory.
+If directories cannot be exchanged and ``overwrite`` allows it, two renames replace a checkpoint. The first rename sets
+the old checkpoint aside under a hidden name. The second rename moves the new checkpoint into its place. If this process
+is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process locks a
+directory with such a name before it changes the directory.
 
 In a directory with other files, the objects of the new checkpoint move into the directory of the old checkpoint. The
 directory stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing

@@ -210,7 +210,7 @@ def describe_either(
 
 
 def describe_tree_at(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
-    """Describe a checkpoint of one tree, or of several objects: then the tree that `ckptcore.load` loads from it.
+    """Describe a checkpoint of one tree. For several objects, describe the tree that `ckptcore.load` loads.
 
     Raises:
         CompositeCheckpointError: it has several objects, and `ckptcore.load` loads none of them.

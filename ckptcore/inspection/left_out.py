@@ -70,7 +70,7 @@ def files_read_by(
 ) -> tuple[set[str], list[str]]:
     """Return the files of the checkpoint, and what a load leaves out of them.
 
-    The second part has ``file: tensors``, or ``file`` if no index names the file.
+    The second list has ``file: tensors``, or ``file`` if no index names the file.
     """
     trees: list[tuple[str, Checkpoint]] = []
     read: set[str] = set()

@@ -146,9 +146,9 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Return the leaves that are not loaded because a shared container occurs twice, each with the leaf to copy.
+    """Return the leaves that are copied instead of loaded, each with the loaded leaf.
 
-    If a shared container occurs twice, a leaf may be loaded in only one occurrence.
+    If a shared container occurs twice, a leaf may be loaded in only one occurrence. The other occurrence gets a copy.
     """
     return {
         leaf: twin

@@ -212,7 +212,8 @@ class StoredArray(ShownInNotebooks):
     def _read_near(self, indexed: AxisIndex) -> HostArray | None:
         """Read elements directly from the object that contains the array.
 
-        Returns None if only the layout can read them, or if they are a range that several threads read faster.
+        Returns None if only the layout can read them, or if they are a range so large that several threads should read
+        it.
         """
         held = self._held
         if held is None:

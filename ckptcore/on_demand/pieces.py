@@ -73,9 +73,9 @@ class StoredPiece:
 
     @property
     def order(self) -> Order:
-        """The sort key: the object, then the offset in it; for a chunk that is read whole, the leaf, then the offset.
+        """The sort key: the object, then the offset in it. Pieces with an unknown location come first.
 
-        Pieces with an unknown location come first.
+        For chunks that are read whole: the object, then the leaf, then the offset.
         """
         chunk = self.chunk
         if chunk is not None and chunk.is_plain:
