@@ -49,12 +49,12 @@ class TreeContents:
 class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
     """Metadata of each object of a checkpoint of several objects: a mapping by name.
 
-    Objects that were deleted since the save are left out. If every process saved a separate state, the metadata is
-    that of the first existing state.
+    Objects that were deleted or lost since the save are left out. If every process saved a separate state, the metadata
+    is that of the first existing state.
 
     Attributes:
         members: the metadata by name.
-        deleted: names of objects that were deleted.
+        deleted: names of objects that were deleted or lost.
         processes: by name, the number of processes that saved a separate state. Names that all processes saved together
             are left out.
         unreadable: by name, the reason why an object that other software wrote cannot be read: no installed layout

@@ -42,7 +42,7 @@ Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build: abstract trees by name, names alone, or None."""
 
 Absent: TypeAlias = Literal["skip", "error"]
-"""Treatment of objects that were deleted since the save."""
+"""Treatment of objects that were deleted or lost since the save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class CompositeRequest:
     Attributes:
         abstract: objects to build; None: all objects, or no object if `into` is given.
         into: objects to restore in place, by name.
-        absent: treatment of objects that were deleted since the save, if all objects are requested: skip them with a
-            warning, or raise an error.
+        absent: treatment of objects that were deleted or lost since the save, if all objects are requested: skip them
+            with a warning, or raise an error.
     """
 
     abstract: Abstracts = None
@@ -148,7 +148,7 @@ class CompositeLoad:
 
         Raises:
             TypeError: `abstract` has an object that must be restored in place, or `into` has None for a name.
-            CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
+            CheckpointNotFoundError: a name was not saved, or was deleted or lost. Nothing was changed.
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
