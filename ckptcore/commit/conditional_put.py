@@ -335,7 +335,7 @@ class ConditionalPutMethod(CommitMethod):
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
         if resume and current is not None and is_claimed_by(current[0], claim.save_id):
-            find_existing(location, current[0], "with-other-files")  # the files are those of the killed copy
+            find_existing(location, current[0], "with-other-files")  # accept all files: the killed copy wrote them
             return ConditionalPutTransaction(location, claim, current)
         replaces = find_existing(location, None if current is None else current[0], overwrite, find_foreign)
         if replaces == "checkpoint" and overwrite not in ("non-atomic", "with-other-files"):

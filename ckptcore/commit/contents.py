@@ -135,8 +135,8 @@ class _Contents:
     def nested(self) -> Iterator[str]:
         """Yield the directories of nested checkpoints that are not members, files or exports of this checkpoint.
 
-        Reads only their roots. If a member contains a nested checkpoint, also reads the objects that the member lists,
-        because its object may have written the nested checkpoint as files.
+        Reads only their roots. If a member contains a nested checkpoint, also reads the member's table of objects: the
+        saved Python object may have written the nested checkpoint as its own files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
         heads = {name: read_head(self._read(name) or b"") for name in names}
@@ -173,7 +173,7 @@ class _Contents:
             summary = None
         named: set[str] = set()
         if summary is not None:
-            own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
+            own = (*(summary.objects or ()), *summary.parts, *summary.files, summary.index_key)
             named.update([prefix + key for key in own])
         elif directory:
             return
@@ -197,8 +197,6 @@ class _Contents:
                     yield key
             elif rest and _is_member(summary, top):
                 continue  # in a checkpointable without a root, whose files are unknown
-            elif not rest and summary.members is not None and summary.files is None:
-                continue  # an older version did not record files next to checkpointables
             else:
                 yield key
         for name, inside in below.items():

@@ -75,7 +75,7 @@ class DirectoryLocks(Locks):
             raise absent_directory(self._display)
 
     def may_expire(self, name: str) -> bool:
-        """See `Locks`. The kernel releases the locks of failed processes at once."""
+        """See `Locks`. The kernel releases the locks of failed processes immediately."""
         return False
 
     def _is_locked(self, key: str) -> bool:

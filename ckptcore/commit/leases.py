@@ -130,7 +130,7 @@ def _stop_all(repetitions: Collection[_Repetition]) -> None:
         repetition.stop()
     deadline = time.monotonic() + _EXIT_SECONDS
     for repetition in running:
-        # Returns at once in a forked child, where the thread does not exist.
+        # Returns immediately in a forked child, where the thread does not exist.
         repetition.thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -279,7 +279,9 @@ class StorageSupport:
         logger.warning("%s", text)
 
     def leases(self, directory: StorageBackend) -> LeasedLocks | None:
-        """Return the leases that replace the locks of a file system without locks; None if it has locks.
+        """Return the leases that replace the locks of a file system without locks.
+
+        Returns None if the file system has locks, or if the test for locks fails.
 
         Returns the same object for the same directory, because only an object that has observed the leases of other
         processes for some time can find expired leases.

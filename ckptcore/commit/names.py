@@ -60,7 +60,7 @@ def name_of_save(name: str, save_id: str) -> str:
 def save_of_hidden(hidden: str) -> str:
     """Return the save id in the name of a hidden directory. Return the whole name if it has no save id.
 
-    The name of a lease contains the result. With the whole name, it might be too long for the file system.
+    Lease names contain this result instead of the full hidden name, which could make them too long for the file system.
     """
     matched = _HIDDEN.fullmatch(hidden)
     return hidden if matched is None or matched[2] in ("partial", "replaced") else matched[2]
@@ -159,7 +159,9 @@ _ANY_SAVE: Final = "0" * 16
 
 
 def expect_place(location: Location, limits: PlaceLimits) -> None:
-    """Refuse a location that no rename can reach: a mount point, or a name without room for the hidden directory.
+    """Refuse a location that no rename can reach.
+
+    It is a mount point, or a name so long that the name of its hidden directory exceeds the limit of the file system.
 
     Raises:
         InvalidLocationError

@@ -1,6 +1,6 @@
 """Overwriting a checkpoint where no exchange of directories is possible, or where other files stay in its directory.
 
-If directories cannot be exchanged, two renames replace a checkpoint (``overwrite="non-atomic"``). The first rename sets
+If directories cannot be exchanged and ``overwrite`` allows it, two renames replace a checkpoint. The first rename sets
 the old checkpoint aside under a hidden name. The second rename moves the new checkpoint into its place. If this process
 is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process locks a
 directory with such a name before it changes the directory.
@@ -197,7 +197,7 @@ class _Journal(NamedTuple):
         index_key: the index that other software reads; empty if there is none.
         index_stamp: the stamp of the old index; None if there was none.
         added: the stamps of the new objects, by key.
-        removed: the stamps of the objects that the commit replaces, by key.
+        removed: the stamps of the files that the commit deletes after it replaced the root, by key, in this order.
     """
 
     hidden: str
@@ -235,15 +235,15 @@ class PlacedObjects:
             index: the key of the index of the layout; empty if it has none.
             save_id: the save id, which is part of the names of the new objects.
             display: the location, for errors.
-            foreign: the files of a checkpoint of other software, which the commit replaces.
+            foreign: the files of a checkpoint of other software, which `complete` deletes.
 
         Raises:
             CheckpointExistsError: a file has the name of an object. Nothing was changed.
             SaveLostError: another save replaced the root, or the directory was removed. Nothing was committed.
             StorageError: nothing was committed.
         """
-        # The save that wrote the current root may not have replaced the index yet. It is completed before the index is
-        # stamped. Otherwise its index could arrive later, and would name objects that this save deletes.
+        # The save that wrote the current root may not have replaced the index yet. Complete that save before stamping
+        # the index: otherwise its index could arrive later, and would name objects that this save deletes.
         before = self._stamps(self._name, [ROOT_KEY])
         self._complete_others()
         before.update(self._stamps(self._name, [index] if index else []))
@@ -303,7 +303,7 @@ class PlacedObjects:
         journal = self._journal()
         if journal is None:
             return
-        # A commit that has not moved its root yet will fail.
+        # Delete the new root: if the save still runs and has not moved its root yet, its commit will fail.
         self._new.delete([ROOT_KEY])
         if self._is_committed(journal):
             self._complete(journal)
@@ -320,8 +320,8 @@ class PlacedObjects:
             journal = other._journal()
             if journal is not None and other._is_committed(journal):
                 other._complete(journal)
-                # Delete the journal before the root is replaced again. After that, this commit would look as if it had
-                # not happened, and its objects would be removed.
+                # Delete the journal before the root is replaced again. Afterwards, the root would not match the
+                # journal, so the other commit would seem not to have happened, and its objects would be removed.
                 other._new.delete([_JOURNAL])
 
     def _journal(self) -> _Journal | None:
@@ -393,7 +393,7 @@ def _own_files(store: StorageBackend) -> set[str]:
     if isinstance(root, Root | CompositeRoot):
         files.update(root.parts)
     if isinstance(root, CompositeRoot):
-        files.update(root.files or ())
+        files.update(root.files)
     if isinstance(root, Root):
         files.update(root.objects, filter(None, [root.index]))
     elif isinstance(root, CompositeRoot):

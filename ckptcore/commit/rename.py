@@ -150,7 +150,8 @@ class RenameTransaction:
         if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        # Fill the hidden directory, because `can_move` needs a rename that fails.
+        # Put something into the hidden directory: `can_move` tries a rename onto it, which must fail because it is not
+        # empty.
         make_directory(self._location.parent, inside)
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
@@ -222,7 +223,7 @@ class RenameTransaction:
             )
 
     def _publish(self, root: bytes | None) -> str | None:
-        """Rename the hidden directory, exchange it with the old checkpoint, or move its objects there.
+        """Rename the hidden directory, exchange it with the old checkpoint, or move its objects into the old directory.
 
         The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
         another process deletes the old checkpoint between them.
@@ -236,8 +237,8 @@ class RenameTransaction:
             # After this process lost its lease, another process may have removed files from the hidden directory.
             self.check()
             try:
-                # With other files, `PlacedObjects.commit` sets the attributes of each file. Until then, other users
-                # must not be able to read the new files.
+                # With "keep-other-files", do not set attributes here: `PlacedObjects.commit` sets those of each file.
+                # Until then, other users must not be able to read the new files.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
                     self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
@@ -267,8 +268,8 @@ class RenameTransaction:
     def _replace(self, root: bytes | None) -> str | None:
         """Replace the old checkpoint by the new checkpoint. Return the hidden directory to delete, if any.
 
-        If the file system cannot exchange directories, ``overwrite="non-atomic"`` and ``"best-effort"`` allow two
-        renames instead.
+        If the file system cannot exchange directories, ``overwrite="non-atomic"``, ``"best-effort"`` and
+        ``"with-other-files"`` allow two renames instead.
 
         Raises:
             ConditionFailedError, ObjectNotFoundError: another process deleted or replaces the old checkpoint.
@@ -295,7 +296,8 @@ class RenameTransaction:
             )
         foreign: Collection[str] = ()
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
-            foreign = owns(list(self._location.store.list()))  # otherwise that software loads the old values
+            # The commit removes these files, because the other software would still load the old values from them.
+            foreign = owns(list(self._location.store.list()))
         index = new.index if isinstance(new, Root) else ""
         self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
@@ -677,7 +679,8 @@ class RenameMethod(CommitMethod):
         """Delete a hidden directory, unless a process has locked it. Return False if it is locked.
 
         An old checkpoint that a killed process was replacing is renamed back instead, if its original name is free. It
-        is deleted only if another checkpoint has been committed under that name.
+        is deleted only if another checkpoint has been committed under that name. A partial save with a session table
+        stays.
         """
         try:
             held = self.lock_hidden(name)

@@ -84,8 +84,8 @@ class PartialSave(NamedTuple):
         ranks: the number of assigned ranks, including those of failed sessions and finalizations. No rank is assigned
             twice, so two sessions never write objects with equal names.
         owner: the first rank of the session that may write now; None between sessions.
-        token: a random token of the last owner. Without it, two processes that try to become the owner at once would
-            put equal bytes, and each would mistake the other's table for its own.
+        token: a random token of the last owner. Without it, two processes that try to become the owner at the same time
+            would put equal bytes, and each would mistake the other's table for its own.
         sessions: the complete sessions.
     """
 
@@ -273,7 +273,8 @@ class SaveOrder(NamedTuple):
     """The order of saves of one checkpoint. If two copies of a step exist, the copy with the higher order is valid.
 
     Times are not compared, because the clocks of two machines differ. A save has a higher order than the checkpoint
-    that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
+    that it replaces. If a run resumes from an earlier step, its new saves have a higher order than the existing later
+    steps.
 
     Attributes:
         owner: the number of the owner of the directory. Each owner has a higher number than all owners before it. 0 for
@@ -375,13 +376,12 @@ class CompositeRoot(CommittedRoot):
     Attributes:
         members: the checkpointables by name, including checkpointables that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
-            None if they are unknown.
         default: the checkpointable that is loaded if a load names none. Only a copy of a checkpoint of other software
             may have one. None: a load must name a checkpointable.
     """
 
     members: Mapping[str, Member]
-    files: tuple[str, ...] | None = ()
+    files: tuple[str, ...] = ()
     default: str | None = None
 
     def has_directory(self, entry: str) -> bool:
@@ -413,7 +413,7 @@ class RootSummary(NamedTuple):
         bases: the checkpoints that it refers to.
         order: see `SaveOrder`.
         index_key: the index of `Root`.
-        files: see `CompositeRoot`; None for one tree.
+        files: see `CompositeRoot`; empty for one tree.
     """
 
     committed: bool
@@ -428,7 +428,7 @@ class RootSummary(NamedTuple):
     timeline: JSON = None
     order: SaveOrder = SaveOrder()
     index_key: str = ""
-    files: tuple[str, ...] | None = None
+    files: tuple[str, ...] = ()
 
 
 def new_save_id() -> str:

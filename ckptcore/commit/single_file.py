@@ -87,7 +87,7 @@ class PlacedFile(FileTransaction):
                 f"{self._location.display} was replaced or removed by another process during the save, and was left as "
                 "it is; save again"
             ) from error
-        self._inner.abort()  # the hidden directory is empty now
+        self._inner.abort()  # removes the hidden directory, which is empty now
 
     def abort(self) -> None:
         """See `FileTransaction`."""

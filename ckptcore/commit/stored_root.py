@@ -31,7 +31,8 @@ OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
 """A function that takes all keys in a directory, and returns the keys of a checkpoint of other software."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
-"""True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
+"""Treatment of a checkpoint at the location of a save. True: replace it atomically. False: raise an error. See
+`ckptcore.save`."""
 
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
@@ -42,7 +43,7 @@ ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 """The content of a location. "checkpoint" also includes other files that a save replaces."""
 
 _MAX_MEMBERS: Final = 1000
-"""Maximum number of subdirectories whose roots are read. Composites have few members."""
+"""Maximum number of names in a directory that are searched for members. Composites have few members."""
 
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
 _WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "

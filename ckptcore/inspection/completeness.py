@@ -333,7 +333,7 @@ class FileCheck:
 
 
 def _listed_sizes(store: StorageBackend) -> Mapping[str, int] | None:
-    """Return the sizes of all objects; None if the storage cannot list them at once, or does not permit it."""
+    """Return the sizes of all objects; None if the storage does not list sizes, or does not permit it."""
     try:
         return store.list_sizes()
     except StoragePermissionError:

@@ -49,12 +49,12 @@ class TreeContents:
 class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
     """Metadata of each object of a checkpoint of several objects: a mapping by name.
 
-    Objects that were deleted since the save are left out. If every process saved a separate state, the metadata is
-    that of the first existing state.
+    Objects that were deleted or lost since the save are left out. If every process saved a separate state, the metadata
+    is that of the first existing state.
 
     Attributes:
         members: the metadata by name.
-        deleted: names of objects that were deleted.
+        deleted: names of objects that were deleted or lost.
         processes: by name, the number of processes that saved a separate state. Names that all processes saved together
             are left out.
         unreadable: by name, the reason why an object that other software wrote cannot be read: no installed layout
@@ -93,7 +93,7 @@ class CheckpointMetadata(ShownInNotebooks):
         save_id: id of the save; None for checkpoints of other software.
         metrics: measurements saved with the checkpoint.
         timeline: events of the save until its commit; empty for checkpoints of other software.
-        contents: the tree; None if there are several objects.
+        contents: the tree; None if there are several objects, and `ckptcore.load` loads none of them by default.
         checkpointables: by name, the metadata of each object; empty for one tree.
         digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
             of all data files, so each save has its own digest, and a copy has the digest of its original. The field
@@ -210,7 +210,7 @@ def describe_either(
 
 
 def describe_tree_at(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
-    """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
+    """Describe a checkpoint of one tree. For several objects, describe the tree that `ckptcore.load` loads.
 
     Raises:
         CompositeCheckpointError: it has several objects, and `ckptcore.load` loads none of them.

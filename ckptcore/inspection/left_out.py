@@ -68,7 +68,10 @@ def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocatio
 def files_read_by(
     checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context
 ) -> tuple[set[str], list[str]]:
-    """Return the files that a load reads, and ``file: tensors`` for the tensors in them that it does not load."""
+    """Return the files of the checkpoint, and what a load leaves out of them.
+
+    The second list has ``file: tensors``, or ``file`` if no index names the file.
+    """
     trees: list[tuple[str, Checkpoint]] = []
     read: set[str] = set()
     tensors: list[str] = []
@@ -119,7 +122,7 @@ def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) 
 
 
 def _is_empty(store: StorageBackend, key: str) -> bool:
-    """Return True for a file that is empty, is only text (such as a Git LFS pointer), or has no tensor."""
+    """Return True for a file that is empty, begins with text (such as a Git LFS pointer), or has no tensor."""
     size = store.size(key)
     if not size:
         return True

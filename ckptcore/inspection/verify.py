@@ -54,7 +54,7 @@ _READ_BYTES: Final = 1 << 24
 """Maximum bytes of one read, for arrays in bases and for arrays that are larger than memory."""
 
 _MAX_READS: Final = 1 << 16
-"""Maximum number of parts of an array that is larger than memory."""
+"""Maximum number of parts in which an array is read. An array that would need more parts is read as a whole."""
 
 _PIECE_BLOCKS: Final = 8
 
@@ -67,7 +67,7 @@ class VerifyReport:
         problems: all problems, in no particular order.
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked, including those of arrays in bases.
-        unverified: keys of objects without checksums, which were only read.
+        unverified: keys of objects with bytes that have no checksum. These bytes were only read.
         deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
         unused: by object, the names of stored arrays that the other software does not load, because the index of the
             checkpoint names other copies of the arrays, or does not name them. The arrays are not read, and not
@@ -116,6 +116,8 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the storage failed, or an object cannot be read here, so that damage cannot be excluded.
+        UnsupportedVersionError: a newer version of ckptcore wrote a root.
+        InsufficientMemoryError: a part of an array does not fit into memory. The array may be sound or damaged.
     """
     progress = ByteProgress(report)
 
@@ -299,7 +301,8 @@ class _Verification:
                     key=record.key, start=min(size, record.size), stop=max(size, record.size),
                 )
             )  # fmt: skip
-        # Skip a truncated block, which is already reported. A hostile root may state any size.
+        # Read only bytes that exist, because a hostile root may state any size. A truncated block is not read, because
+        # the wrong size is already reported.
         whole = size >= record.size
         self._readable[record.key] = record.size if whole else size // BLOCK_BYTES * BLOCK_BYTES
 
@@ -427,8 +430,8 @@ def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
 def _pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
     """Return boxes that together cover an array. Each box has whole chunks, or few bytes.
 
-    The first box has only the first element. Decoding its chunk may show that chunks do not have the size that the
-    metadata states.
+    The first box has only the first element. Its read decodes one chunk, which may show that chunks do not have the
+    size that the metadata states.
     """
     if checkpoint.derived is not None:
         return checkpoint.derived.pieces(leaf, _READ_BYTES)

@@ -59,7 +59,7 @@ def abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 
 
 def stored_in(tree: TreeMetadata, chosen: Collection[int] | None, registry: Plugins) -> Callable[[TreePath], object]:
-    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
+    """Return a function that looks up the stored abstract tree at a path. It returns None if the path is not stored.
 
     It returns `PLACEHOLDER` if nothing below the path is chosen. It raises UnsupportedLeafError, or
     CorruptCheckpointError, if a chosen leaf at or below the path cannot be loaded.
@@ -142,7 +142,8 @@ def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_n
         flat: the abstract tree.
         tree: the stored tree.
         plugins: find handlers of stored values.
-        by_name: True if other software wrote the checkpoint, which may store None for an empty container.
+        by_name: True if keys are compared as text, as for checkpoints of other software, which may store None for an
+            empty container.
     """
     if flat.skeleton == tree.skeleton and not any(map(_is_array_for_value, flat.leaves, tree.leaves)):
         return flat
@@ -335,7 +336,7 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
 
 
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
-    """Return True if None, text or bytes is requested and an array without axes, of text or of bytes is stored."""
+    """Return True if None, text or bytes is requested, and the stored array has no axes, or is text or bytes."""
     return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and _is_plain_value(record)
 
 

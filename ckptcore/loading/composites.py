@@ -42,7 +42,7 @@ Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build: abstract trees by name, names alone, or None."""
 
 Absent: TypeAlias = Literal["skip", "error"]
-"""Treatment of objects that were deleted since the save."""
+"""Treatment of objects that were deleted or lost since the save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class CompositeRequest:
     """Objects to load. Without arguments: every object that exists.
 
     Attributes:
-        abstract: objects to build; None: all objects, unless `into` has names.
+        abstract: objects to build; None: all objects, or no object if `into` is given.
         into: objects to restore in place, by name.
-        absent: treatment of objects that were deleted since the save, if all objects are requested: skip them with a
-            warning, or raise an error.
+        absent: treatment of objects that were deleted or lost since the save, if all objects are requested: skip them
+            with a warning, or raise an error.
     """
 
     abstract: Abstracts = None
@@ -138,15 +138,17 @@ class CompositeLoad:
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: dict[str, None] = {}  # names of objects that any attempt restored in place
-        self._refused: dict[str, TreeMismatchError] = {}  # by object; each process saved a separate state
+        # Names of objects whose change cannot be undone, over all attempts.
+        self._changed: dict[str, None] = {}
+        # By name: errors for objects whose per-process states do not fit the number of processes of this job.
+        self._refused: dict[str, TreeMismatchError] = {}
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
 
         Raises:
             TypeError: `abstract` has an object that must be restored in place, or `into` has None for a name.
-            CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
+            CheckpointNotFoundError: a name was not saved, or was deleted or lost. Nothing was changed.
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.

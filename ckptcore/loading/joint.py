@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class PeerFailure(Exception):
-    """Another process reported a failure in its message. It sends its error at the end of the step."""
+    """Another process reported a failure in its message. That process sends its error at the end of the step."""
 
 
 class Replaced(Exception):
@@ -242,7 +242,10 @@ def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
 
 
 class _CompositeAttempt:
-    """One attempt of a rank to load several checkpointables. Its methods are steps, and return messages."""
+    """One attempt of a rank to load several checkpointables.
+
+    The methods `begin`, `load` and `end` are steps, and return messages.
+    """
 
     def __init__(self, load: CompositeLoad, strategy: CollectiveRead) -> None:
         self._load = load

@@ -1,4 +1,4 @@
-"""NewValue: the target of a load that builds a new value like an abstract tree."""
+"""NewValue: a load target that builds a new value with the structure of an abstract tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.tree.shapes import Shape, shared_containers, unflatten
 
 
 class NewValue(LoadTarget[object]):
-    """A new value like an abstract tree."""
+    """A load target that builds a new value with the structure of an abstract tree."""
 
     def __init__(self, abstract: object) -> None:
         self._abstract = abstract
@@ -51,7 +51,7 @@ def flatten_like(checkpoint: Checkpoint, value: object, context: Context, reques
     Plain values take their stored structure, unless the request has ``Matching(values="error")`` or a selection.
 
     Raises:
-        TreeMismatchError: files are stored.
+        TreeMismatchError: files are stored, or another number of processes saved a `PerProcess` value.
     """
     if checkpoint.is_files:
         raise files_instead(checkpoint)
@@ -146,7 +146,10 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Return the leaves of shared containers that only the other occurrence loads, each with the leaf that loads it."""
+    """Return the leaves that are copied instead of loaded, each with the loaded leaf.
+
+    If a shared container occurs twice, a leaf may be loaded in only one occurrence. The other occurrence gets a copy.
+    """
     return {
         leaf: twin
         for pair in shared

@@ -33,7 +33,7 @@ class LeafRead:
     Attributes:
         leaf, record: its number in the stored tree, and its record.
         handler, abstract: the handler that builds it, and the requested abstract leaf.
-        positions: the position in the value of each leaf that is built.
+        positions: for each leaf that is built, its position in the loaded value.
         boxes: the boxes to read.
         nbytes: the bytes to read.
         array: a 0-dimensional array that was built from a stored number; None for an array that is read.

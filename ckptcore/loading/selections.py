@@ -89,9 +89,9 @@ class _Neighbours:
         self._chosen = {leaves[number][:depth] for number in chosen for depth in range(len(leaves[number]))}
 
     def has_chosen(self, path: TreePath) -> bool:
-        """Return True if the nearest container that is above a path and has leaves has a chosen leaf.
+        """Find the nearest container above a path that contains leaves. Return True if one of them is chosen.
 
-        Also returns True if no container above the path has leaves.
+        Also returns True if there is no such container.
         """
         above = [path[:depth] for depth in reversed(range(len(path))) if path[:depth] in self._all]
         return not above or above[0] in self._chosen
@@ -160,7 +160,7 @@ def _is_sequence(node: Node) -> bool:
 
 
 def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugins) -> Matched:
-    """Add to a match the values that objects keep, and the objects that the selection leaves out completely.
+    """Return the match with two additions: the values that objects keep, and the objects without any selected leaf.
 
     Args:
         display: the location, for errors.

@@ -54,7 +54,7 @@ class Difference:
     """One difference.
 
     Attributes:
-        sort: the kind of difference: missing, unexpected, key, sequence, kind, shape, dtype or value.
+        sort: the kind of difference: missing, unexpected, moved, key, sequence, kind, shape, dtype or value.
         line: a message with the path, the requested and the stored form.
         allowed_by: the option that allows it; None if no option does.
         renamed: the arguments of a ``Rename`` that resolves it, if any.

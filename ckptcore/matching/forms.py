@@ -56,7 +56,7 @@ FOREIGN_PATH_FORMS: Final[Sequence[PathForms]] = (
     (text_path, text_path),
     (dotted_path, text_path),
 )
-"""Forms for checkpoints of other software, tried in order."""
+"""Forms for keys that are compared as text, as in checkpoints of other software. Tried in order."""
 
 
 def is_below(path: TreePath, others: Collection[TreePath]) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptcore.matching.differences import Difference
 
 _SEQUENCES: Final = {"list", "tuple"}
-"""The kinds of columns of sequences. A load may request either kind."""
+"""The kinds of columns of sequences. `Matching.sequences` decides whether the two kinds match."""
 
 _VALUES: Final = HostValueHandler()
 
@@ -52,7 +52,7 @@ def match_leaves(
     - A leaf matches the stored name that joins its keys by dots, if the stored tree is a flat dict of such names.
     - A stored None matches a container without leaves: Orbax stores empty named tuples (``optax.EmptyState``) as None.
     - A number matches an array without axes, and vice versa, if no precision is lost (see `number_difference`): Orbax
-      stores both as arrays.
+      stores both as arrays. ``Matching(values="stored")``, the default, allows this for all checkpoints.
     - Lists match tuples, and vice versa: Orbax stores both alike.
 
     Args:
@@ -317,7 +317,10 @@ class Comparison:
         return type(leaf) in VALUE_KINDS or isinstance(leaf, list | tuple | dict)
 
     def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
-        """Choose a handler that loads a plain value in its stored form. An array without axes becomes a number."""
+        """Choose a handler that loads a plain value in its stored form. An array without axes becomes a number.
+
+        If a float is requested, a stored int becomes the equal float, if there is one.
+        """
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
             self.handlers[position] = forms.FloatOfInt() if is_wider else _VALUES

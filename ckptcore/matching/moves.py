@@ -198,7 +198,7 @@ def _votes(
 
 
 class _Parts:
-    """Divides parts until no other leaf that must stay is below their paths."""
+    """Divides parts until no leaf that must stay is below their paths."""
 
     def __init__(
         self, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], others: Sequence[TreePath]

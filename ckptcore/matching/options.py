@@ -193,7 +193,8 @@ class Matched:
     Attributes:
         numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
             requested None that is not stored.
-        handlers: by leaf, the handler that builds it; None for a placeholder.
+        handlers: by leaf, the handler that builds it; None for a placeholder, and for a leaf that a selection leaves
+            out.
         defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
         ignored: numbers of stored leaves that are not requested, as a `Matching` or a selection allows.
         changes: by number of a stored array, its change to the requested shape and dtype.

@@ -104,7 +104,10 @@ class _Unmatched:
         self.elsewhere: list[TreePath] = []
 
     def take_parts(self) -> list[Difference]:
-        """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`."""
+        """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`.
+
+        If the options keep missing leaves and ignore unexpected leaves, the leaves of moved parts stay in both.
+        """
         differences: list[Difference] = []
         if self.absent and self.unexpected:
             matching = self._compared.matching
@@ -119,7 +122,8 @@ class _Unmatched:
     def _find_lost(self) -> list[TreePath]:
         """Return the paths of objects without any stored leaf, if other leaves are stored below the same path.
 
-        If no requested leaf is loaded at all, return only the empty path.
+        If no stored leaf is loaded at all, return only the empty path, or nothing if the request has only placeholders
+        and None.
         """
         compared, missing = self._compared, set(self.absent)
         if not compared.loads_any:

@@ -31,7 +31,7 @@ from ckptcore.select import Selection
 
 MAX_PLANNED_CHUNKS: Final = 1 << 20
 """Maximum number of chunks of an array that are sorted by storage order. An array with more chunks is divided without
-regard to them, so that some may be read twice."""
+regard to them, so some chunks may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
@@ -125,7 +125,7 @@ def _leaf_groups(
 
 
 def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once.
+    """Return batches of pieces in storage order, so that few bytes are read twice. Each batch is one read.
 
     Raises:
         CorruptCheckpointError: the metadata states an array that is too large to be real.
@@ -142,7 +142,7 @@ def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> 
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain
             if is_whole and most_bytes < piece.nbytes:
-                alone.append((piece,))  # it is decoded as a whole: a part takes as much memory and time
+                alone.append((piece,))  # a part of it would take as much memory and time, because it is decoded whole
             else:
                 pieces.append(piece)
     sizes = BatchSizes(aim=most_bytes, most=most_bytes, block=BLOCK_BYTES)

@@ -24,7 +24,8 @@ class AxisIndex:
     """An index of an array, by axis.
 
     Attributes:
-        starts, steps, counts: the requested indices along each axis, in ascending order; steps are positive.
+        starts, steps, counts: along each axis, the lowest requested index, the positive step to the next index, and the
+            number of indices.
         local: the index that converts an array of the requested elements, of shape `counts`, to the result.
         shape: shape of the result.
     """

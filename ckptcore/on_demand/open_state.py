@@ -100,7 +100,7 @@ class OpenState:
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Call a function that reads only objects that are already open, or does not read.
+        """Call a function whose result is valid without another check of the root, such as a read of open objects.
 
         Raises:
             CheckpointNotFoundError: `read` failed because the checkpoint was replaced or deleted.
@@ -245,7 +245,7 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     """Return the location of an array; None if the array cannot be read directly from one object.
 
     An array cannot be read directly if it is compressed, computed, empty, in several chunks, or read by the layout's
-    native reader.
+    native reader, or if this host has copies of its checkpoint.
 
     Raises:
         CorruptCheckpointError: the metadata of its location is damaged.

@@ -1,4 +1,4 @@
-"""Pieces of arrays in storage order, and batches of pieces that are read at once. Pure functions."""
+"""Pieces of arrays in storage order, and batches of pieces. Each batch is one read. Pure functions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ class StoredPiece:
 
     @property
     def order(self) -> Order:
-        """The sort key: the object and the offset in it. Pieces with an unknown location come first."""
+        """The sort key: the object, then the offset in it. Pieces with an unknown location come first.
+
+        For chunks that are read whole: the object, then the leaf, then the offset.
+        """
         chunk = self.chunk
         if chunk is not None and chunk.is_plain:
             return chunk.key, self.start, self.leaf, self.box.start
@@ -154,7 +157,7 @@ def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[S
 
 
 def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[list[StoredPiece]]:
-    """Divide pieces into batches that are read at once, in storage order.
+    """Sort pieces by storage order and divide them into batches. Each batch is one read.
 
     Batches end at block boundaries if possible: a block is read whole for its checksum, and would be read twice if two
     batches shared it. Pieces of a chunk that can only be read whole stay together if possible.
@@ -223,7 +226,10 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Return the maximum padding in bytes after a cut, which makes at most two parts for each axis on each side."""
+    """Return the maximum padding in bytes that a cut adds.
+
+    A cut makes at most two parts per axis on each side, and each part is aligned.
+    """
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 

@@ -34,7 +34,7 @@ _MAX_BAND_BYTES: Final = 8 << 20
 """Maximum size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
 
 _MAX_REREAD: Final = 1.02
-"""Maximum ratio of the bytes read in pieces to the bytes read at once."""
+"""Maximum ratio of the bytes read in pieces to the bytes of one read of the whole."""
 
 
 _RunKind: TypeAlias = Literal["whole", "long", "short"]
@@ -55,8 +55,8 @@ class Derived:
             computed in pieces may exceed it.
         description: a description of the transforms and of the bases of an update, which must be equal on every rank of
             a job; empty if there are neither transforms nor bases.
-        changes: changes that `Matching` allowed; may differ by rank. By leaf number, the leaf number before the
-            change, and a description of the change; the description is empty for an array without a change.
+        changes: changes that `Matching` allowed; may differ by rank. By leaf number: the number of the leaf in the tree
+            before `Matching`, and the change in words, empty if the array is unchanged.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
@@ -111,9 +111,9 @@ class Derived:
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return the axis along which to divide an array into bands of about `nbytes` bytes, and the extent of a band.
 
-        The extent is the number of indices along the axis. Bands are parts of the computed array. Each band reads
-        contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read of the whole
-        array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
+        The extent is the number of indices along the axis. Bands are parts of the computed array, of at most 8 MiB.
+        Each band reads contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read
+        of the whole array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -179,9 +179,8 @@ class Derived:
         """Return the fills of boxes of an array: one fill, or several if one fill needs too much memory.
 
         First tries to cut all boxes into bands along an axis, one fill for each band. All bands together must read at
-        most 2 % more bytes than one fill. A band cuts all boxes, because the stored elements of several boxes may
-        alternate. If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory
-        limit.
+        most 2 % more bytes than one fill. Each band cuts all boxes, because their stored elements may be interleaved.
+        If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory limit.
         """
         fill = _Fill.of(derivation, outputs)
         if fill.held_bytes <= self.most_bytes:
@@ -199,7 +198,7 @@ class Derived:
                 map(self._reads_runs, pieces)
             ):
                 empty = [output for output in outputs if not output.box.size]
-                # A layer of a stack may still be too large: cut it along another axis.
+                # A band may still be too large, for example one layer of stacked weights: cut it along another axis.
                 parts = [
                     [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
                     for piece, band in zip(pieces, bands, strict=True)
@@ -423,7 +422,7 @@ class _Fill:
         return result
 
     def _computed(self, derivation: DerivedArray, box: Box) -> HostArray:
-        """Return new memory that will contain a box of an array; the same memory for the same box."""
+        """Return the memory for a box of an array. It is allocated once per box."""
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
             self.held_bytes += out.nbytes

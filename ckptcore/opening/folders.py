@@ -24,7 +24,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 _ENTRIES_TRIED: Final = 20
-"""Maximum number of directories that are listed for a message."""
+"""Maximum number of subdirectories that are examined."""
 
 _STEPS_TRIED: Final = 3
 """Maximum number of steps of a run whose roots are read. Several are read, because the newest may be unfinished."""
@@ -67,7 +67,10 @@ def find_run(store: StorageBackend, context: Context) -> FoundRun | None:
 
 
 def has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if one of the first directories is a checkpoint of ckptcore that is not a member of a composite."""
+    """Return True if one of the first directories has a root of ckptcore with the role ``checkpoint``.
+
+    The root may be committed or not.
+    """
     directories = [name.removesuffix("/") for name in names if name.endswith("/")]
     return any(_is_own(store, name) for name in directories[:_ENTRIES_TRIED])
 

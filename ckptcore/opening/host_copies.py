@@ -116,7 +116,7 @@ def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _PieceRe
 
 
 def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
-    """Return the read of a box of an array from a copy, with the position of the box within the copy."""
+    """Return the item that reads a box from a copy. Its bounds are relative to the copy."""
     bounds = [(axis.start, axis.stop) for axis in box.within(copy.box)]
     return ReadItem(copy.leaf, Box(tuple([start for start, _ in bounds]), tuple([stop for _, stop in bounds])))
 

@@ -96,8 +96,9 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
 def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
     """Return the absent checkpointables that are lost, because ckptcore did not delete them.
 
-    Sends one request, or one for each directory if the storage cannot list. Returns all of `absent` if other software
-    wrote the composite, because it does not mark deletions.
+    Sends one request to list the composite, and one for each absent directory that is listed without a mark. If the
+    storage cannot list, sends one for each directory. Returns all of `absent` if other software wrote the composite,
+    because other software does not mark deletions.
     """
     root, store = composite.root, composite.location.store
     if root is None or not absent:

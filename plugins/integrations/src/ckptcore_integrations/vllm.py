@@ -53,8 +53,9 @@ class CheckpointLoader(BaseModelLoader):
         ``"broadcast"``, the default: workers read for each other. ``"all"``: each worker reads for itself, which is
         faster if all workers are on one host that has the checkpoint in its page cache.
     ``batch_bytes``
-        Size of the arrays of a batch, in bytes. Default: 1 GiB. A worker needs memory for the arrays of a batch, or
-        with ``reads="all"`` only for its boxes of them. If a model lists all weights first, they are one batch.
+        Size of the arrays of a batch, in bytes. Default: 1 GiB. A worker needs memory for all arrays of a batch. With
+        ``reads="all"`` it needs memory only for its own boxes. If a model collects all weights into a list before it
+        copies any, all of them are one batch.
 
     The name of a weight is its path below the subtree, with dots between keys. It must be the name in files of
     Hugging Face. Values that are not arrays are not passed to the model.

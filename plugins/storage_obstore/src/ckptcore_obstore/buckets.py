@@ -237,11 +237,14 @@ class Bucket(BucketRequests):
         return list_objects(self, prefix, delimiter)
 
     def is_temporary(self, key: str) -> bool:
-        """Return True for the key of a temporary object of an upload. Lists omit these objects."""
+        """Return True for the key of a temporary object of an upload.
+
+        `list_pages` includes these objects; the storage leaves them out.
+        """
         return self.has_temporary and upload_id_of(key) is not None
 
     def broken_rule(self, key: str) -> str | None:
-        """Return the service's rule for keys that a key breaks.
+        """Return the naming rule of the service that a key breaks.
 
         Return None if the service accepts the key unchanged.
         """

@@ -44,7 +44,7 @@ class Compression:
 
 
 _LEVELS: Final[Mapping[str, tuple[int, int]]] = {"zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
-"""Lowest and highest level that TensorStore accepts, by codec."""
+"""Levels that TensorStore accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ class ChunkKeys:
     """Encoding of chunk keys.
 
     Attributes:
-        encoding: ``default``: ``c`` and the index, as in ``c/0/1``, or ``c`` without axes; ``v2``: the
-            index alone, as in ``0.1``, or ``0`` without axes.
+        encoding: ``default``: ``c/0/1``, or ``c`` for an array without axes. ``v2``: ``0.1``, or ``0``.
         separator: separator of the parts.
     """
 
@@ -113,12 +112,12 @@ class ArrayFormat:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of write chunks along each axis; 0 along an axis of length 0."""
+        """Write chunks along each axis; 0 for arrays without elements."""
         return tuple([-(-extent // size) for extent, size in zip(self.spec.shape, self.chunk, strict=True)])
 
     @property
     def inner_grid(self) -> tuple[int, ...]:
-        """Number of inner chunks of one write chunk along each axis."""
+        """Inner chunks of one write chunk, along each axis."""
         return tuple([size // inner for size, inner in zip(self.chunk, self.inner, strict=True)])
 
     @property
@@ -140,7 +139,7 @@ class ArrayFormat:
 
     @property
     def chunk_bytes(self) -> int:
-        """Stored size in bytes of a chunk that has all inner chunks and no gaps; only if `direct`."""
+        """Stored size in bytes of a chunk that has all its inner chunks and no gaps; only if `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
 
 
