@@ -12,7 +12,7 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed atomi
 ``random``                        the random generators of each process, as the Trainer writes them
 ``trainer_state.json``            the Trainer's state, which includes the position in the data
 ``config.json`` and others        other files that the Trainer writes
-``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory; not with FSDP
+``model.safetensors.index.json``  lets ``from_pretrained`` open ``model``; not with FSDP, or ZeRO 3 without gathering
 ``adapter_model.safetensors``     adapters as PEFT writes them, instead of the index, and ``adapter_config.json``
 ================================  ====================================================================
 """
@@ -83,9 +83,9 @@ class CheckpointMixin(_Trainer):
     All processes of a job must see the same ``output_dir``, except with ``save_on_each_node``: then each node saves its
     own checkpoint.
 
-    For a model with PEFT adapters, a checkpoint also contains the files that PEFT writes. Unless the model is sharded,
-    its ``model`` contains only the tensors that are trained. With FSDP, all processes save their shards into one
-    checkpoint, which any number of processes can load.
+    For a model with PEFT adapters, a checkpoint also contains the files that PEFT writes, and ``model`` contains only
+    the tensors that the training may change. With FSDP, ``model`` is the whole model: all processes save their shards
+    into one checkpoint, which any number of processes can load.
 
     Attributes:
         save_in_background: True to return from a save once the state is copied, and to write while the training
