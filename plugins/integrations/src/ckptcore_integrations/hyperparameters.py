@@ -118,7 +118,7 @@ class Notes:
 
 
 def _paths_of_arrays(value: object, path: _Path) -> Iterator[_Type]:
-    """Yield the paths and types of the NumPy arrays in plain containers, which a load with PyTorch returns as tensors."""
+    """Yield the paths and types of NumPy arrays in plain containers. A load with PyTorch returns tensors for them."""
     if type(value) is np.ndarray:
         yield [*path, _ARRAY]
     elif type(value) in (dict, list, tuple):
