@@ -34,6 +34,9 @@ __all__ = ["lightning_callbacks"]
 
 
 def lightning_callbacks() -> list[object]:
-    """Return the callbacks to add to a Trainer. Lightning calls this. Empty in programs without our adapter."""
+    """Return the callbacks to add to a Trainer: none until `ckptcore_integrations.lightning` is imported.
+
+    Lightning calls this.
+    """
     adapter = sys.modules.get("ckptcore_integrations.lightning")
     return [] if adapter is None else [adapter.CheckState()]

@@ -122,7 +122,7 @@ class CheckpointMixin(_Accelerator):
         Raises:
             NotImplementedError: for Megatron-LM, XLA, ``save_on_each_node``, parts of DeepSpeed that are not supported,
                 and arguments that are not supported.
-            ValueError: there is no directory to save to, or the named directory exists.
+            ValueError: there is no directory to save to, or the directory with the automatic name exists.
             CheckpointError: the save failed. An earlier checkpoint is unchanged.
         """
         _refuse_unsupported(self)
@@ -163,12 +163,14 @@ class CheckpointMixin(_Accelerator):
     ) -> None:
         """Load a checkpoint of `save_state`, in place.
 
-        With ``automatic_checkpoint_naming``, the next save has a number above those of all existing directories, unless
-        ``project_configuration.iteration`` is set to a higher one.
+        With ``automatic_checkpoint_naming``, the number of the next save is one more than the highest number of an
+        existing directory, or ``project_configuration.iteration`` if this is higher.
 
         Args:
-            input_dir: the directory. With ``automatic_checkpoint_naming``, None means the newest directory.
-            load_kwargs, kwargs: only for directories that Accelerate wrote. Must be empty for others.
+            input_dir: the directory. With ``automatic_checkpoint_naming``, None means the directory with the highest
+                number.
+            load_kwargs, kwargs: only for directories that Accelerate wrote. Must be None and empty for checkpoints of
+                ckptcore.
 
         Raises:
             NotImplementedError: see `save_state`.
@@ -261,7 +263,7 @@ class CheckpointMixin(_Accelerator):
         self._load_process_of(self.process_index, directory)
 
     def _load_process_of(self, rank: int, directory: str) -> None:
-        """Load the state that a rank saved. If this is another process, do not restore the random generators."""
+        """Load the state that a rank saved. If the rank is not that of this process, keep the random generators."""
         from accelerate.checkpointing import load_accelerator_state
 
         with keeping_random_states() if rank != self.process_index else contextlib.nullcontext():
@@ -271,7 +273,11 @@ class CheckpointMixin(_Accelerator):
             self._report_random_states(f"process {rank}: {problem}")
 
     def _load_of_other_processes(self, directory: Path, names: Mapping[str, Any]) -> None:
-        """Load objects with a state per process that a different number of processes saved."""
+        """Load objects that have a state per process from a checkpoint of a different number of processes.
+
+        A process without a saved state takes the data loaders and the step of the last saved process. Its other objects
+        do not change.
+        """
         processes = ckptcore.metadata(directory).checkpointables.processes
         for name, target in names.items():
             saved = processes[name]
@@ -361,7 +367,10 @@ class CheckpointMixin(_Accelerator):
         return directories[-1]
 
     def _continue_numbers(self) -> None:
-        """Set the number of the next save above all existing ones. Accelerate counts from 0, and loads the highest."""
+        """Set the number of the next save above all existing ones.
+
+        In a new process, Accelerate counts from 0 again, and `load_state` loads the directory with the highest number.
+        """
         from accelerate.utils import gather_object
 
         config = self.project_configuration
@@ -398,7 +407,7 @@ def _model_of(optimizer: Any, models: Sequence[Any]) -> Any:
 
 
 def _directories(parent: Path) -> list[Path]:
-    """Return the directories of saves with automatic names, oldest first."""
+    """Return the directories of saves with automatic names, lowest number first."""
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted([parent / name for name in names if re.fullmatch(r"checkpoint_\d+", name)], key=_number)
 

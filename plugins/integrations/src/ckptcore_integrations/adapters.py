@@ -1,4 +1,4 @@
-"""Models with PEFT adapters. Their checkpoints have the trained tensors, without the frozen base model."""
+"""Models with PEFT adapters. Their checkpoints have the trained tensors, and with FSDP also the frozen base model."""
 
 from __future__ import annotations
 

@@ -175,7 +175,10 @@ def _replicated_fragments(
 
 
 _NOT_ELEMENTWISE: Final = ("step", "eta", "mu", "mu_product")
-"""Scalar states of PyTorch's optimizers. Elementwise states of a parameter without axes have the same shape."""
+"""Names of the scalar states of PyTorch's optimizers.
+
+For a parameter without axes, only the name distinguishes them from elementwise states, which have the same shape.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Hyperparameters of a training, of any type. They are saved as plain data, and regain their types if this is safe.
 
-Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. A list with the type
-of each value, by path, is saved too. A load uses this list to restore the types. A load imports nothing that the
-checkpoint names, and calls only the constructors in the table of this module. Values of other types are saved as text.
+Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. A list with the
+types of the values that were not plain, by path, is saved too. A load uses this list to restore the types. A load
+imports nothing that the checkpoint names, and calls only the constructors in the table of this module. Enums, named
+tuples and dataclasses of the program are rebuilt without their constructors, if the program has imported their class.
+Values of other types are saved as text.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ _TYPES: Final = "ckptcore_types"
 
 
 class Notes:
-    """Conversion of states with notes, such as hyperparameters. Warns once of values that will load as text."""
+    """Conversion of states with notes, such as hyperparameters.
+
+    Warns once of values that will load as text or in another plain form.
+    """
 
     def __init__(self, names: Collection[str], *, layout: str | Layout, context: Context) -> None:
         """Choose the notes.
@@ -113,7 +118,7 @@ class Notes:
 
 
 def _paths_of_arrays(value: object, path: _Path) -> Iterator[_Type]:
-    """Return the types of the NumPy arrays in plain containers. A load with PyTorch returns tensors for them."""
+    """Yield the paths and types of NumPy arrays in plain containers. A load with PyTorch returns tensors for them."""
     if type(value) is np.ndarray:
         yield [*path, _ARRAY]
     elif type(value) in (dict, list, tuple):
@@ -389,10 +394,10 @@ _TYPES_OF_HYPERPARAMETERS: Final = {
 """Classes that a checkpoint may name as the type of its hyperparameters, with the paths from which to import them."""
 
 _KINDS: Final[Mapping[str, _Kind]] = {
-    "pairs": _Kind(list, dict),  # a dict with a key that is neither text nor a number
+    "pairs": _Kind(list, dict),  # a dict with a key that is neither text nor an integer
     "set": _Kind(list, set),
     "frozenset": _Kind(list, frozenset),
-    "bytearray": _Kind(bytes, lambda content: bytearray(memoryview(content))),  # bytearray(int) would allocate
+    "bytearray": _Kind(bytes, lambda content: bytearray(memoryview(content))),  # refuses a number of bytes
     "range": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     "slice": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
     "collections.deque": _Kind(

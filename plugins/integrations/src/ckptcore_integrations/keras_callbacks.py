@@ -31,7 +31,7 @@ _COUNTERS: Final[Mapping[type, Sequence[str]]] = {
     OrbaxCheckpoint: ("best", "_batches_seen_since_last_saving", "_total_batches_seen"),
     SwapEMAWeights: ("_ema_weights_in_model",),
 }
-"""Attributes with the counters of callbacks of Keras 3.15. Other callbacks have no counters."""
+"""Attributes with the counters of callbacks of Keras 3.15. The other callbacks of Keras have no counters."""
 
 
 def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback]:

@@ -175,7 +175,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         }
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, if it exists. If a save is running, delete it after the save."""
+        """Delete a checkpoint, if it exists. After a save in the background, the next `wait` deletes the checkpoint."""
         path = expanded_location(path)
         if self._running is None:
             delete(path, self._context)
@@ -201,7 +201,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             delete(path, self._context)
 
     def link(self, path: str, link: str) -> None:
-        """Link to the checkpoint that was saved last, once it is committed."""
+        """Link to a checkpoint. After a save in the background, create the link once the save is committed."""
         running = self._running
         if running is None:
             replace_by_link(path, link, self._context)
@@ -241,10 +241,11 @@ class CheckState(Callback):
                     raise CheckpointError(f"plugins=[CkptcoreIO()] with {type(strategy).__name__}: {remedy}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the state that Lightning would save now. Rank 0 checks, and all ranks raise its error.
+        """Check the state that Lightning would save now. Rank 0 checks, and all ranks raise an error if it fails.
 
         Raises:
-            UnsupportedLeafError: lists what cannot be saved.
+            UnsupportedLeafError: raised on rank 0. Lists what cannot be saved.
+            CheckpointError: raised on the other ranks, with the message of rank 0.
         """
         io = saver_of(trainer.strategy.checkpoint_io)
         if isinstance(io, CkptcoreIO):
@@ -320,6 +321,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
+            CheckpointError: a fit needs the optimizers, and the checkpoint has none; or rank 0 failed.
         """
         path, stored = _by_leader(self, lambda: self._find(expanded_location(checkpoint_path)))
         model, module = self.model, self.lightning_module
@@ -400,7 +402,7 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=True, **options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, whose tensors are sharded."""
+        """Return the state of an optimizer, with sharded tensors."""
         wrapped = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps optimizers in a class of its own
         is_new = not wrapped.state  # the same on all ranks: each has a shard of each parameter
         state: dict[str, Any] = super().optimizer_state(optimizer)
@@ -498,7 +500,10 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
-    """Call a function on rank 0, and return its result on all ranks. If it raises, all ranks raise."""
+    """Call a function on rank 0, and return its result on all ranks.
+
+    If the function raises, rank 0 raises the same error, and the other ranks raise a `CheckpointError`.
+    """
     outcome: tuple[_T | None, str] = None, ""
     failure: Exception | None = None
     if strategy.is_global_zero:

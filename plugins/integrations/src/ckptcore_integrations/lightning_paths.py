@@ -54,9 +54,10 @@ def is_of_lightning(path: _Path) -> bool:
 
 
 def is_replaced_later(path: _Path, context: Context) -> bool:
-    """Return True if a save must use `finish_replacement`: for Lightning's own files, and on object stores.
+    """Return True if a save must use `finish_replacement`.
 
-    An object store cannot replace a checkpoint atomically, not even a damaged one.
+    This is so for Lightning's own files, and for every existing checkpoint on an object store, even a damaged one,
+    because an object store cannot replace a checkpoint atomically.
     """
     if is_of_lightning(path):
         return True
@@ -131,7 +132,8 @@ def recover(path: _Path, context: Context) -> None:
 def to_load(path: _Path, context: Context) -> _Path:
     """Return the location of the checkpoint of a path, even after an interrupted replacement.
 
-    Any process may call this.
+    For a link to something that does not exist, return the checkpoint with the largest step in the directory of the
+    target. Any process may call this.
     """
     replacing = replacing_path(path)
     if "://" not in replacing:
@@ -184,9 +186,9 @@ def step_of(path: _Path, context: Context) -> int | None:
 
 
 def is_directory(path: _Path) -> bool:
-    """Return True for a checkpoint that is not a file of Lightning.
+    """Return True for a path that Lightning cannot open as a file.
 
-    Includes interrupted replacements and dangling links.
+    These are directories, interrupted replacements, links to something that does not exist, and URLs without a file.
     """
     if "://" in os.fspath(path):
         return not is_of_lightning(path)
@@ -210,7 +212,7 @@ class CommitsLater(ABC):
 
     @abstractmethod
     def link(self, path: str, link: str) -> None:
-        """Link to the checkpoint that was saved last, once it is committed."""
+        """Link to a checkpoint, once the running save is committed."""
 
     @abstractmethod
     def step(self, path: str) -> int | None:
@@ -282,9 +284,9 @@ def _wait(trainer: Any) -> None:
 
 
 def _wait_for_wrapper(trainer: Any) -> None:
-    """Wait for an `AsyncCheckpointIO` of Lightning that wraps ours.
+    """Wait for an `AsyncCheckpointIO` of Lightning that wraps a `CkptcoreIO`.
 
-    It saves in the background but removes immediately.
+    The wrapper saves in the background, but removes immediately.
     """
     io = trainer.strategy.checkpoint_io
     if isinstance(io, _WrappingCheckpointIO) and _saver(trainer) is not None:
@@ -292,7 +294,7 @@ def _wait_for_wrapper(trainer: Any) -> None:
 
 
 def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
-    """Return the path with the largest step.
+    """Return the paths with the largest step, or all paths if a step is unknown.
 
     Ignores file times, because clocks differ, and because copies change times.
     """

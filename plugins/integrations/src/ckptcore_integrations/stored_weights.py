@@ -204,8 +204,8 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         Args:
             location: the path or URL of the checkpoint.
             tree: the container with the weights, of the open checkpoint.
-            contexts: options for loads of this process alone, and for loads of its group. Both are equal if there is no
-                group.
+            contexts: options for loads of this process alone, and for loads of its group. Without a group, pass the
+                same object twice.
             targets: tensors, such as parameters. Copies into their memory are performed later, in batches. Other copies
                 are performed immediately.
             batch_bytes: size of the arrays of a batch of recorded copies, in bytes.
@@ -275,7 +275,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             raise
 
     def _load(self, copies: Sequence[_Copy], context: Context) -> None:
-        """Load the boxes of all copies at once, and copy."""
+        """Load the elements of all copies in one load, and copy. Loads of a group request whole arrays."""
         if not copies and context is self._alone:
             return
         views = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]

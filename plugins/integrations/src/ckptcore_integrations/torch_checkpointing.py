@@ -7,8 +7,8 @@ torch_checkpointing writes into a directory with the prefix ``tmp_`` and then re
 durable once it is closed. On file systems, the rename never replaces another directory. Object stores cannot rename
 directories, and an earlier job may still write to them. So on object stores:
 
-- Every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
-  processes of one process group: a restarted job has another id.
+- Every file of a checkpoint is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A
+  job is the processes of one process group: a restarted job has another id.
 - The rename creates the list of the objects of its job, ``files.ckptcore.json``, if no list exists. Without a list the
   checkpoint does not exist, and objects that are not in the list are ignored. Nothing is deleted before the commit.
 """
@@ -59,7 +59,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 
 _MAX_LIST_BYTES: Final = 1 << 26
 _DEPTH: Final = 4
-"""Maximum number of directories above a file within its checkpoint."""
+"""Maximum number of names in the path of a file within its checkpoint, including the name of the file."""
 
 _COPY_BYTES: Final = 8 << 20
 """Bytes of a file that are copied at a time."""
@@ -73,7 +73,7 @@ class CkptcoreStorageConfig(StorageConfig):
 
     Attributes:
         context: options, such as those of storages; None for the default.
-        temp_dir_prefix: the option of the same name of the `CheckpointWriterConfig`.
+        temp_dir_prefix: must equal ``temp_dir_prefix`` of the `CheckpointWriterConfig`.
     """
 
     context: Context | None = None
@@ -113,10 +113,12 @@ class _Place(NamedTuple):
     """A path on an object store.
 
     Attributes:
-        directory: the URL of the directory of checkpoints.
-        checkpoint: the name of a checkpoint in it; empty if none is known.
-        file: the path within the checkpoint; empty for the checkpoint itself.
-        pending: True if the path is in the temporary directory of the checkpoint.
+        directory: the URL of the directory that contains the checkpoint. If the path is not pending, the URL of the
+            directory that contains the path.
+        checkpoint: the name of the checkpoint; empty if the path is not pending.
+        file: the path within the checkpoint; empty for its temporary directory. If the path is not pending, the last
+            name of the path.
+        pending: True if the path is the temporary directory of a checkpoint, or in it.
     """
 
     directory: str
@@ -141,7 +143,9 @@ class CkptcoreStorage(Storage):
     # --- read
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Open a file. The stream reads ranges, unless `ReadArgs.pre_read_full_file` requires the whole file.
+        """Open a file. The stream reads ranges if there are `ReadArgs` without ``pre_read_full_file``.
+
+        Otherwise it contains the whole file.
 
         Raises:
             FileNotFoundError: there is no such file, or it is not committed.
@@ -201,7 +205,9 @@ class CkptcoreStorage(Storage):
         """Return a stream. Its file exists and is durable once the stream is closed without an error.
 
         Raises:
-            FileExistsError: the path is in the temporary directory of a checkpoint that is committed.
+            FileExistsError: the path is in a committed checkpoint in an object store, or in the temporary directory of
+                one.
+            OSError: in an object store, the path has too many directories within the checkpoint.
         """
         url = _url(path)
         if url is None:
@@ -241,8 +247,10 @@ class CkptcoreStorage(Storage):
 
         Raises:
             FileExistsError: the destination exists, or another job committed it during the call.
-            OSError: an object store cannot rename the directory, because its name is not the temporary name of
-                `dst_path`; or two jobs write the same checkpoint.
+            FileNotFoundError: this job wrote nothing to the temporary directory of a checkpoint in an object store.
+            OSError: the paths are on different storages. Or an object store cannot rename the directory, because it is
+                not the temporary directory of `dst_path`, or because a directory within the checkpoint has the
+                temporary prefix.
         """
         source, destination = _url(src_path), _url(dst_path)
         if (source is None) != (destination is None):
@@ -265,7 +273,8 @@ class CkptcoreStorage(Storage):
 
         Raises:
             FileNotFoundError: there is no such file.
-            PermissionError: it is a file of a committed checkpoint in an object store, which `rmdir` deletes.
+            PermissionError: it is a file of a committed checkpoint in an object store. Delete the checkpoint with
+                `rmdir`.
         """
         url = _url(path)
         if url is None:
@@ -277,7 +286,12 @@ class CkptcoreStorage(Storage):
         storage.delete([key])
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory with its contents. The list of a committed checkpoint is deleted before its files."""
+        """Delete a directory with its contents. The list of a committed checkpoint is deleted before its files.
+
+        Raises:
+            FileNotFoundError: in an object store, the path is within a temporary directory, or is the temporary
+                directory of a committed checkpoint.
+        """
         url = _url(path)
         if url is None:
             self._local.rmdir(path)

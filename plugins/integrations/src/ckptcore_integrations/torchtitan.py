@@ -70,7 +70,8 @@ class CkptcoreManager(BaseCheckpointManager):
         """The options of TorchTitan's managers.
 
         Attributes:
-            async_mode: "async": write in the background, from a copy. "disabled": return once a step is committed.
+            async_mode: "async": write in the background, from a copy. "disabled": return once a step is committed. The
+                save of the last step always returns once it is committed.
             layout: the on-disk format of arrays. TorchTitan's own manager reads "dcp".
 
         Raises:
@@ -139,7 +140,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 preservation_policy=LatestN(config.keep_latest_k) if config.keep_latest_k else None,
                 step_names=_NAMES,
                 layout=config.layout,
-                if_in_use="take over",  # a running job keeps the directory if it renews a lease
+                if_in_use="take over",  # does not take the directory from a running job that renews its lease
                 other_files=True,  # as TorchTitan does
                 context=self.context,
             )
@@ -176,7 +177,8 @@ class CkptcoreManager(BaseCheckpointManager):
         if not self.config.last_save_in_hf:
             writer.save_blocking(step, weights, overwrite="best-effort")
             return
-        # Ranks hold shards, but files for Hugging Face have whole tensors. A killed process may leave both directories.
+        # Ranks hold shards, but files for Hugging Face have whole tensors. So save the shards, and copy them to whole
+        # tensors. If a process is killed, the directory of the shards may remain.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
         ckptcore.save(
             shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="with-other-files", context=self.context
@@ -238,7 +240,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 f"{', '.join(map(str, self._reader.steps)) or '(none)'}"
             )
         objects = self._objects_to_load(only_model=expected == 0)  # a seed checkpoint
-        with contextlib.suppress(CorruptCheckpointError):  # then the step before it is loaded
+        with contextlib.suppress(CorruptCheckpointError):  # `load_into` raises it, or loads an earlier step
             _forget_states_not_saved(objects, self._reader.metadata(expected).abstract)
         state = self._state(objects)
         self._reader.load_into(state, step=None if step == -1 else step, matching=_PART)

@@ -40,7 +40,7 @@ class TrainingKind(Protocol):
         """Return the schedulers that are not part of another checkpointable."""
 
     def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
-        """Return the sizes of the weights in bytes, by name; None if they are not saved as whole arrays."""
+        """Return the sizes of the weights in bytes, by name; None if they are saved as shards, or only adapters are."""
 
     def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
         """Return a context manager for saving and loading the checkpointables."""

@@ -37,9 +37,9 @@ _numbers: Final = itertools.count()
 class CheckpointLoader(BaseModelLoader):
     """Loads the weights of a model from a checkpoint.
 
-    A worker reads the boxes of its shard in batches. The workers of a tensor-parallel group read for each other, so
-    that the storage delivers each byte once. Exception: for models that are quantised during the load, each worker
-    reads the boxes of a layer itself when the layer is quantised.
+    Weights are read in batches. The workers of a tensor-parallel group read for each other, so that the storage
+    delivers each byte once. Exception: for models that are quantised during the load, each worker reads its boxes of a
+    layer itself when the layer is quantised.
 
     Options in ``model_loader_extra_config``:
 
@@ -140,7 +140,10 @@ class CheckpointLoader(BaseModelLoader):
         return location
 
     def _context_of_group(self) -> Context:
-        """Return options for loads by all workers of the tensor-parallel group, or by one worker without a group."""
+        """Return options for loads by all workers of the tensor-parallel group.
+
+        Without a group, or with ``reads="all"``, return the options for loads by one worker.
+        """
         if self._together == "all" or not parallel_state.model_parallel_is_initialized():
             return self._context
         group, job = parallel_state.get_tp_group(), store_of_job()

@@ -121,7 +121,7 @@ class Buckets:
                 head, found_delimiter, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
                 if found_delimiter:
                     prefixes.append(prefix + head + delimiter)
-                    # Skip all names with this prefix: UTF-8 never contains the byte 0xFF, so it sorts after them.
+                    # Skip all names with this prefix. They sort before the prefix with 0xFF, which no UTF-8 text has.
                     position = bisect.bisect_left(stored_bucket.names, prefixes[-1].encode() + b"\xff")
                 else:
                     objects.append(stored_bucket.objects[name])

@@ -156,7 +156,7 @@ class WrittenTrial:
         """Read boxes of leaves, and check that the layout follows the protocol.
 
         Args:
-            wanted: numbers of leaves, and boxes. None: all arrays.
+            wanted: numbers of leaves, and boxes. None: all arrays but aliases.
             state, tree: the state and the tree to read with, by default the written ones.
             verified: True if the default store verifies objects.
             store: the store to read from. None: a `StrictReadStore`.

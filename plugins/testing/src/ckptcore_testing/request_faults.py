@@ -175,7 +175,7 @@ class RequestPlan(Protocol):
     """Chooses the faults of requests. Thread-safe."""
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
-        """Return the faults of a request: any number of `Wait`, and at most one other."""
+        """Return the faults of a request: any number of `Wait`, and at most one fault of another kind."""
         ...
 
 

@@ -72,7 +72,7 @@ _MAX_WORST: Final = 10
 
 
 class WorstElement(NamedTuple):
-    """An element that differs much between two arrays.
+    """One of the elements that differ most between two arrays.
 
     Attributes:
         position: its index in the arrays.

@@ -64,9 +64,9 @@ class Export:
         location: a path or URL.
         layout: the name of a layout, or a layout object with options.
         subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``. Paths in the export are
-            relative to it. With several checkpointables it starts with the name of one. Empty: everything. None, the
-            default: everything, but an optimizer state in safetensors is an error, because other software expects only
-            weights in such files.
+            relative to it. With several checkpointables it is required, and starts with the name of one. Empty:
+            everything. None, the default: everything, but an optimizer state in safetensors is an error, because other
+            software expects only weights in such files.
     """
 
     location: AnyLocation
@@ -334,7 +334,7 @@ class _SubtreeSource(NamedTuple):
 
     Attributes:
         whole: the arrays of the whole tree.
-        leaves: for each leaf of the subtree, the number of the leaf of the whole tree with its elements.
+        leaves: for each leaf of the subtree, the number of the leaf of the whole tree that has the same elements.
     """
 
     whole: ArraySource
@@ -400,9 +400,9 @@ def _plan_export(
 
 
 def _refuse_overlaps(locations: Sequence[Location]) -> None:
-    """Refuse two checkpoints with one location, and an export whose directory contains the save or another export.
+    """Refuse two checkpoints with one location, and an export whose directory contains the save or an earlier export.
 
-    The outer checkpoint is written after the inner one, and would not contain it.
+    The outer checkpoint would be written after the inner one, and would not contain it.
     """
     for number, location in enumerate(locations):
         for other in locations[:number]:

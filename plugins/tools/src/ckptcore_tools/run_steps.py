@@ -46,10 +46,12 @@ class StepStatus:
 
     Attributes:
         step, name: the number, and the name of the directory.
-        state: the state. "incomplete": a file is missing or has another size than recorded. "other": neither a
-            checkpoint that can be loaded nor a save of ckptcore.
+        state: "committed": a checkpoint of ckptcore. "foreign": a checkpoint of other software. "incomplete": a file is
+            missing or has another size than recorded. "uncommitted": a save of ckptcore that is running or was
+            interrupted. "corrupt": its metadata is damaged. "unreadable": this process cannot read it, for example for
+            lack of a permission. "other": neither a checkpoint that can be loaded nor a save of ckptcore.
         created: start of the save, ISO 8601 in UTC; None if unknown.
-        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unreadable.
+        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unknown.
         metrics: the metrics saved with the step.
         pinned: True if a reader has pinned the step; None if unknown.
         error: why the step is incomplete, corrupt or unreadable.

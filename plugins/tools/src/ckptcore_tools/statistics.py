@@ -163,7 +163,7 @@ class _Summary:
         with np.errstate(over="ignore", invalid="ignore"):
             mean = low if low == high else float(numbers.mean())  # equal elements: deviation 0
             if not math.isfinite(mean):  # the sum overflowed float64
-                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding
+                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding can exceed both
             deviations = float(np.square(numbers - mean).sum())
             self._squares += float(np.square(numbers).sum())
         before, self._finite = self._finite, self._finite + numbers.size

@@ -100,7 +100,7 @@ def _save_record(
     wait = phases.get("wait_for_previous")
     wait_start = blocking.began if wait is None else wait.began
     wait_seconds = 0.0 if wait is None else wait.seconds
-    # The caller first waits for the previous save. From here on, this save blocks it.
+    # The caller first waits for the previous save. After this wait, the new save blocks the caller.
     own_start = blocking.began if wait is None else wait.ended
     return {
         "step": whole.step,

@@ -1,8 +1,9 @@
 """Transforms change a stored tree before a load matches it with the abstract tree.
 
 ``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. Transforms
-read no arrays: for each requested part of a result, a load reads only the required parts of the
-inputs. It is an error if a transform matches nothing or does not fit.
+read no arrays: for each requested part of a result, a load reads only the parts of the inputs that
+the transforms need. It is an error if a transform does not fit, or if it matches nothing. The
+exceptions are `Refuse`, `Default` and `IfPresent`, which may match nothing.
 
 - `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: change paths
 - `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: change

@@ -44,7 +44,8 @@ class OpenTree:
 
         Raises:
             CompositeCheckpointError: it has several checkpointables.
-            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError: there is no committed
+                checkpoint, or it is damaged.
         """
         self.location = location
         self.state = OpenState(location, context)

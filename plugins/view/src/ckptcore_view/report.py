@@ -60,7 +60,8 @@ def write_report(
     """Write a report of a checkpoint or run to an HTML file, atomically.
 
     The report of a run has the newest 200 steps, the checkpoint of the newest step, the trees of older steps up to a
-    total of 20,000 rows, and the norms of the chosen arrays over these steps. It names this host and the time.
+    total of 20,000 rows and chunks, and the norms of the chosen arrays over these steps. It names this host and the
+    time.
 
     Args:
         path: the file.
@@ -163,7 +164,10 @@ class _Collector:
         return self._documents
 
     def _add_runs(self) -> None:
-        """Add a folder of runs, and each run. Reads no array, because all runs together may have many."""
+        """Add a folder of runs, and each run and checkpoint.
+
+        If the caller chose no arrays, the arrays of runs are not read, because all runs together may have many.
+        """
         self._reads_all = False
         runs = self._add("runs", **self._policy)
         self._documents[_key("runs")] = runs
@@ -212,7 +216,11 @@ class _Collector:
                 self._documents[_key("statistics", at=place, leaf=leaf)] = {"same": read}
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
-        """Add a document. An error is added as a document, which the page shows."""
+        """Add a document. An error is added as a document, which the page shows.
+
+        Raises:
+            CheckpointError, BadRequestError: the document is the view, a run, the folder of runs, or a checkpoint.
+        """
         document: Document
         texts = {key: str(value) for key, value in parameters.items()}
         if "leaf" in parameters and (version := self._versions.get(texts.get("of", texts["at"]))):

@@ -17,7 +17,7 @@ from ckptcore_integrations.orbax_v1.library import v1
 _COMPRESSION: Final = "zstd"
 
 _UNLIMITED_BYTES: Final = 1 << 62
-"""Orbax's data file size 0 means that files have no maximum size."""
+"""Maximum size of data files for Orbax's size 0, which means that files have no maximum size."""
 
 
 def layout_of(

@@ -61,7 +61,10 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         metrics: Any = None,
         custom_metadata: Any = None,
     ) -> v1.AsyncResponse[bool] | None:
-        """Begin to save a step, if the policy selects it. An existing step is replaced atomically.
+        """Begin to save a step, if the policy selects it.
+
+        With `overwrite`, an existing step of ckptcore is replaced atomically. An existing step of Orbax is deleted
+        first.
 
         Returns:
             A response with the result True; None if the policy does not select the step.

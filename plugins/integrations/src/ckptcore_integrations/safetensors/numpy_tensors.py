@@ -89,7 +89,7 @@ class NumpyReader:
 
 
 class FlaxReader:
-    """Reads arrays of JAX."""
+    """Reads tensors as arrays of JAX."""
 
     def __init__(self, file: OpenFile, backend: Backend) -> None:
         """Read from an open file."""

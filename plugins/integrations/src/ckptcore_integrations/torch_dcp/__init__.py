@@ -141,10 +141,10 @@ def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike
 def _writing(
     given: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None, use_collectives: bool
 ) -> dict[str, Any]:
-    """Return the keyword argument with the given writer, or with ours if none is given.
+    """Return the keyword argument with the given writer, or with a `Writer` for the location.
 
-    If neither a writer nor a location is given, the result is empty, because a writer may be the second positional
-    argument of `save`.
+    The result is empty if neither is given, because a writer may be the second positional argument of `save`. It is
+    also empty without `use_collectives`, so that the original writer is used.
     """
     if given is None and checkpoint_id and use_collectives:
         given = Writer(checkpoint_id)

@@ -35,7 +35,10 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """Return the elements of a tensor as a NumPy array. It shares the memory of a tensor on the CPU; others are copied.
+    """Return the elements of a tensor as a NumPy array.
+
+    The array shares the memory of a tensor on the CPU. Tensors on other devices, and conjugate or negative views, are
+    copied.
 
     Raises:
         UnsupportedLeafError: NumPy and ml_dtypes have no such dtype.

@@ -103,7 +103,8 @@ class Reader(StorageReader):
         """Return the entries of the checkpoint. Each tensor has one chunk, because any box of it can be read.
 
         Raises:
-            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError: there is no committed
+                checkpoint, or it is damaged.
             CompositeCheckpointError: the checkpoint has several checkpointables. Load one by its own location.
         """
         self.failure = None

@@ -164,7 +164,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the metadata that the save returns. The file was already written by `write_data`."""
+        """Complete the metadata that the save returns. `write_data` has already written the file ``.metadata``."""
         metadata.version = _VERSION
         metadata.storage_meta = self.storage_meta()
 
@@ -251,7 +251,8 @@ class _Exchange:
         """Return the parts of all ranks by name.
 
         Raises:
-            RankFailedError: another rank failed. A rank raises its own error unchanged.
+            RankFailedError: another rank failed, or ranks have different shapes or dtypes for one name.
+            BaseException: the error of this rank's own work, unchanged.
         """
         job, error = self._coordinator, self._error
         own = parts if error is None else _Failure(job.rank, f"{type(error).__name__}: {error}")
@@ -266,7 +267,7 @@ class _Exchange:
 
 
 def _merge(gathered: list[list[_Part] | _Failure]) -> dict[str, _Part] | _Failure:
-    """Merge the parts of all ranks. Arrays can have parts on several ranks."""
+    """Merge the parts of all ranks, or return the first failure. Arrays can have parts on several ranks."""
     merged: dict[str, _Part] = {}
     for rank, parts in enumerate(gathered):
         if isinstance(parts, _Failure):

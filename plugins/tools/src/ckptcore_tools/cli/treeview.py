@@ -42,9 +42,10 @@ class TreeLine(NamedTuple):
         guide: the lines of the drawing, before the name.
         name: the key in the row above, or the part of it that this row adds.
         type: dtype and shape of an array, or kind of a value or container.
-        size: size of an array, or of all arrays in a container; empty for others.
-        detail: for a container, the number of arrays and parameters. For an array, the counts of special elements, the
-            sharding, or the path of an array with the same bytes. For a value, the value.
+        size: size of an array, or of all arrays in a container. Empty for values, containers without arrays, and arrays
+            that share the bytes of another one.
+        detail: for a container, the number of arrays and parameters, or ``empty``. For an array, the counts of special
+            elements, and the sharding or the path of an array with the same bytes. For a value, the value.
         numbers: minimum, maximum, mean, deviation and norm of the elements; empty if unknown.
     """
 

@@ -84,7 +84,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _SaveWithAliases(PlainSave):
-    """Save a tree whose tied arrays are stored under each of their names; its root lists them as aliases.
+    """A save of a tree whose tied arrays are stored under each of their names. Its root lists them as aliases.
 
     Attributes:
         aliases: the leaf that each tied leaf is tied to.

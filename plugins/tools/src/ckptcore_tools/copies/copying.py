@@ -192,7 +192,9 @@ def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
 
 
 def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
-    """Refuse a copy that would overwrite files, for a copy that keeps other files at the destination.
+    """Refuse to overwrite existing files at a destination whose other files are kept.
+
+    Storages that do not replace atomically are not checked.
 
     Raises:
         CheckpointExistsError: before anything is written.
@@ -297,7 +299,7 @@ class _CopyAttempt:
                 _refuse_names_of_others(self._manifest, self._destination)
         except BaseException:
             if claim.store.list_names():
-                claim.leave()  # the next copy to a free destination resumes
+                claim.leave()  # keep the objects, so that the next copy resumes once the destination is free
             else:
                 claim.abort()
             raise
@@ -369,7 +371,7 @@ class _CopyAttempt:
         """Return the keys of objects that an earlier copy completed, and remove its other objects.
 
         An object is kept if its size and its bytes are correct. The bytes are read, because an object of the right size
-        can be wrong: files get their size before their bytes, and a source without checksums may have been rewritten.
+        can be wrong: a file can get its size before its bytes, and a source without checksums may have been rewritten.
         The object may also belong to another save of equal shapes, if listings are outdated or if a save that lost its
         claim still runs.
         """

@@ -71,7 +71,7 @@ def _expect_arrays(checkpoint: Checkpoint) -> None:
 
 
 def _listed(checkpoint: Checkpoint) -> Mapping[str, int]:
-    """Return the sizes of all objects, if the storage lists them at once."""
+    """Return the sizes of all objects, or nothing if the listings of the storage have no sizes."""
     return {} if checkpoint.version.is_object else checkpoint.location.store.list_sizes() or {}
 
 

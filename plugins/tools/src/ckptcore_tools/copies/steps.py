@@ -43,7 +43,8 @@ class StepsCopyReport:
         damaged: the error of each step that was not copied, because it is damaged at the source.
         failed: the error of each step that was not copied, because this process may not read or write it, or because it
             is in an archive.
-        left_out: files next to the steps that were not copied, such as ``latest_checkpointed_iteration.txt``.
+        left_out: files in the directory of the steps, such as ``latest_checkpointed_iteration.txt``. They are not
+            copied.
     """
 
     steps: Mapping[int, CopyReport] = field(default_factory=dict)
@@ -78,9 +79,10 @@ def copy_steps(
 ) -> StepsCopyReport:
     """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
 
-    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is an
-    earlier state of the run. Calling this again resumes, and also copies steps that were saved since. Steps that
-    exist at the destination are not copied again. This process owns the destination during the copy.
+    The steps are copied byte for byte; see `copy`. They are copied in ascending order, so an interrupted copy is an
+    earlier state of the run. Calling this again resumes, and also copies steps that were saved since. Without
+    `overwrite`, steps that exist at the destination are not copied again. This process owns the destination during the
+    copy.
 
     Args:
         source, destination: the directories of steps, as paths or URLs.
@@ -98,7 +100,7 @@ def copy_steps(
         CheckpointExistsError: if the destination has another save of a step. The steps before this step are copied.
         DirectoryInUseError: if another job writes steps to the destination.
         CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
-            are listed in the report. If none can be copied, the first error is raised.
+            are listed in the report. If this process may not read or write any of the steps, the first error is raised.
     """
     context = context or default_context()
     from_steps, to_steps = (
@@ -150,7 +152,7 @@ def _choose_steps(
 
 
 def _no_steps(source: StepDirectory) -> str:
-    """Return the error for a directory without steps."""
+    """Return the error message for a directory without steps."""
     names = sorted(name for name in source.store.list_names() if not name.startswith("."))
     if not names:
         way = "check the path. Or it is a file: give the directory of the steps"
@@ -268,7 +270,7 @@ class _RunCopy:
         """Return the report.
 
         Raises:
-            StorageError: if no step was copied and at least one failed: a permission for the directory may be missing.
+            StorageError: if all steps failed: a permission for the directory may be missing.
         """
         failed = dict(sorted(self._failed.items()))
         if not (self._copied or self._skipped or self._deleted or self._damaged):

@@ -212,7 +212,7 @@ class _ObjectTransfer:
         """Read, verify and write a slice. The last slice completes the object. Return the number of requests."""
         requests = 0
         with self._lock:
-            # The first slice opens the object, so that few objects are open at once.
+            # The first slice opens the object, so that few objects are open at the same time.
             if self._writer is None:
                 self._reader = self._source.open_reader(self._record.key)
                 if self._record.checksums:

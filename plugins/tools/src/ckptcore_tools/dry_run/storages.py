@@ -319,7 +319,7 @@ class SizeRecorder:
                     segment.open()
                 segment.close()
         if nbytes < SIZES.inline:
-            writer.write_at(0, bytes(nbytes))  # a storage that packs small objects counts the bytes it receives
+            writer.write_at(0, bytes(nbytes))  # zeros: a storage that packs small objects counts bytes
         writer.finish()
         self._record(key, nbytes)
 

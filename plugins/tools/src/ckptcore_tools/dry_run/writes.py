@@ -56,7 +56,7 @@ class WriteForecast(NamedTuple):
 class ForecastingLayout(Protocol):
     """A layout whose `write` needs elements, because it encodes them before it passes objects to the store.
 
-    For other layouts, a dry run calls `write` itself, and records the lengths of the segments without opening them.
+    For other layouts, a dry run calls `write` itself, and records the lengths of the segments that it passes.
     """
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> tuple[JSON, frozenset[str], int]:
@@ -64,7 +64,7 @@ class ForecastingLayout(Protocol):
 
         Args:
             snapshot: has only a plan. Taking elements from it fails.
-            store: records lengths. It opens and closes segments. Opening fails, because there are no elements.
+            store: records lengths. It opens and closes segments, and ignores that opening fails for lack of elements.
 
         Returns:
             The fields of `WriteForecast`.

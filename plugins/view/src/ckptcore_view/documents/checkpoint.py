@@ -190,10 +190,10 @@ def _problems(problems: Sequence[Problem]) -> dict[str, JSON]:
 
 
 def _files(checkpoint: Checkpoint) -> JSON:
-    """Return the largest files, their number and their total size.
+    """Return the largest files, the number of all files, and their total size.
 
-    A checkpoint of other software has no records of its files. Their sizes are known only if the storage lists them, as
-    object stores do, or if the checkpoint is one file.
+    A checkpoint of other software has no records of its files, so the result has its first files by name, and no total
+    size. Sizes are known only if the storage lists them, as object stores do, or if the checkpoint is one file.
     """
     records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
     if not records and checkpoint.root is None:

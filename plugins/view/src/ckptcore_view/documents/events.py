@@ -162,9 +162,9 @@ def events_of(
 ) -> JSON:
     """Return the events of a run, ascending.
 
-    Each owner of a run has a higher number than earlier owners, and stores this number in its steps. So a step with a
-    higher number than the step before shows a restart. The record of the owner states if the earlier owners ended or
-    were killed. The framework is that of the arrays in the first step of each owner.
+    Each owner of a run has a higher number than earlier owners, and stores this number in its steps. So a step whose
+    owner has a higher number than the owner of the previous step shows a restart. The record of the last owner states
+    if the earlier owners ended or were killed. The framework is that of the arrays in the first step of each owner.
     """
     saved = [status for status in statuses if status.save_id is not None]
     last = _last_owner(steps)

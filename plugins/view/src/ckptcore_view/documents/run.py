@@ -83,7 +83,7 @@ def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int], request: Request) -> Sequence[StepStatus]:
-    """Read the steps. Committed steps in object stores are cached for a while."""
+    """Read the steps. Committed steps in object stores are cached for a minute."""
     known = [viewed.recall((steps.display, steps.name(step))) for step in chosen] if _is_remote(steps) else []
     statuses: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
     missing = [step for step in chosen if step not in statuses]
