@@ -101,10 +101,12 @@ def test_a_report_has_a_limited_number_of_rows_of_older_steps(tmp_path: Path) ->
 
 
 def test_a_report_of_a_folder_of_runs(run: Path, tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "parts", {"model": state()})
     ckptcore.save(tmp_path / "single", state())
     write_report(tmp_path / "report.html", tmp_path)
     documents = documents_of(tmp_path / "report.html")
-    assert [run_entry["name"] for run_entry in documents["runs"]["runs"]] == ["run", "single"]
+    assert [run_entry["name"] for run_entry in documents["runs"]["runs"]] == ["parts", "run", "single"]
+    assert "tree\nat=parts/model" in documents
     assert {"run\nat=run", "tree\nat=run/30", "tree\nat=run/10", "tree\nat=single"} <= documents.keys()
     assert "statistics" not in names(documents)
 

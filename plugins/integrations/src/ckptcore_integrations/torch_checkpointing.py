@@ -220,7 +220,7 @@ class CkptcoreStorage(Storage):
         elif self._committed(url) is not None:
             raise _occupied(url)
         if place.file.count("/") >= _DEPTH:
-            raise OSError(errno.ENAMETOOLONG, f"it is more than {_DEPTH} directories below its checkpoint", url)
+            raise OSError(errno.ENAMETOOLONG, f"it is more than {_DEPTH - 1} directories below its checkpoint", url)
         return OutputStream(storage.open_writer(self._key(place)))
 
     def write(self, path: Path, data: Buffer) -> None:

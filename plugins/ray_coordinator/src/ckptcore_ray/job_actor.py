@@ -69,7 +69,8 @@ class JobActor:
             token: result of `process_token` in the rank's process.
         """
         if self._incarnation == 0 or rank in self._members or self._exchanges.is_over:
-            self._begin(f"rank {rank} joined the job again")
+            again = " again" if rank in self._members else ""
+            self._begin(f"rank {rank} joined the job{again}")
         self._members[rank] = member, token
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll_ranks())

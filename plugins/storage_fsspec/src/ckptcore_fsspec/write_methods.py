@@ -61,7 +61,7 @@ class WriteMethod(Protocol):
     """Method of writing and deleting objects, for one kind of file system."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object completely or not at all."""
+        """Write an object. No reader sees a part of it; without replacing renames, the old one may be missing."""
         ...
 
     def begin(self, path: str) -> Sink:

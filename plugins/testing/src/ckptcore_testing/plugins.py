@@ -289,4 +289,4 @@ def _member(name: str) -> str:
 def _is_public(module: str) -> bool:
     if module.partition(".")[0] != PROJECT_NAME or module in PUBLIC_MODULES:
         return True
-    return module.startswith((f"{PROJECT_NAME}.model.", f"{PROJECT_NAME}.testing."))
+    return module.startswith(f"{PROJECT_NAME}.model.")

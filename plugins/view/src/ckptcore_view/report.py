@@ -241,10 +241,12 @@ class _Collector:
             return
         parts = checkpoint.get("checkpointables", ())
         nbytes = sum(part["nbytes"] for part in parts if part["kind"] == "tree")
-        self._reads_all = nbytes * self._times(steps) <= _READ_BYTES
+        reads_all = self._reads_all
+        self._reads_all = reads_all and nbytes * self._times(steps) <= _READ_BYTES
         for part in parts:
             for directory in part["places"][:1]:
                 self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
+        self._reads_all = reads_all
 
     def _times(self, steps: Sequence[str]) -> int:
         """Return the number of checkpoints to read."""
