@@ -46,7 +46,7 @@ class Case:
         nbytes: bytes that each run saves, loads or copies; 0 if the time is not proportional to them.
         writes: the runs write files. The system then writes back all dirty pages before each run, and the rows report
             the page cache.
-        memory: bytes of memory to fault in before each run; None: `nbytes`, twice if the case writes.
+        memory: bytes of memory to fault in before each run. None: `nbytes`, or twice that if the case writes.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Times:
     Attributes:
         seconds: wall-clock time, or the time that the run measured itself.
         cpu: processor time of this process, in seconds.
-        nbytes_read: bytes that this process read from files, in the page cache or not, as Linux counts them.
+        nbytes_read: bytes that this process read from files, as Linux counts them, whether they were in the page cache
+            or not.
         page_caches: state of the page cache before the run, if the case writes.
     """
 

@@ -86,7 +86,7 @@ def _job(directory: Path, side: int, rounds: int) -> None:
         ours("all"),
     ]
     measure_rank(contenders, rounds, directory / "results", rank=rank, barrier=dist.barrier)
-    # Compared as bits, because some are NaN.
+    # Compare bits, because some elements are NaN.
     assert torch.equal(state["w3"].view(torch.int16), torch.from_numpy(_elements(3, side)))
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The check before the training, compared with the first save of the same state: at most 5 % of its time."""
+"""The check before the training, which must take at most 5 % of the time of the first save of the same state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 
 _AT_LEAST: Final = 20.0
-"""The time of the save divided by that of the check."""
+"""Target: the time of the save divided by that of the check."""
 
 _LAYERS: Final = 12
 

@@ -1,15 +1,15 @@
 """Compare the benchmarks of two worktrees: ``python -m benchmarks.compare OLD_WORKTREE [--only NAME ...]``.
 
 Three processes run each benchmark: one of the old worktree, one of the new, and a second one of the old. In each round
-each of them runs the same contender once, and each round begins with another process. The ratio of new to old has the
-changes of the code and the noise of the machine; the ratio of old to old has the noise alone. Both are paired by round,
-and the first round does not count. A run of less than 50 ms is repeated within its round, and the median counts. The
-processes are started several times, because the layout of memory and other accidents of a process last as long as the
-process.
+each of them runs the same contender once, and each round begins with another process. The ratio of new to old contains
+the changes of the code and the noise of the machine; the ratio of old to old contains only the noise. Both ratios are
+computed for each round, and the first round does not count. A run of less than 50 ms is repeated within its round, and
+the median counts. The processes are started several times, because the layout of memory and other accidents of a
+process last as long as the process.
 
 Each worktree runs its own benchmarks with its own library, and the Python of its ``.venv`` if it has one. Rows are
-matched by name. Other libraries, which are the same in both, are not timed. Rows that a benchmark measures in separate
-jobs have one measurement for each start, and their benchmarks are started once for each pair.
+matched by name. Other libraries, which are the same in both, are not timed. A benchmark that measures only in jobs of
+its own gives one measurement of a row for each start, so it is started once for each pair.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ_SLACK: Final = 4096
 
 _ROUND_SECONDS: Final = 0.05
 _MOST_REPEATS: Final = 10
-"""A process repeats a short run within a round, up to this often, and the median counts."""
+"""Maximum number of repeats of a short run within a round. Their median counts."""
 
 _HEAD: Final = f"{'case':44} {'contender':38} {'old':>11} {'new':>11} {'new/old':>8} {'old/old':>8} {'read':>6}"
 
@@ -92,7 +92,7 @@ class Comparison:
         old: median of the old worktree, in `unit`.
         new: median of the new worktree.
         ratio: median over the rounds of new divided by old.
-        spread: how far from 1 the ratio of old to old is in a quarter of the rounds, as a ratio above 1.
+        spread: upper quartile of the ratios of old to old, in both directions. Its difference from 1 is the noise.
         read: bytes read by new divided by bytes read by old; None if they were not counted.
         passed: False if the ratio is above both the limit and the spread, if a count grew, or if the new worktree reads
             more.
@@ -278,7 +278,7 @@ def _measure(
     *,
     first: int,
 ) -> None:
-    """Start the three processes, and add what they measure."""
+    """Start the three processes, and add their measurements to `samples`."""
     with ExitStack() as stack:
         processes = [
             stack.enter_context(_Process(tree, benchmark, options, 1, cases))

@@ -53,7 +53,7 @@ class Worker:
         self._send({"cases": self._cases, "rows": [dataclasses.asdict(row) for row in rows]})
 
     def _compare(self, case: Case, rounds: int) -> Sequence[Row]:
-        """Replace `benchmarks.alternating.compare`: run contenders as requested, those of ckptcore only."""
+        """Run the contenders of ckptcore as requested. Takes the place of `benchmarks.alternating.compare`."""
         first, *others = case.contenders
         ours = [first, *[contender for contender in others if "ckptcore" in contender.name]]
         case = dataclasses.replace(case, contenders=ours)
@@ -70,7 +70,7 @@ class Worker:
             for _ in range(request["repeats"]):
                 _run(case, contender, into)
             reply = {"seconds": statistics.median(into.seconds), "nbytes_read": statistics.median(into.nbytes_read)}
-            # One for each round: contenders are repeated differently within a round.
+            # One number for each round, because the number of repeats differs between contenders.
             times[contender.name].seconds.append(reply["seconds"])
             self._send(reply)
         # Contenders that the other worktree lacks have not run.

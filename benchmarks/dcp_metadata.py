@@ -39,7 +39,7 @@ _RANKS = 64
 _SAVE_ID = "0" * 16
 _ITEM_BYTES = 2752
 _ROWS, _COLUMNS = 8, 64
-"""Bytes of each chunk. Only the metadata is written, no elements."""
+"""Rows and columns of each chunk. Only the metadata is written, no elements."""
 
 
 class _MemoryStore:

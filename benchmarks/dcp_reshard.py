@@ -31,7 +31,7 @@ _MATRICES: Final = 16
 _SIDE: Final = 4096
 _ROUNDS: Final = 3
 _MOST_READ: Final = 1.1
-"""Target: bytes read for each requested byte."""
+"""Target: at most this many bytes are read for each requested byte."""
 
 
 @dataclass(frozen=True, slots=True)

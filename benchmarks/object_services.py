@@ -28,13 +28,13 @@ class ObjectService:
     """A running server with a bucket.
 
     Attributes:
-        scheme: of its locations.
-        bucket: its name.
-        url: of the server.
-        options: of our storage.
-        store: the bucket, for obstore.
-        files: the service, as a file system of fsspec.
-        library: the name of this file system.
+        scheme: scheme of locations in the bucket.
+        bucket: name of the bucket.
+        url: URL of the server.
+        options: options of ckptcore's storage for this server.
+        store: the bucket as a store of obstore.
+        files: the service as a file system of fsspec.
+        library: the library of this file system.
     """
 
     scheme: str
@@ -47,7 +47,7 @@ class ObjectService:
 
     @property
     def context(self) -> ckptcore.Context:
-        """Return a Context with the options of the server."""
+        """A Context with the options of the server."""
         return ckptcore.Context(storage={self.scheme: dict(self.options)})
 
 
@@ -73,7 +73,7 @@ def s3(directory: Path) -> Iterator[ObjectService]:
 @contextmanager
 def gs(directory: Path) -> Iterator[ObjectService]:
     """The strict GCS server of the tests, in memory."""
-    # gcsfs reads this when it is imported, and else asks by gRPC what kind of bucket it is.
+    # gcsfs reads this variable when it is imported. Otherwise it asks by gRPC for the kind of each bucket.
     with gcs_server(directory) as server, _environment({"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}):
         server.create_bucket(_BUCKET)
         url = server.server.url

@@ -35,7 +35,7 @@ _ARRAYS: Final = 32
 _AT_ONCE: Final = 16
 _PART_BYTES: Final = 8 << 20
 _ROUNDS: Final = 3
-"""Most rounds, because each moves gigabytes through servers in Python."""
+"""Maximum number of rounds, because each moves gigabytes through servers in Python."""
 _SMALL_ARRAYS: Final = 1000
 _LEAST_OF_FSSPEC: Final = 1.5
 _LEAST_OF_OBSTORE: Final = 0.9
@@ -113,8 +113,8 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
     def plain(memory: HostArray) -> HostArray:
         def read(part: tuple[int, int]) -> None:
             start, stop = part
-            found = obstore.get_range(store, "by-hand", start=start, end=stop)
-            memory[start:stop] = np.frombuffer(memoryview(found), np.uint8)
+            content = obstore.get_range(store, "by-hand", start=start, end=stop)
+            memory[start:stop] = np.frombuffer(memoryview(content), np.uint8)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(read, ranges))
@@ -160,7 +160,7 @@ def _receive(url: str, path: str, part: tuple[int, int]) -> None:
     buffer = bytearray(1 << 20)
     with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
         connection.sendall(request.encode("ascii"))
-        left = part[1] - part[0]  # and the headers, which stay unread
+        left = part[1] - part[0]  # headers count too, so the last bytes of the body, as many, stay unread
         while left > 0 and (received := connection.recv_into(buffer, min(left, len(buffer)))):
             left -= received
 

@@ -1,4 +1,4 @@
-"""The layout ocdbt against Orbax, at Orbax's own format: the same JAX arrays, saved and loaded by both in turn."""
+"""The layout ocdbt compared with Orbax, which defines this format: both save and load the same JAX arrays in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads of a million Python numbers, as a data loader or a history has them, compared with torch.save."""
+"""Saves and loads of a million Python numbers, as in the state of a data loader, compared with torch.save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.setting import Setting
 
 _FAST: Final = ckptcore.Context(durability="none")
 _AT_LEAST: Final = 0.5
-"""The time of torch divided by ours. Not above 1, because torch writes no checksums and no structure."""
+"""Target: the time of torch divided by ours. It is below 1, because torch writes no checksums and no structure."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:

@@ -102,7 +102,7 @@ def _import_rows(setting: Setting) -> Iterator[Row]:
 
 
 def _first_rows(setting: Setting) -> Iterator[Row]:
-    """Measure the first save and the first load of a process, of one array of a mebibyte, with the import."""
+    """Measure the import of the library with the first save or load in a process, of an array of 1 MiB."""
     ours, theirs = setting.directory / "first", setting.directory / "first.safetensors"
     save = f"{_OURS}; ckptcore.save({str(ours)!r}, state)"
     save_file = f"{_THEIRS}; safetensors.numpy.save_file(state, {str(theirs)!r})"

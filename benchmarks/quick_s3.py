@@ -76,10 +76,10 @@ def _body(reader: BufferedReader[socket.SocketIO], nbytes: int) -> memoryview:
     data = memoryview(bytearray(nbytes))
     position = 0
     while position < nbytes:
-        found = reader.readinto(data[position : position + _READ_BYTES])
-        if not found:
+        count = reader.readinto(data[position : position + _READ_BYTES])
+        if not count:
             raise ConnectionError("the client hung up in a body")
-        position += found
+        position += count
     return data
 
 

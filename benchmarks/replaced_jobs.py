@@ -26,7 +26,8 @@ _SIDE: Final = 4096
 _PROCESSES: Final = (1, 4)
 
 _Case = Mapping[str, Callable[[Path], object]]
-"""Calls to measure, by the name of the contender. A save gets a new directory, a load one of its contender."""
+"""Calls to measure, by the name of the contender. Each save gets a directory that does not exist yet. All loads get the
+checkpoint that the original library saved."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -69,7 +70,7 @@ class _Measurements:
         self._measure(name, [contender(number, save) for number, save in enumerate(case.values())], writes=True)
 
     def loads(self, save: Callable[[Path], object], case: _Case) -> None:
-        """Measure loads of a checkpoint of the original."""
+        """Measure loads of one checkpoint, which the original library saves."""
         location = self._directory / "ready"
         save(location)
         self._barrier()

@@ -81,10 +81,10 @@ def _cases(
     def copied(module: Any) -> object:
         return [tensor.clone() for tensor in module.load_file(ready).values()]
 
-    def opened(module: Any) -> object:
+    def first_slice(module: Any) -> object:
         with module.safe_open(ready, "pt") as file:
             return file.get_slice(first)[:_ROWS]
 
     yield reading(copied, (replaced_torch, safetensors.torch), "load and copy, PyTorch")
     yield reading(lambda module: module.load_file(ready), (replaced_numpy, safetensors.numpy), "load, NumPy")
-    yield reading(opened, (replaced, safetensors), "open, one slice", nbytes=0)
+    yield reading(first_slice, (replaced, safetensors), "open, one slice", nbytes=0)

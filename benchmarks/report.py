@@ -135,7 +135,7 @@ def _processor() -> str:
 
 
 def _file_system(directory: Path) -> str:
-    """Return the type of the file system of a directory. The longest mount point that contains it decides."""
+    """Return the type of the file system with the longest mount point that contains a directory."""
     path, best = Path("/proc/mounts"), ("", "unknown")
     here = directory.resolve()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

@@ -1,9 +1,9 @@
 """Bytes read by loads on another mesh than that of the save. Counted, not timed.
 
-Weights of a layer of Llama-3.1-8B and its embedding, every axis a quarter as long, sharded over an FSDP and a
-tensor-parallel axis as is usual: the cases of the paper on Orbax, ``64 devices as (16, 4)`` loaded as ``(64, 1)`` and
-as ``(16, 1)`` on 16 devices, ``(4, 8, 4)`` as ``(1, 128, 1)`` and ``(8, 2, 1)`` as ``(1, 16, 1)``. Blocks of checksums
-are scaled too: 512 bytes for 1 MiB.
+The state has the weights of one layer of Llama-3.1-8B and its embedding, with every axis a quarter as long. They are
+sharded over an FSDP axis and a tensor-parallel axis, as is usual. The meshes are those of the paper on Orbax: ``(16,
+4)``, loaded as ``(64, 1)``, and as ``(16, 1)`` on 16 devices; ``(4, 8, 4)``, loaded as ``(1, 128, 1)``; and ``(8, 2,
+1)``, loaded as ``(1, 16, 1)``. Blocks of checksums are scaled too: they have 512 bytes instead of 1 MiB.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cost of copying the bytes that a save writes.
 
-A blocking save copies each block before it hashes and writes it. Two references do only that, with the same number of
-threads: one copies too, the other hashes and writes the blocks in place. `save_async` copies `jax.Array`s of
-the CPU backend before it returns; its reference uses views.
+A blocking save copies each block before it hashes and writes it. Two references with the same number of threads do
+nothing else: one copies, hashes and writes each block, and the other hashes and writes it in place. `save_async` copies
+`jax.Array`s of the CPU backend before it returns; its reference is `save_async` with a handler that takes views.
 """
 
 from __future__ import annotations

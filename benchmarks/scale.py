@@ -1,9 +1,9 @@
 """A simulated save of 405 billion parameters by up to 16,384 processes: the work of each process and of the leader.
 
 The real code describes and plans, writes and encodes receipts, exchanges messages, checks that the boxes cover the
-arrays, runs `finish` of the layouts, and builds the root. Simulated are the arrays, which have no elements, the wire
-between processes, which is a dictionary, and the storage, which counts bytes. The layouts run for some processes: see
-`benchmarks.scale_receipts`.
+arrays, runs `finish` of the layouts, and builds the root. The rest is simulated: the arrays have no elements, messages
+between processes go through a dictionary, and the storage only counts bytes. The layouts run for some of the processes:
+see `benchmarks.scale_receipts`.
 
 ``python -m benchmarks --only scale`` prints a table. ``python -m benchmarks.scale_report FILE...`` creates the table
 and the plot of the documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.

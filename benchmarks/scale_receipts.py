@@ -1,9 +1,9 @@
 """Receipts of the processes of the simulated job.
 
 The real planning and the real layouts run for sample processes. For all other processes, receipts are assembled here,
-array by array, because the real code would take hours on one machine. Arrays, boxes, chunks and file
-names equal those of the real code, which `expect_alike` checks. Sizes of files and offsets in them are approximate, and
-checksums are random.
+array by array, because the real code would take hours on one machine. Arrays, boxes, chunks and file names equal those
+of the real code, which `expect_alike` checks. Sizes of files and offsets in them are approximate, and checksums are
+random.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class JobReceipts:
         job: the job.
         layout: the name of the layout.
         tree: the tree of the job, with the boundaries for replicas.
-        owners: by leaf, the replica that writes each box; None if replica 0 writes all.
+        owners: for each leaf, the replica that writes each box. None if replica 0 writes all boxes.
         options: the options of the layout in receipts; None if they have none.
-        names: by leaf, the name of the array in the layout.
-        chunks: by leaf, the shape of a chunk, for layouts with chunks.
+        names: for each leaf, the name of the array in the layout.
+        chunks: for each leaf, the shape of a chunk; only for layouts with chunks.
     """
 
     job: TrainingJob
@@ -77,7 +77,7 @@ class JobReceipts:
 
     @cached_property
     def _numbers(self) -> HostArray:
-        """By leaf, the number of the replica that writes its first box; -1 if replica 0 writes all."""
+        """For each leaf, the number of the replica that writes its first box; -1 if replica 0 writes all boxes."""
         owners = self.owners or {}
         if any(len(rule.numbers) > 1 for rule in owners.values()):
             raise ValueError("boxes of this job are not large enough to be cut for their replicas")
@@ -246,7 +246,7 @@ def _chunk_numbers(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box, ite
 
 
 def _checksums(nbytes: int, rank: int) -> bytes:
-    """Return random checksums of an object of a size: as many as it has blocks, as incompressible as real ones."""
+    """Return random checksums for an object of `nbytes`, one for each block. Like real ones, they do not compress."""
     return random.Random(nbytes * 65_537 + rank).randbytes(-(-nbytes // BLOCK_BYTES) * _CHECKSUM_BYTES)
 
 

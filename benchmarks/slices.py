@@ -1,10 +1,10 @@
 """Parts of checkpoints: rows of arrays, compared with `get_slice` of safetensors, and the experts of one process.
 
-Both libraries return copies. safetensors maps its file and verifies nothing. ckptcore verifies a block of 1 MiB when it
-reads from it first. So some rows read blocks again that were verified, where both do the same work, and others open the
-checkpoint each time, where ckptcore reads and verifies sixteen times the requested bytes. Each row is also measured
-with `Context(io=IOOptions(verify=False))`. A Context caches the roots that it opened last: rows of openings measure
-later openings, and rows with a new Context the first one.
+Both libraries return copies. safetensors maps its file and verifies nothing. ckptcore verifies a block of 1 MiB the
+first time that it reads from the block. Some rows therefore read blocks that are verified already, so that both
+libraries do the same work. Others open the checkpoint each time, so that ckptcore reads and verifies sixteen times the
+requested bytes. Each row is also measured with `Context(io=IOOptions(verify=False))`. A Context caches the roots that
+it opened last, so rows of openings measure openings after the first; rows with a new Context measure the first one.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def _in_place(
 ) -> Case:
     """Compare slices of checkpoints that are open."""
 
-    def reading(opened: Any) -> None:
+    def reading(checkpoint: Any) -> None:
         for array, start in wanted:
-            opened[array][index(start)]
+            checkpoint[array][index(start)]
 
     def reference() -> None:
         for array, start in wanted:
             theirs.get_slice(array)[index(start)]
 
-    first, *others = [Contender(of_one, partial(reading, opened)) for of_one, opened in ours.items()]
+    first, *others = [Contender(of_one, partial(reading, checkpoint)) for of_one, checkpoint in ours.items()]
     return Case(name, [first, Contender("safe_open, get_slice", reference, target=1.0), *others])
 
 

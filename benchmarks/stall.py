@@ -1,7 +1,7 @@
 """The time for which asynchronous saves block a training loop, compared with Orbax and async_save of DCP.
 
 Each contender runs the same loop: steps of at least 50 ms on the main thread, and a save every few steps. The cost of a
-save is the time for which the call blocks the loop. The time that it waits for the previous save is reported apart.
+save is the time for which the call blocks the loop. Its wait for the previous save is reported separately.
 Contenders take turns; each starts after the previous one has written everything.
 """
 

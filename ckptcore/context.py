@@ -70,7 +70,7 @@ class MemoryOptions:
         save_bytes: maximum size of data that an asynchronous save has copied and not yet written; None: the whole
             state. With a bound, `save_async` returns once the last part, of at most this size, is copied. An array that
             exceeds the bound is copied alone.
-        load_bytes: maximum size of data that a load reads before it builds leaves from these data; None: all data. An
+        load_bytes: maximum size of data that a load reads before it builds leaves from the data; None: all data. An
             array that exceeds the bound is read alone.
         exchange_bytes: maximum size of data in transit between the processes of a shared load. A single element that is
             larger is sent nevertheless.
@@ -112,7 +112,7 @@ class ReadGroups:
 
 Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
 """The processes that read: every process for itself ("all"), this process without the others ("alone"), one process of
-the job ("broadcast"), one of each host ("per_node"), or one of each group (`ReadGroups`)."""
+the job ("broadcast"), one process of each host ("per_node"), or one process of each group (`ReadGroups`)."""
 
 _READS: Final = ("all", "alone", "broadcast", "per_node")
 
@@ -150,7 +150,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions:
-    """Plugins and handlers in addition to the installed ones.
+    """Plugins and handlers in addition to the installed plugins.
 
     Attributes:
         extra: additional plugins.
@@ -171,7 +171,7 @@ class Context:
         io: checksums, threads, conditional puts, and bases.
         memory: bounds on host memory.
         job: the job that saves and loads together.
-        plugins: plugins and handlers in addition to the installed ones.
+        plugins: plugins and handlers in addition to the installed plugins.
         storage: options of storages, by URL scheme. They may contain secrets, so ``repr`` omits them.
         when_busy: behaviour of `save_async` while another save runs. ``"wait"``: block until it ends. ``"queue"``: copy
             now and write later. At most one save is queued; another call blocks until the running save ends.

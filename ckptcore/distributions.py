@@ -1,7 +1,7 @@
 """Table of the distributions of this project, with the features that each adds. No other file of the core names them.
 
-Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from the table. These
-are attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
+Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from the table. Lazy
+names are attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def install_hint(
     """Return the ``pip install`` command that adds support for a type, scheme, layout or file, in backquotes.
 
     Args:
-        value_type: a type of leaves or containers, or a subclass of one.
+        value_type: a type of leaves or containers, or a subclass of such a type.
         framework: the name of a framework.
         scheme: a URL scheme.
         layout: the name of a layout.

@@ -39,7 +39,7 @@
     │   ├── WrongRegionError                                the bucket is in another region
     │   └── ClockSkewError                                  the clock of this machine is wrong
     ├── NotSharedError                 (RuntimeError)       the processes of a job do not share the directory
-    ├── SaveLostError                  (RuntimeError)       another save took over or removed the claim of this one
+    ├── SaveLostError                  (RuntimeError)       another save took over or removed the claim of this save
     ├── AtomicityError                 (RuntimeError)       the storage has no atomic operation for the request
     ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed
     ├── UploadError                    (RuntimeError)       committed steps of the near tier are not in the far tier
@@ -172,7 +172,7 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with all attributes. Also supports classes whose constructor takes more than the message."""
         state = dict(self.__dict__)
-        if isinstance(self, OSError):  # it stores these attributes outside of __dict__
+        if isinstance(self, OSError):  # it stores its attributes outside of __dict__
             own = {name: getattr(self, name) for name in ("errno", "strerror", "filename", "filename2")}
             state |= {name: value for name, value in own.items() if value is not None}
         return _restored, (type(self), self.args), state
@@ -180,10 +180,10 @@ class CheckpointError(Exception):
     @classmethod
     @contextmanager
     def offering(cls, *options: str) -> Iterator[None]:
-        """Name only these options in errors that leave this block. The result can also decorate a function.
+        """Name only the given options in errors that leave this block. The result can also decorate a function.
 
-        Errors propose options of ckptcore. If a function chooses these options itself, its caller cannot pass them, so
-        the error must propose something else.
+        Errors propose options of ckptcore. If a function chooses an option itself, its caller cannot pass the option,
+        so the error must propose something else.
 
         Args:
             options: names of the options that the caller of the block can pass, such as ``"overwrite"``, and
@@ -260,7 +260,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class DirectoryInUseError(CheckpointError, BlockingIOError):
-    """Another job, or another `Checkpointer` of this one, writes steps to the directory."""
+    """Another job, or another `Checkpointer` of this job, writes steps to the directory."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
@@ -286,7 +286,7 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 
 class ChecksumError(CorruptCheckpointError):
-    """A checksum differs from the one recorded when the bytes were written.
+    """A checksum differs from the checksum recorded when the bytes were written.
 
     Checksums of blocks are in ``checkpoint.json``. Some formats also record checksums of chunks, chunk indexes or
     database nodes in their own files.
@@ -310,7 +310,7 @@ class CompositeCheckpointError(CheckpointError, ValueError):
 
 
 class TreeMismatchError(CheckpointError, ValueError):
-    """The abstract tree and the stored one differ.
+    """The abstract tree and the stored tree differ.
 
     Attributes:
         differences: one line for each difference.
@@ -390,7 +390,7 @@ class UnknownPluginError(PluginError, LookupError):
 
 
 class MissingDistributionError(CheckpointError, ImportError):
-    """A distribution of this project, or one that an option needs, is not installed.
+    """A distribution of this project, or another distribution that an option needs, is not installed.
 
     The message has the ``pip install`` command.
     """
@@ -437,7 +437,7 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class WrongRegionError(StorageError):
-    """The bucket is in another region than the one requested."""
+    """The bucket is in another region than the requested region."""
 
 
 class ClockSkewError(StorageError):
@@ -449,7 +449,7 @@ class NotSharedError(CheckpointError, RuntimeError):
 
 
 class SaveLostError(CheckpointError, RuntimeError):
-    """Another save took over or removed the claim of this one, or another process took over its lock."""
+    """Another save took over or removed the claim of this save, or another process took over a lock of this process."""
 
 
 class AtomicityError(CheckpointError, RuntimeError):
@@ -457,7 +457,7 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
-    """An earlier asynchronous save failed, and no caller retrieved its error. That error is the cause of this one."""
+    """An earlier asynchronous save failed, and no caller retrieved its error. The cause is the error of that save."""
 
 
 class UploadError(CheckpointError, RuntimeError):

@@ -83,7 +83,7 @@ class HookSpecs:
 
     @_hookspec
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
-        """Return an opener for a URL scheme that no plugin returns from `ckpt_storages`; None if it cannot open it.
+        """Return an opener for a URL scheme that `ckpt_storages` of no plugin returns; None for other schemes.
 
         For a plugin that wraps a library whose schemes are unknown until the library is imported. The scheme is in
         lower case, without ``://``. Two plugins must not open the same scheme.
@@ -107,7 +107,7 @@ class HookSpecs:
 
     @_hookspec
     def ckpt_thread_settings(self) -> AbstractContextManager[None] | None:
-        """Return a context manager that gives another thread the settings of this one; None if there are none.
+        """Return a context manager that gives another thread the settings of this thread; None if there are none.
 
         The hook is called on the thread that starts a load. The context manager is entered on the thread that runs the
         load. It applies settings of the framework that affect loaded leaves, and turns off checks that would refuse the

@@ -37,7 +37,7 @@ class EntryPoint(NamedTuple):
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group. If distributions have the same name, use the first one on `sys.path`."""
+    """Return the entry points of a group. Of distributions with the same name, use the first on `sys.path`."""
     if not _are_directories():
         from importlib import metadata  # slow: see the docstring of this module
 

@@ -277,4 +277,4 @@ class ExplainsAttributes:
                 if hint := instead_of(owner.__name__, name):
                     message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
                     raise AttributeError(message, name=name, obj=self)
-            return object.__getattribute__(self, name)  # raises the error of Python, or that of a property
+            return object.__getattribute__(self, name)  # raises the error of Python, or of a property

@@ -52,14 +52,14 @@ _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux
 
 
 def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, context: Context | None = None) -> None:
-    """Write a file atomically, and replace an existing one.
+    """Write a file atomically. Replaces an existing file.
 
     Writes into a hidden file of the same directory, makes it durable, and renames it. If the write fails or the process
     is killed, the old file stays. A killed process may leave the hidden file, ``.ckptcore-put-*``.
 
     Args:
         path: the file. Its directory exists. A symbolic link is replaced, not followed. The new file keeps owner,
-            group, mode, ACL and extended attributes of the existing one.
+            group, mode, ACL and extended attributes of the existing file.
         pieces: the parts of the content, in order. They must not change during the call.
         context: with ``durability="full"``, the default, the file survives a loss of power.
 

@@ -111,7 +111,7 @@ class PluginInfo:
 
 @dataclass(eq=False, repr=False)
 class Plugins:
-    """The plugins in use: first those of a Context, then the installed ones. Thread-safe.
+    """The plugins in use: first the plugins of a Context, then the installed plugins. Thread-safe.
 
     Attributes:
         failed: the installed plugins that could not be imported.
@@ -126,7 +126,7 @@ class Plugins:
     _named_objects: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = field(default_factory=dict, init=False)
 
     def with_plugins(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
-        """Return these plugins and additional ones, with handlers by type that take precedence over all plugins."""
+        """Return these and additional plugins, with handlers by type that take precedence over all plugins."""
         if not plugins and not handlers:
             return self
         manager = _new_manager()
@@ -139,7 +139,7 @@ class Plugins:
         return replace(self, _manager=manager, _handlers={**self._handlers, **handlers})
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
-        """Return these plugins with every leaf handler wrapped by a function. Earlier wrappers stay in place."""
+        """Return the same plugins with every leaf handler wrapped by a function. Earlier wrappers stay in place."""
         wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
 
         def wrap(handler: LeafHandler) -> LeafHandler:
@@ -309,7 +309,7 @@ class Plugins:
             ) from error
 
     def layouts(self) -> Sequence[Layout]:
-        """Return all layouts that can be created, sorted by name. `failed_layouts` returns the errors of the others.
+        """Return all layouts that can be created, sorted by name. `failed_layouts` returns the errors of other layouts.
 
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
@@ -387,7 +387,7 @@ class Plugins:
         return cast(Collectives | None, _only(collectives, "collectives", "JobOptions(collectives=...)"))
 
     def thread_settings(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives another thread the settings of this one. See the hook."""
+        """Return a context manager that gives another thread the settings of this thread. See the hook."""
         return _entering([context for _, context in _call_hook(self._manager.hook.ckpt_thread_settings, {})])
 
     def describe(self) -> Sequence[PluginInfo]:
@@ -451,7 +451,7 @@ def _only(results: Sequence[tuple[str, object]], what: str, option: str) -> obje
     """Return the only result of a hook, or None if there is none.
 
     Raises:
-        PluginConflictError: there are several.
+        PluginConflictError: there are several results.
     """
     if len(results) > 1:
         names = " and ".join(name for name, _ in results)

@@ -38,7 +38,7 @@ class ByteProgress:
     like a complete one, so that they are counted.
 
     Attributes:
-        later: bytes that are expected in addition to the planned ones.
+        later: bytes that are expected in addition to the planned bytes.
     """
 
     def __init__(self, report: ProgressCallback | None = None) -> None:

@@ -27,7 +27,7 @@ _BY_NAME: Final[Mapping[str, str]] = {
     "polars.DataFrame": _TABLES.replace("value.items()", "value.to_dict().items()"),
     "polars.Series": "save value.to_numpy(), or value.to_list() for text",
 }
-"""Recipes by the public name of a type or of one of its bases."""
+"""Recipes by the public name of a type or of a base class of the type."""
 
 _BY_KIND: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     (types.EllipsisType, _NOT_LOADED),
@@ -39,7 +39,7 @@ _BY_KIND: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     (Iterator, "its position is not known: save what makes it again, such as a seed and a count"),
     (Collection, "save list(value)"),
 )
-"""Recipes by type, abstract ones last. The first that fits is used."""
+"""Recipes by type, abstract types last. The first type that fits is used."""
 
 
 def recipe_for(value: object) -> str | None:

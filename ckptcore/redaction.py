@@ -35,13 +35,13 @@ _SECRET_WORDS: Final = frozenset(
         "session", "sig",
     }
 )  # fmt: skip
-"""Words in lower case. The value of a parameter may be secret if its name contains one of them."""
+"""Words in lower case. The value of a parameter may be secret if its name contains such a word."""
 
 _SECRET_NAME: Final = (
     r"token|secret|password|passwd|passphrase|credential|signature|authorization|sessionid"
     r"|(?:access|account|api|auth|private|session|shared|signing)key"
 )
-"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains one of them.
+"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains such a text.
 
 Outside queries and fragments of URLs, parameters with other names are shown, because names of directories may contain
 such parameters."""
@@ -79,7 +79,7 @@ def redacted_location(text: str) -> str:
 
 
 def chainable(error: BaseException) -> BaseException | None:
-    """Return an error for ``raise ... from``, or None if it, or an error in its chain, would print a secret.
+    """Return an error for ``raise ... from``, or None if the error, or an error in its chain, would print a secret.
 
     Errors of other libraries may contain URLs, which a traceback prints. `CheckpointError` redacts its own text.
     """
@@ -120,7 +120,7 @@ def _redacted_word(word: str) -> str:
     for first, stop in sorted(_secrets(decoded)):
         start, end = decoded.starts[first], decoded.stops[stop - 1]
         if end > shown:
-            # A range that overlaps the one before it extends it, and needs no second mark.
+            # A range that overlaps the range before it extends that range, and needs no second mark.
             parts += [word[shown:start], "" if start < shown else _HIDDEN]
             shown = end
     return "".join([*parts, word[shown:]])

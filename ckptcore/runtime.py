@@ -45,7 +45,7 @@ class Runtime:
 
         Args:
             context: the options. No reference to the Context is stored, because the Context owns its Runtime.
-            registry: the plugins to use; None: the installed plugins and those of the Context.
+            registry: the plugins to use; None: the installed plugins and the plugins of the Context.
         """
         self._io = context.io
         self._job = context.job
@@ -159,7 +159,7 @@ def refuse_in_signal_handler(call: str) -> None:
         call: the call, for the error.
 
     Raises:
-        CheckpointError: with the remedy. If the handler does not catch it, it also ends the interrupted call.
+        CheckpointError: with the remedy. If the handler does not catch the error, it also ends the interrupted call.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # Python runs signal handlers in the main thread only

@@ -2,8 +2,7 @@
 
 The path of a leaf is its keys joined by ``/``: ``params/layers/0/kernel``. A selection by path includes the matching
 path and all leaves below it. Containers without children, ``{}``, ``[]`` and ``()``, are selected by their paths like
-leaves. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the
-complement.
+leaves. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the complement.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Predicate: TypeAlias = Callable[[str, object], bool]
 _EXPERT: Final = "{expert}"
 
 _MAX_CHARACTERS: Final = 300
-"""Limit of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
+"""Maximum length of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Selection(ABC):
 
 
 def names(*paths: str | Sequence[Key]) -> Selection:
-    """Select the leaves at these paths and below them. Each path must exist.
+    """Select the leaves at the given paths and below them. Each path must exist.
 
     Args:
         paths: text, ``"params/dense"``, or keys, ``("layers", 0)``. A key may contain ``/`` in both forms.
@@ -179,12 +178,12 @@ class _Names(Selection):
         absent: list[str] = []
         for path in self.paths:
             text = path if isinstance(path, str) else _text(path)
-            found = below.get(text, ())
+            numbers = below.get(text, ())
             if not isinstance(path, str):
-                found = [number for number in found if _begins_with(table.paths[number], path)]
-            if not found:
+                numbers = [number for number in numbers if _begins_with(table.paths[number], path)]
+            if not numbers:
                 absent.append(text)
-            chosen.update(found)
+            chosen.update(numbers)
         if absent:
             raise _missing_names(absent, below)
         return frozenset(chosen)

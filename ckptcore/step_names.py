@@ -26,7 +26,7 @@ _VALUE: Final = re.compile(r"=[-+]?[0-9]+(?:\.[0-9]+)?")
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return a name without its final ASCII digits, and these digits."""
+    """Return a name without its final ASCII digits, and the digits."""
     prefix = name.rstrip(_DIGITS)
     return prefix, name[len(prefix) :]
 
@@ -98,8 +98,8 @@ class StepNameFormat:
     def of(cls, example: str) -> StepNameFormat:
         """Return the format of an example: ``step_00000010`` has the width 8, ``step_10`` the width 0.
 
-        The number is the one named ``step``, or else ``epoch``, as in ``epoch=1-step=10.ckpt``. The format then allows
-        any other numbers after ``=``. If no number has such a name, the number is the last one before the extensions
+        The step is the number named ``step``, or else ``epoch``, as in ``epoch=1-step=10.ckpt``. The format then allows
+        any other numbers after ``=``. If no number has such a name, the step is the last number before the extensions
         of the file, as in ``model_10.pt``.
 
         Raises:
@@ -176,7 +176,7 @@ class StepNames:
 
     Attributes:
         write: the format of new steps. It is also read.
-        read: other formats to read, the preferred ones first. The default has the formats of Orbax, Hugging Face,
+        read: other formats to read, the preferred formats first. The default has the formats of Orbax, Hugging Face,
             Flax, DeepSpeed, Megatron-LM, Lightning, torchtitan and OLMo, with ``_``, ``-`` or nothing before the
             number. Other names, such as ``10.orbax-checkpoint-tmp-1``, are not steps. With the default, a run that has
             no such step is searched for checkpoints with other names: see `finds_others`.
@@ -209,7 +209,7 @@ class StepNames:
     def finds_others(self) -> bool:
         """True if `read` begins with the default formats. A run without such steps is then searched for other names.
 
-        If the names of all checkpoints in the run are one prefix and a number, such as ``ppo_networks_100``, these
+        If the names of all checkpoints in the run are one prefix and a number, such as ``ppo_networks_100``, the
         checkpoints are its steps. Otherwise an error explains how to read them.
         """
         return self.read[: len(_READ_BY_DEFAULT)] == _READ_BY_DEFAULT
@@ -240,7 +240,7 @@ class StepNames:
         return next(iter(self.find([name])), None)
 
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
-        """Return the names of steps among some names, by step, ascending.
+        """Return the steps among some names: the name of each by its number, in ascending order.
 
         If several names belong to one step, the name in the written format is preferred, then the name in the first
         format of `read`, then the shortest name.

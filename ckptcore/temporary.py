@@ -41,7 +41,7 @@ class TemporaryFile:
         return self._file.fileno()
 
     def write(self, data: Buffer) -> None:
-        """Write bytes after those of the last `write`.
+        """Write bytes after the bytes of the last `write`.
 
         Raises:
             StorageFullError: the temporary directory is full.

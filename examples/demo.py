@@ -1,6 +1,7 @@
 """Run the demo: ``python -m examples.demo``, or ``make demo``. The exit code is 1 if a claim is false.
 
-First a story: a run that is killed in PyTorch resumes in JAX. Then what formats and frameworks are claimed to do.
+The first part is a run that is killed in PyTorch and resumes in JAX. The other parts check claims about formats and
+frameworks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 def main() -> int:
     """Run all parts. Return the exit code."""
-    # Before JAX is imported: four devices on one CPU, so that weights are sharded.
+    # Set before JAX is imported: four devices on one CPU, so that weights are sharded.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every phase

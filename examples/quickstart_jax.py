@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     key = jax.random.key(0)
     ckptcore.save(location, {"params": {"w": weights}, "key": key, "step": 100})
 
-    # The abstract tree states the sharding: here over the columns of a mesh of half of the devices.
+    # The abstract tree sets the sharding of the loaded array: here its columns over a mesh of half of the devices.
     half = Mesh(devices[: max(1, len(devices) // 2)], ("model",))
     over_columns = NamedSharding(half, P(None, "model"))
     abstract = {

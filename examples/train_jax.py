@@ -2,8 +2,8 @@
 
     python examples/train_jax.py --directory runs/jax
 
-Stop it at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and prints the
-same losses as a run that was not stopped.
+Stop the program at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and
+prints the same losses as a run that was not stopped.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -93,7 +93,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
     ) as checkpointer:
         first = 0
         if checkpointer.latest is not None:
-            # Load the newest valid step. The tree of arrays is built with the shardings of the one passed; the
+            # Load the newest valid step. New arrays are built with the shardings of those in the abstract state; the
             # iterator is restored in place.
             state = checkpointer.load_checkpointables(abstract={"state": state}, into={"data": data})["state"]
             assert checkpointer.restored_step is not None
@@ -106,11 +106,11 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss)
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once if the policy does not want the step, and otherwise once the arrays are copied to host
-            # memory. An error of the previous save is raised here.
+            # The call returns at once if the policy does not want the step, and otherwise once the arrays are copied to
+            # host memory. An error of the previous save is raised here.
             objects = {"state": state, "data": data}
             checkpointer.save_checkpointables(step, objects, metrics={"loss": value}, force=step == steps)
-    # The end of the block waited for the last save.
+    # The `with` block has waited for the last save.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,7 +42,7 @@ def train(directory: Path, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         if step % SAVE_EVERY == 0:
-            # Returns once the state is copied. The next step may change the model while the copy is written.
+            # The call returns once the state is copied. The next step may change the model while the copy is written.
             # An error of the previous save is raised here.
             saving = ckptcore.save_async(directory / f"step_{step}", {**state, "step": step})
     if saving is not None:

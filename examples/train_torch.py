@@ -2,8 +2,8 @@
 
     python examples/train_torch.py --directory runs/torch
 
-Stop it at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and prints the
-same losses as a run that was not stopped.
+Stop the program at any time, also with `kill -9`, and start it again. It resumes from the last committed step, and
+prints the same losses as a run that was not stopped.
 """
 
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
@@ -33,8 +33,8 @@ def load_data(batch_size: int) -> StatefulDataLoader[tuple[torch.Tensor, ...]]:
     digits = load_digits()
     images = torch.from_numpy(digits.images.reshape(-1, 64).astype(np.float32) / 16)
     dataset = TensorDataset(images, torch.from_numpy(digits.target))
-    # One generator for the order, and one for the loader, which draws a number for each iteration. Otherwise both draw
-    # from the global generator, also when a run resumes, and dropout would get other numbers.
+    # The order and the loader have generators of their own; the loader draws a number for each iteration. Otherwise
+    # both would draw from the global generator, also when a run resumes, and dropout would get other numbers.
     order = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():  # torchdata calls a deprecated function of PyTorch
         warnings.simplefilter("ignore", UserWarning)
@@ -56,7 +56,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
     loader = load_data(batch_size=64)
     noise = np.random.default_rng(0)
 
-    # Everything that the next step depends on. Each object is saved with its own methods, and restored in place.
+    # The next step depends on all of these. Each object is saved with its own methods, and restored in place.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -91,10 +91,10 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss.detach())
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once if the policy does not want the step, and otherwise once the state is copied. The next
-            # step may change the state while the copy is written. An error of the previous save is raised here.
+            # The call returns at once if the policy does not want the step, and otherwise once the state is copied. The
+            # next step may change the state while the copy is written. An error of the previous save is raised here.
             checkpointer.save_checkpointables(step, state, metrics={"loss": value}, force=step == steps)
-    # The end of the block waited for the last save.
+    # The `with` block has waited for the last save.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,8 +7,8 @@ A test adds a row by a mark, at the function or at a parameter:
 
     @pytest.mark.brings("BatchNorm without a counter", "torch", "same")
 
-The tests are collected and not run, also the slow ones. All libraries of the group `dev` must be installed. Tests with
-trainers, which need other libraries, are only parsed: their marks must have literal texts.
+All tests, also slow ones, are collected but not run. All libraries of the group `dev` must be installed. Tests with
+trainers, which need other libraries, are only parsed, so their marks must have literal texts.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Rows:
 def literal_marks(file: str, source: str, mark: str) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the tests of a file that have a mark, and the literal arguments of each mark."""
     for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
-        for node in [one for decorator in function.decorator_list for one in ast.walk(decorator)]:
+        for node in [part for decorator in function.decorator_list for part in ast.walk(decorator)]:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{mark}":
                 yield f"{file}::{function.name}", [ast.literal_eval(argument) for argument in node.args]
 

@@ -1,6 +1,7 @@
 """Skip tests that need a library or distribution that is not installed: ``pytest -p tools.core_tests``.
 
-For `make test-core`, whose environment has the core alone. With all distributions such an error is a failure.
+This plugin of pytest is for `make test-core`, whose environment has only the core. Where all distributions are
+installed, a missing library is a failure.
 """
 
 from __future__ import annotations

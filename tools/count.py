@@ -1,7 +1,7 @@
 """Count the code of the project by package, without docstrings, comments and blank lines.
 
 Run ``python tools/count.py [--path WORKTREE] [--json]``. A string that is a statement of its own counts as a docstring,
-wherever it is. With ``--write`` it writes the table of `ROOMS` into ``docs/design/small-core.md``.
+wherever it is. With ``--write``, the table of `ROOMS` is written into ``docs/design/small-core.md``.
 """
 
 from __future__ import annotations
@@ -136,16 +136,15 @@ def public_names(root: Path) -> Sequence[str]:
 def imported_modules(root: Path) -> Sequence[str]:
     """Return the modules that a save and a load of ``{"w": np.ones(3)}`` import in a fresh process of a worktree.
 
-    The modules of NumPy, ml_dtypes, pluggy and xxhash are imported before and do not count, nor does what they import.
-    The interpreter is that of the worktree's ``.venv`` if there is one, so the
-    plugins that are installed there are used.
+    NumPy, ml_dtypes, pluggy and xxhash are imported before, so neither their modules count nor those that they import.
+    The interpreter is that of the worktree's ``.venv`` if it has one, with the plugins that are installed there.
     """
     modules: Sequence[str] = _run(root, _PLAIN_SAVE_AND_LOAD)
     return modules
 
 
 def _run(root: Path, code: str) -> Any:
-    """Run code that prints JSON with a worktree's library, and return what it prints."""
+    """Run code with the library of a worktree, and return the value of the JSON that it prints."""
     own = root / ".venv" / "bin" / "python"
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [str(own if own.exists() else sys.executable), "-c", code]
@@ -195,7 +194,7 @@ def table(counts: Mapping[str, Count]) -> Iterator[str]:
 
 
 def rooms_table(counts: Mapping[str, Count]) -> str:
-    """Return `ROOMS` as a table in Markdown, with hundreds of lines of code, and the rest of the core."""
+    """Return `ROOMS` as a table in Markdown, with lines of code rounded to hundreds. The last row is all other code."""
     rows = ["| package | lines of code | stays in the core because |", "|---|---|---|"]
     rest = _sum(count for name, count in counts.items() if name.startswith("ckptcore.") or name == _MODULES).code
     for names, reason in ROOMS.items():

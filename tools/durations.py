@@ -3,8 +3,9 @@
     python -m pytest -p tools.durations --junitxml=durations.xml ...
     python -m tools.durations durations.xml [more.xml ...]
 
-As a plugin it adds the CPU seconds of each test, which a busy machine changes less than the seconds that passed: those
-of the process and of the children that it has waited for. A server that outlives its tests is not counted.
+As a plugin of pytest, this module adds the CPU seconds of each test to the JUnit file. A busy machine changes them less
+than the time that passes. They are the CPU seconds of the test process and of child processes; those of a child process
+count for the test during which the child ends and is waited for.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class FileTime:
 
 
 def read(paths: Sequence[str]) -> dict[str, FileTime]:
-    """Return the times by module or class name, as JUnit files have them; classes are added to their module."""
+    """Return the times by module. Tests in a class count for its module; a name without a test module is kept."""
     files: dict[str, FileTime] = {}
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):

@@ -1,6 +1,6 @@
-"""Our modules in place of those of a library, in every process of its tests, and the count of their calls of ckptcore.
+"""Replace modules of a library by ours in every process of its tests, and count the calls of ckptcore by ours.
 
-Imported by each Python process that `tools.foreign_tests` starts: it imports no more than it needs.
+Each Python process that `tools.foreign_tests` starts imports this module, so it imports no more than it needs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def replace_modules(library: str) -> None:
 
 
 def _keep_original(package: ModuleType) -> None:
-    """Give our modules a copy of a package, because they call functions of the library that are replaced in it."""
+    """Give our modules a copy of the original package: they call functions that are then replaced in the package."""
     original = ModuleType(package.__name__)
     vars(original).update(vars(package))
     for module in _our_modules():
@@ -83,9 +83,9 @@ def _our_modules() -> list[ModuleType]:
 
 
 def _without_options(ours: type) -> type:
-    """Return a subclass of our reader or writer that ignores all options of torch's but ``overwrite``.
+    """Return a subclass of our reader or writer that ignores all options of torch's class except ``overwrite``.
 
-    It is a name of this module, so that it can be pickled.
+    The subclass is also stored under its name in this module, so that pickle finds it.
     """
 
     def __init__(self: Any, path: Any, *_: Any, **options: Any) -> None:
@@ -135,7 +135,7 @@ class _CountingModule(ModuleType):
 
 
 def _fork_processes(case: Any) -> None:
-    """Start the processes of a test of torch by forking: each would import torch for seconds otherwise."""
+    """Start the processes of a test of torch by forking, because each would otherwise import torch for seconds."""
     case._start_processes(multiprocessing.get_context("fork").Process)
 
 

@@ -27,7 +27,8 @@ class FileResult:
         replaced: how many of these pass with the replacement.
         reaching: how many tests call ckptcore through the replacement.
         calls: the number of these calls.
-        failed: the first line of the error of each test that passes only with the library, by name.
+        failed: for each test that passes only with the library, by its name: the first line of the error with the
+            replacement.
     """
 
     sha256: str
@@ -73,7 +74,7 @@ def write_results(results: Results, path: Path = RESULTS) -> None:
 
 
 def fill_tables(note: str, results: Results) -> str:
-    """Return the text of the note with a table at each of its marks, which is empty without results."""
+    """Return the text of the note with a table at each of its marks. A library without results gets no table."""
 
     def filled(mark: re.Match[str]) -> str:
         table = f"{_table(mark[2], results[mark[2]])}\n" if mark[2] in results else ""
@@ -85,32 +86,34 @@ def fill_tables(note: str, results: Results) -> str:
 def _table(library: str, results: LibraryResults) -> str:
     name = _NAMES[library]
     root = _common_directory(results.files)
-    short = {path.removeprefix(f"{root}/"): one for path, one in sorted(results.files.items())}
+    short = {path.removeprefix(f"{root}/"): result for path, result in sorted(results.files.items())}
     lines = [
         f"With {name} {results.version}:",
         "",
         f"| file in `{root}` | tests | with {name} | with the replacement | tests that call ckptcore | calls |",
         "|---|---|---|---|---|---|",
     ]
-    tested = {path: one for path, one in short.items() if one.calls and one.alone}
-    for path, one in tested.items():
+    tested = {path: result for path, result in short.items() if result.calls and result.alone}
+    for path, result in tested.items():
         lines.append(
-            f"| `{path}` | {one.tests} | {one.alone} | {one.replaced} | {one.reaching} | {one.calls} |",
+            f"| `{path}` | {result.tests} | {result.alone} | {result.replaced} | {result.reaching} | {result.calls} |",
         )
-    total = [sum(getattr(one, name) for one in tested.values()) for name in ("tests", "alone", "replaced", "reaching")]
-    lines.append(f"| all | {' | '.join(map(str, total))} | {sum(one.calls for one in tested.values())} |")
+    total = [
+        sum(getattr(result, name) for result in tested.values()) for name in ("tests", "alone", "replaced", "reaching")
+    ]
+    lines.append(f"| all | {' | '.join(map(str, total))} | {sum(result.calls for result in tested.values())} |")
     for said, left in (
         (
             "These files do not call ckptcore through the replacement, so that they prove nothing",
-            {path: one for path, one in short.items() if not one.calls and one.alone},
+            {path: result for path, result in short.items() if not result.calls and result.alone},
         ),
         (
             f"No test of these files passes with {name} on a machine without accelerators",
-            {path: one for path, one in short.items() if not one.alone},
+            {path: result for path, result in short.items() if not result.alone},
         ),
     ):
         if left:
-            lines += ["", f"{said}:", "", *[f"- `{path}`, {_tests(one.tests)}" for path, one in left.items()]]
+            lines += ["", f"{said}:", "", *[f"- `{path}`, {_tests(result.tests)}" for path, result in left.items()]]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Test files of a library, run twice: with the library, and with our replacement in its place.
+"""Run test files of a library twice: with the library, and with our replacement in its place.
 
     python -m tools.foreign_tests orbax DIRECTORY FILE...
     python -m tools.foreign_tests safetensors DIRECTORY FILE...
@@ -6,14 +6,15 @@
     python -m tools.foreign_tests
 
 ``DIRECTORY`` has the sources of the library, unpacked or checked out; the files are relative to it. The results of the
-files are stored next to the design note ``replaced-libraries.md``, and its tables are written from them; without
-arguments, only the tables are written. Each call of a function of ckptcore by the replacement is counted: tests that
-make none prove nothing. Packages that only the tests need, such as expecttest for those of torch, can be in PYTHONPATH.
+files are stored next to the design note ``replaced-libraries.md``, and its tables are written from them. Without
+arguments, only the tables are written. Calls of functions of ckptcore by the replacement are counted, because a test
+without such calls proves nothing. Packages that only the tests need, such as expecttest for those of torch, can be in
+PYTHONPATH.
 
 Results of another version of the library are dropped. No file of the archive is copied into the repository. Orbax's
 tests import helpers that its wheel does not have, so they run in a temporary copy of the installed package with the
-missing files of the archive. Files ``*_test_base.py`` have classes of tests inside a class, and run with subclasses.
-Tests of torch run in a temporary copy that names CPUs and gloo where the archive names GPUs and NCCL.
+missing files of the archive. Files ``*_test_base.py`` define classes of tests inside other classes; subclasses of them
+are run. Tests of torch run in a temporary copy that names CPUs and gloo where the archive names GPUs and NCCL.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ if os.environ.get({TESTED_LIBRARY!r}):
         traceback.print_exc()
         os._exit(1)
 """
-"""The module `sitecustomize` of each process of the tests. Python ignores its errors, and would replace nothing."""
+"""Source of the module `sitecustomize` of each process of the tests. It ends the process at an error: Python ignores
+errors of this module, so the tests would run without the replacement."""
 
 _FOR_CPUS: Final[Mapping[str, str]] = {
     r"\.cuda\((?:[^()]|\([^()]*\))*\)": "",
@@ -72,7 +74,7 @@ _EARLIER_CALLS: Final = pytest.StashKey[int]()
 
 
 def pytest_configure() -> None:
-    """Do what Orbax's own runner of tests does, if its tests are run."""
+    """Prepare the process as Orbax's own test runner does, if tests of Orbax are run."""
     if os.environ.get(TESTED_LIBRARY) == "orbax":
         import jax
         from absl import flags
@@ -109,7 +111,7 @@ class _Outcome(NamedTuple):
 
 
 def _prepare(library: str, archive: Path, scratch: Path) -> Path:
-    """Return the directory in which the tests run. Fill the scratch directory, which all Python processes import."""
+    """Fill the scratch directory, from which all Python processes import. Return the directory to run the tests in."""
     # Child processes of the tests need the replacement as well, and do not load the plugins of pytest.
     (scratch / "sitecustomize.py").write_text(_START)
     if library == "torch":
@@ -144,7 +146,7 @@ def _runnable(file: str, directory: Path) -> str:
     module = file.removesuffix(".py").replace("/", ".")
     outer = re.findall(r"^class (\w+):(?:\n|.)*?^  class Test\(", (directory / file).read_text(), re.MULTILINE)
     name = f"{module.rpartition('.')[2]}_subclasses.py"
-    classes = [f"class {one}Test({module}.{one}.Test):\n    pass\n" for one in outer]
+    classes = [f"class {outer_class}Test({module}.{outer_class}.Test):\n    pass\n" for outer_class in outer]
     (directory / name).write_text("\n\n".join([f"import {module}", *classes]))
     return name
 
@@ -206,7 +208,7 @@ def run_file(file: str, archive: Path, library: str) -> FileResult:
 
 
 def with_result(results: Results, library: str, file: str, result: FileResult) -> Results:
-    """Return the results with that of a file. Those of another version of the library are dropped."""
+    """Return the results and the result of a file. Results of another version of the library are dropped."""
     version = importlib.metadata.version(_DISTRIBUTIONS[library])
     known = results[library].files if library in results and results[library].version == version else {}
     return {**results, library: LibraryResults(version, {**known, file: result})}

@@ -2,7 +2,7 @@
 
 Run ``python -m tools.mutants --seed 18 --count 200 --paths ckptcore/commit ckptcore/loading --tests tests/loading
 --out mutants.json``; a run that was interrupted continues. After a change of the code, run with ``--like
-mutants.json``, which makes the same mutants again, and list with ``--compare BEFORE AFTER`` those that the tests no
+mutants.json``, which makes the same mutants again. Then ``--compare BEFORE AFTER`` lists the mutants that the tests no
 longer notice.
 
 A mutant has one change inside one function. Its name is made of the qualified name of the function, the kind of change
@@ -104,7 +104,7 @@ def find_mutants(root: Path, paths: Sequence[str]) -> Sequence[Mutant]:
 
 
 def mutated_source(source: str, index: int) -> str:
-    """Return the source with the change of a number."""
+    """Return the source with one change, which is given by its number in the file."""
     tree = ast.parse(source)
     for number, site in enumerate(_sites(tree)):
         if number == index:
@@ -119,7 +119,7 @@ def _sites(tree: ast.Module) -> Iterator[_Site]:
 
 
 def _functions(node: ast.AST, outer: str) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
-    """Return functions with their qualified names; those inside a function belong to it."""
+    """Yield functions with their qualified names. A function inside another counts as a part of the outer one."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child, f"{outer}{child.name}"
@@ -326,7 +326,7 @@ def _write(path: Path, tests: Sequence[str], results: Mapping[str, Result]) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Test mutants, or compare the results of two runs; return 1 if a mutant that was noticed no longer is."""
+    """Test mutants, or compare two runs: return 1 if a mutant that was noticed now survives or does not exist."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Readers of checkpoints with the libraries that own their formats, without running code of the files.
+"""Read checkpoints with the libraries that own their formats, without running code from the files.
 
 Pickles are read by PyTorch with ``weights_only``, or by `Unpickler` here, which knows a few classes of data.
 """
@@ -26,14 +26,14 @@ _HEAD_BYTES: Final = 512
 
 
 class NotReadError(Exception):
-    """No library that owns the format reads it here without running code. The text is the reason."""
+    """No library that owns the format reads the checkpoint here without running code. The text is the reason."""
 
 
 def read_as_owner(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any]:
     """Return the name of the owner's library, and the tree that it reads.
 
     Raises:
-        NotReadError: no library reads it.
+        NotReadError: no library reads it, or the library that owns the format fails.
     """
     if metadata.save_id is not None:
         raise NotReadError("ckptcore wrote it")
@@ -48,7 +48,7 @@ def read_as_owner(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any]:
                 raise NotReadError(f"{error.name} is not installed") from error
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # readers fail in any way, also by CheckpointException of torch
+            except BaseException as error:  # readers raise anything; torch's CheckpointException is no Exception
                 raise NotReadError(f"{reader.__name__[6:]}: {type(error).__name__}: {error}") from error
             if value is not None:
                 return value
@@ -129,8 +129,8 @@ def _read_hdf5(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | No
         if file.read(8) != b"\x89HDF\r\n\x1a\n":
             return None
     h5py = importlib.import_module("h5py")
-    with h5py.File(path) as opened:
-        return "h5py", _hdf5_group(opened)
+    with h5py.File(path) as root:
+        return "h5py", _hdf5_group(root)
 
 
 def _hdf5_group(group: Any) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Unpickler(pickle.Unpickler):
     """Reads pickles of data. Refuses all classes and functions but a few of Python and NumPy."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the known classes."""
+        """Return a known class or function."""
         if module.startswith(("numpy.core", "numpy._core")) and name in ("_reconstruct", "scalar", "_frombuffer"):
             return getattr(importlib.import_module(module.replace("numpy.core", "numpy._core")), name)
         if (module, name) in _PICKLED:
@@ -245,11 +245,11 @@ _DCP: Final = frozenset(
         ("torch.serialization", "_get_layout"),
     ]
 )
-"""Further classes and functions of the metadata."""
+"""Classes and functions of other modules that the metadata may name."""
 
 
 def _expect_classes(data: bytes) -> None:
-    """Refuse a pickle that names anything but the metadata of torch.distributed.checkpoint.
+    """Refuse a pickle that names anything but `_DCP`, dtypes, and content of torch.distributed.checkpoint.
 
     Raises:
         NotReadError
@@ -270,17 +270,17 @@ def _expect_classes(data: bytes) -> None:
 def _read_orbax(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:
     if metadata.is_composite:
         items = {name: _orbax_item(path / name) for name in metadata.checkpointables}
-        found = {name: item for name, item in items.items() if item is not None}
-        return ("orbax", found) if found else None
+        trees = {name: item for name, item in items.items() if item is not None}
+        return ("orbax", trees) if trees else None
     names = ["", "state", "default", *(child.name for child in path.iterdir() if child.is_dir())]
     for name in names:
-        if (found := _orbax_item(path / name, json_too="JSON" in metadata.writer)) is not None:
-            return "orbax", found
+        if (tree := _orbax_item(path / name, json_too="JSON" in metadata.writer)) is not None:
+            return "orbax", tree
     return None
 
 
 def _orbax_item(path: Path, *, json_too: bool = True) -> Any:
-    """Return the tree in a directory of Orbax, or the JSON; None for other directories."""
+    """Return the tree in a directory of Orbax, or the value of its JSON file; None for other directories."""
     if (path / "_METADATA").exists() and not (path / "checkpoint").exists():
         ocp = importlib.import_module("orbax.checkpoint")
         return ocp.PyTreeCheckpointer().restore(str(path.resolve()))

@@ -4,7 +4,7 @@
     python -m tools.places --check    only compare it
 
 A test adds a row by a mark with four literal texts: the file system or store, what was tried, what holds, and what is
-weaker. The name of a library in what was tried gets the version of ``constraints.txt``:
+weaker. In the second text, the version of ``constraints.txt`` is added to the name of a library:
 
     @pytest.mark.lives("S3", "moto", "everything", "nothing")
 

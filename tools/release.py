@@ -79,7 +79,7 @@ def with_urls(text: str, urls: Mapping[str, str]) -> str:
 
 
 def with_version(text: str, version: str, names: Sequence[str]) -> str:
-    """Return a ``pyproject.toml`` with another version of the project, and of those of `names` that it requires."""
+    """Return a ``pyproject.toml`` with another version of the project and of the distributions in `names`."""
     text, count = re.subn(r'(?m)^version = "[^"]*"$', f'version = "{version}"', text)
     if count != 1:
         raise ValueError(f"expected one line with the version of the project; found {count}")
@@ -136,7 +136,8 @@ def set_version(version: str, root: Path = ROOT) -> None:
 
 
 def _pip_wheel(sources: Sequence[Path], directory: Path) -> None:
-    # This environment builds them, without a network. PYTHON* would show the builds the sources of the clone.
+    # The builds run in this environment, without a network. Variables such as PYTHONPATH are left out, because the
+    # builds would import the sources of the clone instead of the copies.
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     subprocess.run([*command, "--wheel-dir", str(directory), *map(str, sources)], check=True, env=kept, timeout=540)

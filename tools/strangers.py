@@ -1,18 +1,19 @@
-"""Open the files of other software, and compare what ckptcore says with what their owners' libraries read.
+"""Load the files of other software, and compare the result with that of the libraries that own the formats.
 
     python -m tools.strangers DIRECTORY
 
 Each file and directory below DIRECTORY is described (`metadata`), verified, loaded, copied to the layout ``dcp`` and
-loaded again, and read by the library that owns its format, if that is installed (see `tools.owners`). A line says:
+loaded again, and read by the library that owns its format, if that is installed (see `tools.owners`). Its line begins
+with one of these words:
 
     equal        the load and the copy equal the owner's reading, bit for bit
     read         the load and its copy are equal; no owner's library reads it here without running code
-    refused      an error names what it is, and the way on
-    different    the load, the copy or the owner differ
-    unnamed      an exception of another kind, or an error that does not say what it is
+    refused      an error says what the file is, and what to do
+    different    the copy or the owner's reading differs from the load
+    unnamed      an exception of another kind, or an error that does not say what the file is
 
 The exit status is 1 if a line says "different" or "unnamed". Files in the directory of a checkpoint are data of that
-checkpoint: only those with a suffix of checkpoints are tried alone.
+checkpoint; only those with a suffix of checkpoint files are also tried alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SUFFIXES: Final = frozenset(
     + [".pt2", ".pth", ".safetensors", ".tar", ".zip"]
 )
 _UNNAMED: Final = re.compile(r"check the path|it begins with b|: it has [^:]*\. Read it with the software")
-"""Errors that say nothing about a file that exists."""
+"""Texts of errors that do not say what an existing file is."""
 _SHOWN: Final = 160
 
 
@@ -54,8 +55,9 @@ class Line(NamedTuple):
     Attributes:
         path: relative to the directory.
         result: see the module.
-        writer: the software that wrote it, as ckptcore says; empty if it is refused.
-        detail: the state that `verify` finds and the owner's library; or the error or difference.
+        writer: the software that wrote it, as ckptcore reports; empty if ckptcore cannot load it.
+        detail: the error or the difference. Without one: the state that `verify` reports, and the owner's library or
+            the reason why none reads it.
     """
 
     path: str
@@ -89,7 +91,7 @@ def _is_checkpoint(directory: Path) -> bool:
         ckptcore.metadata(directory)
     except CheckpointNotFoundError:
         return False
-    except Exception:  # noqa: BLE001  # `examine` tells which
+    except Exception:  # noqa: BLE001  # `examine` reports the error
         return True
     return True
 
@@ -143,7 +145,7 @@ def _refusal(error: Exception) -> Result:
 
 
 def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return the arrays and values of a tree of any library by their keys. Containers of all kinds are equal."""
+    """Return the arrays and values of a tree of any library by their keys. The kinds of containers do not matter."""
     flat: dict[tuple[str, ...], Any] = {}
     left: list[tuple[tuple[str, ...], Any]] = [(path, value)]
     while left:
@@ -178,19 +180,19 @@ def _parts(value: Any) -> Sequence[tuple[Any, Any]] | None:
 def difference(first: Leaves, second: Leaves, tied: Collection[tuple[str, ...]] = ()) -> str:
     """Return the first difference of two trees as text; empty if there is none. The second may lack tied arrays."""
     first = {path: value for path, value in first.items() if path in second or path not in tied}
-    if len(first) == len(second) == 1:  # one array may have a name
+    if len(first) == len(second) == 1:  # a single array has a name in some libraries only
         first = dict(zip(second, first.values(), strict=True))
     if missing := sorted(first.keys() ^ second.keys()):
         side = "only in the load" if missing[0] in first else "not in the load"
         return f"{'/'.join(missing[0])} is {side} ({len(missing)} differ)"
-    for path, one in first.items():
-        if reason := _differ(one, second[path]):
+    for path, value in first.items():
+        if reason := _differ(value, second[path]):
             return f"{'/'.join(path)}: {reason}"
     return ""
 
 
-def _differ(one: Any, other: Any) -> str:
-    arrays = [_array(value) for value in (one, other)]
+def _differ(left: Any, right: Any) -> str:
+    arrays = [_array(value) for value in (left, right)]
     first, second = arrays
     if first is not None and second is not None:
         if (first.shape, first.dtype) != (second.shape, second.dtype):
@@ -198,9 +200,9 @@ def _differ(one: Any, other: Any) -> str:
                 return ""  # a number, and an array of one element
             return f"{first.dtype}{list(first.shape)} and {second.dtype}{list(second.shape)}"
         return "" if first.tobytes() == second.tobytes() else "the bytes differ"
-    if type(one) is type(other) or (first is None) == (second is None):
-        return "" if str(one) == str(other) or one == other else f"{str(one)[:40]} and {str(other)[:40]}"
-    return f"{type(one).__name__} and {type(other).__name__}"
+    if type(left) is type(right) or (first is None) == (second is None):
+        return "" if str(left) == str(right) or left == right else f"{str(left)[:40]} and {str(right)[:40]}"
+    return f"{type(left).__name__} and {type(right).__name__}"
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:

@@ -2,11 +2,12 @@
 
     PYTHON tools/strangers_corpus.py DIRECTORY [LIBRARY ...]
 
-Runs in any environment, also without ckptcore: an environment with old releases writes old files. Each library writes
-to ``DIRECTORY/LIBRARY-VERSION``. A library that is not installed is skipped; one that fails is reported.
+It runs in any environment, also in one without ckptcore. In an environment with old releases it writes files of these
+releases. Each library writes to ``DIRECTORY/LIBRARY-VERSION``. A library that is not installed is skipped; one that
+fails is reported.
 """
 
-# Of the libraries, many are installed in one environment only, and many have no types.
+# Many of the libraries are installed in only one environment, and many have no types.
 # mypy: disable-error-code="import-not-found,import-untyped,attr-defined,arg-type,misc,no-untyped-call"
 
 from __future__ import annotations
@@ -579,7 +580,7 @@ def write_torchtitan(to: Path) -> None:
 
 
 def write_broken(to: Path) -> None:
-    """Files that are not what their names say: pointers of Git LFS, pages, empty and truncated files."""
+    """Write files that are not what their names say: pointers of Git LFS, pages, empty and truncated files."""
     import numpy as np
     from safetensors.numpy import save
 
@@ -619,7 +620,7 @@ def main() -> int:
         to.mkdir(parents=True)
         try:
             writer(to)
-        except Exception:  # noqa: BLE001  # of any library: the others are written all the same
+        except Exception:  # noqa: BLE001  # any error of a library: the others still write their files
             failed += 1
             print(f"{library} {version} failed:\n{traceback.format_exc(limit=-3)}", file=sys.stderr)
         else:

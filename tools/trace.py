@@ -1,9 +1,9 @@
 """List the files of the core that a plain save and a plain load run through, in the order in which they run.
 
-Run ``python -m tools.trace`` for each file with the functions that run in it, first called first, and for the lines of
-code of all these files. Comprehensions and lambdas count as parts of the function around them. With ``--write`` it
-writes the table of `SPINE` into ``docs/design/read-the-core.md``. The lists of that page are made when the
-documentation is built.
+``python -m tools.trace`` prints each file with the functions that run in it, in the order of their first calls, and the
+lines of code of all these files. Comprehensions and lambdas count as parts of the function around them. With
+``--write``, the table of `SPINE` is written into ``docs/design/read-the-core.md``. The lists of that page are created
+when the documentation is built.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BEGIN: Final = "<!-- written by python -m tools.trace --write -->\n\n"
 _END: Final = "<!-- end -->"
 
 Trace = Mapping[str, list[str]]
-"""By file of the core, relative to its package: the functions that ran. Both in the order of first calls."""
+"""The functions that ran, by file, relative to the package. Files and functions are in the order of first calls."""
 
 
 SPINE: Final[Mapping[str, Mapping[str, str]]] = {
@@ -70,7 +70,7 @@ def spine_table(traces: Mapping[str, Trace]) -> str:
 
 
 def trace(run: Callable[[], object]) -> Trace:
-    """Run a function, and return what it ran through on this thread and on threads that it started."""
+    """Run a function, and return the functions of the core that ran on this thread and on threads that it started."""
     calls: dict[str, list[str]] = {}
     prefix = f"{_CORE}/"
 

@@ -6,7 +6,8 @@
 - ``short``: the core, NumPy and JAX, with the lowest versions and on Python 3.12. Part of `.ci/run`.
 
 An interpreter is taken from an environment variable such as PYTHON312, from PATH, or from pyenv. Without it a run is
-skipped with a message. Environments are kept in `.venv-versions`, and updated if a requirement changes.
+skipped with a message. Environments are kept in `.venv-versions`, and updated if a requirement changes; those with the
+newest versions are updated in each run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OLDEST_ADAPTERS: Final = "constraints-oldest-adapters.txt"
 _PINNED: Final = "constraints.txt"
 
 _RUNNERS: Final = ("pytest-xdist", "setuptools")
-"""Packages that every environment has, too."""
+"""Further packages of every environment."""
 
 
 class Part(NamedTuple):
@@ -170,9 +171,9 @@ _FRAMEWORKS: Final = Part(
     ["markdown-it-py", "opentelemetry-sdk", "orbax-checkpoint", "safetensors", "tqdm"],
     [
         *[
-            str(found.relative_to(ROOT))
-            for found in sorted(ROOT.glob("plugins/*/tests"))
-            if "integrations" not in str(found)
+            str(directory.relative_to(ROOT))
+            for directory in sorted(ROOT.glob("plugins/*/tests"))
+            if "integrations" not in str(directory)
         ],
         *_CORE.tests[:2],
         "tests/io",
@@ -183,11 +184,11 @@ _FRAMEWORKS: Final = Part(
         "tests/saving/test_save_async.py",
         "tests/step_names",
         "tests/tiers",
-        # A browser and tools of this repository, which have one version.
+        # These tests need a browser and tools of this repository, which have one version.
         "--ignore=plugins/view/tests/page",
-        # Other libraries of constraints.txt, whose newest versions need newer packages: TorchAO has wheels for one
-        # version of PyTorch, Zarr, SciPy and Transformers need NumPy 2, NumPyro, Penzai and Haiku a newer JAX, and
-        # torch_checkpointing and the tests of meshes a newer PyTorch.
+        # These tests need other libraries of constraints.txt, whose newest versions need newer packages: TorchAO has
+        # wheels for only one version of PyTorch; Zarr, SciPy and Transformers need NumPy 2; NumPyro, Penzai and Haiku
+        # need a newer JAX; torch_checkpointing and the tests of meshes need a newer PyTorch.
         "--ignore=plugins/formats/tests/test_conversions.py",
         "--ignore=plugins/formats/tests/test_numpy_files.py",
         "--ignore=plugins/formats/tests/test_pickle_files.py",
@@ -203,7 +204,7 @@ _FRAMEWORKS: Final = Part(
         "--ignore=plugins/transforms/tests/test_dequantizing_parts.py",
         "--ignore=plugins/transforms/tests/test_quantised_jobs.py",
         "--ignore=plugins/transforms/tests/test_quantized.py",
-        # Extras with newer requirements: `_ADAPTERS`.
+        # These tests need extras with newer requirements: `_ADAPTERS` has them.
         *[f"--ignore={test}" for test in _WITH_ORBAX],
         *[f"--ignore={test}" for test in _COLOCATED],
     ],
@@ -242,23 +243,23 @@ def runs_of(kind: str) -> Sequence[Run]:
 
 
 def requirements(distributions: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of our distributions that some of them require, and what these require of others."""
+    """Return what distributions of ours need: all of ours by name, themselves included, and requirements on others."""
     ours = projects()
     waiting = [Requirement(text) for text in ("ckptcore", *distributions)]
     seen: set[tuple[str, str]] = set()
-    found: dict[str, None] = {}
+    others: dict[str, None] = {}
     while waiting:
         requirement = waiting.pop()
         table = ours.get(canonicalize_name(requirement.name))
         if table is None:
-            found[str(requirement)] = None
+            others[str(requirement)] = None
             continue
         for extra in ("", *requirement.extras):
             if (table["name"], extra) not in seen:
                 seen.add((table["name"], extra))
                 needed = table.get("optional-dependencies", {})[extra] if extra else table["dependencies"]
                 waiting += [Requirement(text) for text in needed]
-    return sorted({name for name, _ in seen}), sorted(found)
+    return sorted({name for name, _ in seen}), sorted(others)
 
 
 def find_interpreter(python: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -270,7 +271,7 @@ def find_interpreter(python: str, environment: Mapping[str, str] = os.environ) -
         return sys.executable
     program = shutil.which(f"python{python}", path=environment.get("PATH"))
     if program and subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0:
-        return program  # a shim of pyenv exists also if its version is not chosen
+        return program  # a shim of pyenv exists, and fails, even if its version is not selected
     pyenv = Path(environment.get("PYENV_ROOT") or Path.home() / ".pyenv")
     installed = sorted(pyenv.glob(f"versions/{python}.*/bin/python"))
     return str(installed[-1]) if installed else None
@@ -284,7 +285,7 @@ def _prepare(run: Run, interpreter: str) -> Path:
     pins = (ROOT / run.constraints).read_text(encoding="utf-8") if run.constraints else ""
     stamp = directory / f"{hashlib.sha256(repr((interpreter, wanted, pins)).encode()).hexdigest()}.stamp"
     python = directory / "bin" / "python"
-    if not stamp.exists() or not run.constraints:  # the newest versions of today may be others
+    if not stamp.exists() or not run.constraints:  # newer versions may have been released
         for old in directory.glob("*.stamp"):
             old.unlink()
         if not python.exists():
@@ -298,7 +299,7 @@ def _prepare(run: Run, interpreter: str) -> Path:
 
 
 def _link_ours(names: Iterable[str], packages: Path) -> None:
-    """Install our distributions as they are in this environment, editable: to build them again would take longer."""
+    """Copy the files of our distributions, editable installs of this environment: to build them again takes longer."""
     for name in names:
         for file in importlib.metadata.distribution(name).files or ():
             target = packages / file
@@ -308,9 +309,9 @@ def _link_ours(names: Iterable[str], packages: Path) -> None:
 
 
 def _describe(python: Path) -> Iterator[str]:
-    """Return the versions in an environment that the docs list."""
+    """Yield the names and versions of all distributions in an environment."""
     program = "from importlib.metadata import distributions; "
-    program += "print(*sorted({f'{one.name}=={one.version}' for one in distributions()}))"
+    program += "print(*sorted({f'{item.name}=={item.version}' for item in distributions()}))"
     yield from subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.split()
 
 

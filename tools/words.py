@@ -90,7 +90,7 @@ _NAMES: Final = {
 """Names of modules, classes and functions, without leading underscores, and better ones."""
 
 _OPENINGS: Final = ("How", "Let", "Say", "That", "What", "Where", "Whether")
-"""First words that a docstring must not have."""
+"""Words that must not begin a docstring."""
 
 EXCEPTIONS: Final[dict[str, str]] = {}
 """Accepted findings: the reason by ``file: text``. At most 20."""

@@ -27,7 +27,7 @@ __all__ = ["abstract", "delete", "metadata", "open", "verify"]
 def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
     """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
 
-    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads only these rows, and
+    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads only 16 rows, and
     ``checkpoint.iter_boxes()`` streams all arrays. Use it in a ``with`` statement, or close it.
 
     Args:
@@ -36,7 +36,7 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: the checkpoint has several checkpointables: open one by its own location.
+        CompositeCheckpointError: the checkpoint has several checkpointables: open a checkpointable by its own location.
         TreeMismatchError: the checkpoint has the files of an object instead of a tree.
     """
     return OpenCheckpoint(location, context or default_context())
@@ -85,7 +85,7 @@ def verify(
 
 @explains_arguments
 def delete(location: LocationLike, *, other_files: bool = False, context: Context | None = None) -> None:
-    """Delete a checkpoint of ckptcore, even an unfinished or damaged one.
+    """Delete a checkpoint of ckptcore, even an unfinished or damaged checkpoint.
 
     No process can load a partly deleted checkpoint. Never deletes another checkpoint.
 

@@ -52,11 +52,12 @@ def load(
             loaded as NumPy arrays: arrays of text, and of 64-bit numbers in JAX while jax_enable_x64 is off.
         context: options.
         select: the stored leaves to load, by `ckptcore.select`. Other leaves are not read. With an abstract tree,
-            `PLACEHOLDER` replaces the other leaves. Without one, they are removed from dicts, and replaced by
-            `PLACEHOLDER` in lists and tuples.
+            `PLACEHOLDER` replaces the other leaves. Without an abstract tree, they are removed from dicts, and replaced
+            by `PLACEHOLDER` in lists and tuples.
         transforms: changes of the stored tree, applied in this order before it is matched: see
             `ckptcore.transforms`. Without an abstract tree, the transformed tree is loaded.
-        matching: allowed differences between the abstract tree and the stored one; by default none.
+        matching: allowed differences between the abstract tree and the stored tree. By default, only plain values may
+            differ: see `Matching`.
         report: filled when the load has succeeded: how each leaf was handled, and the number of bytes read.
         strategy: changes how the load reads, for instance through a cache: see `ckptcore.protocols.ReadStrategy`. None:
             selected by ``JobOptions(reads=...)``.
@@ -70,8 +71,8 @@ def load(
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to load.
         UnknownPluginError: no installed plugin has the framework.
         TransformError: a transform does not fit the stored tree, or matches no leaf.
-        TreeMismatchError: the abstract tree and the stored one have differences that are not allowed; lists all of
-            them. Also raised if nothing is selected.
+        TreeMismatchError: the abstract tree and the stored tree have differences that are not allowed; lists all
+            differences. Also raised if nothing is selected.
         CorruptCheckpointError: bytes differ from those written; names file, array and range.
     """
     context = context or default_context()
@@ -207,7 +208,7 @@ def load_checkpointables(
             the object. Without `abstract` and `into`, every object is loaded; objects that were deleted since the save
             are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
-        progress: see `load`. Until an object is loaded, the total includes all its arrays, even those to be skipped.
+        progress: see `load`. Until an object is loaded, the total includes all its arrays, even arrays to be skipped.
         context: options.
 
     Wrap an abstract tree or an object in `LoadAs` to pass a selection, transforms, and allowed differences for it.

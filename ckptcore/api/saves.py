@@ -87,7 +87,7 @@ def save_async(
     The checkpoint is written and committed in the background. The handle waits for it. If the error of a save is not
     retrieved from its handle, the next save of the Context raises it, or it is printed when the program ends.
 
-    Arguments and errors are those of `save`; the handle raises errors that occur while files are written.
+    Arguments and errors are as for `save`; the handle raises errors that occur while files are written.
     """
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())
@@ -137,8 +137,7 @@ def save_checkpointables_async(
 ) -> SaveHandle:
     """Begin to save several objects, and return once they may change or advance.
 
-    Arguments and errors are those of `save_checkpointables`; the handle raises errors that occur while files are
-    written.
+    Arguments and errors are as for `save_checkpointables`; the handle raises errors that occur while files are written.
     """
     request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     return begin_save(request, context or default_context())

@@ -164,7 +164,7 @@ _IN_SETS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic
 
 
 class _Collection(CheckpointableHandler):
-    """A collection that is stored as a list. A load replaces all of its elements with the stored ones."""
+    """A collection that is stored as a list. A load replaces all of its elements with the stored elements."""
 
     priority = Priority.EXACT
     is_object = False
@@ -172,7 +172,7 @@ class _Collection(CheckpointableHandler):
     def unflatten(self, like: Any, state: Any) -> object:
         """Return a collection with the attributes of `like` and the loaded elements."""
         result = copy.copy(like)
-        getattr(result, "__dict__", {}).update(getattr(like, "__dict__", {}))  # `copy.copy` of a deque omits these
+        getattr(result, "__dict__", {}).update(getattr(like, "__dict__", {}))  # `copy.copy` of a deque omits them
         self.restore(result, state)
         return result
 

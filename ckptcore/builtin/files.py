@@ -35,7 +35,7 @@ def state_of_files(empty: Sequence[str]) -> JSON:
     """Return the state that records empty directories, because the keys of files do not show them.
 
     Raises:
-        UnsupportedLeafError: there are too many directories, or one is too deep.
+        UnsupportedLeafError: there are too many directories, or a directory is too deep.
     """
     if not empty:
         return None

@@ -1,8 +1,8 @@
 """Leaves in host memory: NumPy arrays and scalars, Python scalars, text, bytes, None, `io.BytesIO` and `bytearray`.
 
 Some other values are stored as a short text, a number or a list: paths, times, enum members, ranges and the like. A
-load without an abstract tree returns this plain form. If the abstract tree has a value of their type, they load as that
-type. The type comes from the caller, never from the checkpoint.
+load without an abstract tree returns this plain form. If the abstract tree has a value of such a type, the load returns
+a value of that type. The type comes from the caller, never from the checkpoint.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class HostArrayHandler(LeafHandler):
         return np.asarray(abstract) if whole else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Return an array, or a NumPy scalar if one is requested.
+        """Return an array, or a NumPy scalar if a scalar is requested.
 
-        If nothing is requested, a saved NumPy scalar, str or bytes is returned as such.
+        If nothing is requested, a saved NumPy scalar, str or bytes is returned in its own type.
         """
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
@@ -220,7 +220,7 @@ class BufferHandler(HostValueHandler):
 
         Args:
             content: returns the bytes of a buffer.
-            make: returns a new buffer with these bytes.
+            make: returns a new buffer with the given bytes.
         """
         self._content = content
         self._make = make
@@ -299,7 +299,7 @@ def abstract_of_stored(record: ArrayRecord) -> object:
     spec = record.spec
     if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MAX_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":
-            # Spaces, because NumPy drops trailing NULs, and derives the dtype from the rest.
+            # Use spaces, because NumPy drops trailing NULs, and derives the dtype from the remaining characters.
             return np.str_(" " * (spec.nbytes // 4))
         return np.bytes_(b" " * spec.nbytes) if spec.numpy_dtype.kind == "S" else np.zeros((), spec.numpy_dtype)[()]
     if record.kind in ("str", "bytes"):
@@ -423,7 +423,7 @@ class ValueForm(NamedTuple):
     Attributes:
         kind: its name in records.
         encode: returns a value as JSON. A load without an abstract tree returns this JSON.
-        decode: returns a value of a type from such JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
+        decode: returns a value of a type from this JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
     """
 
     kind: str

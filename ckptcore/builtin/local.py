@@ -175,7 +175,7 @@ class LocalStorage(StorageBackend):
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> LocalFile:
-        """Open a file. Reads stay on this file even if another one replaces it."""
+        """Open a file. Later reads use this file, even if another file replaces it."""
         return self._files.open(key, self._path(key))
 
     def open_stamped(self, key: str) -> StampedFile:
@@ -279,7 +279,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(os.path.dirname(path))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and directories that become empty, except locked ones and the root of the storage."""
+        """Delete objects, and directories that become empty, except locked directories and the root of the storage."""
         self._delete(dict.fromkeys(keys))
 
     def _delete(self, stamps: Mapping[str, str | None]) -> None:
@@ -380,7 +380,7 @@ class LocalStorage(StorageBackend):
         _expect_directory(old)
         self._directories.ensure(os.path.dirname(new))
         try:
-            # A plain rename of a directory replaces only an empty one.
+            # A plain rename of a directory replaces only an empty directory.
             os.rename(old, new)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -402,7 +402,7 @@ class LocalStorage(StorageBackend):
             self._sync_both(*paths)
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
-        """Move files of a directory into another one, without replacing any file. See `AtomicDirectories`."""
+        """Move files of a directory into another directory. Replaces no file. See `AtomicDirectories`."""
         above = self._checked_path(destination)
         _expect_directory(above)
         directories = {above: None}
@@ -419,7 +419,7 @@ class LocalStorage(StorageBackend):
                     self._directories.make_durable(directory)
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
-        """Rename a file. It replaces the destination only if that still has the stamp. See `AtomicDirectories`."""
+        """Rename a file. Replaces the destination only if it still has the stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
         with SystemCall(f"rename to {new} the file", old):
             os.lstat(old)  # raises an error if the source is missing
@@ -447,17 +447,17 @@ class LocalStorage(StorageBackend):
         return stamps
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
-        """Delete the files that still have these stamps. See `AtomicDirectories`."""
+        """Delete the files whose stamps have not changed. See `AtomicDirectories`."""
         self._delete(stamps)
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, while a save writes into it. See `AtomicDirectories`."""
+        """Give a new directory the attributes of an old directory during a save. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
         with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             hide_from_others(*paths)
 
     def keep_attributes(self, old: str, new: str) -> None:
-        """Give a new directory and its content the attributes of the old ones. See `AtomicDirectories`."""
+        """Give a new directory and its content the attributes of an old directory. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
         with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             for changed in keep_attributes_below(*paths):

@@ -1,4 +1,4 @@
-"""Attributes of local files and directories that their replacements keep: owner, group, mode, ACL and others."""
+"""Attributes of local files and directories that a replacement keeps: owner, group, mode, ACL and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,
     errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE,
 })  # fmt: skip
-"""Errors of a file system that does not have an attribute, or of a process that may not set it."""
+"""Error numbers if a file system does not support an attribute, or if this process may not set the attribute."""
 
 _ACL: Final = "system.posix_acl_access"
 _ACCESS_CONTROL: Final = (_ACL, "system.posix_acl_default")
@@ -37,7 +37,7 @@ class Attributes(NamedTuple):
     extended: dict[str, bytes | None]
 
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
-        """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
+        """Give the attributes, as far as possible, to another file or directory of the same kind. Ignores links.
 
         If this process cannot set an attribute, such as a group that it is not a member of, the other permissions are
         reduced, so that no user gets more access.
@@ -64,7 +64,7 @@ class Attributes(NamedTuple):
             if not same_group:
                 mode &= ~stat.S_ISGID
             if not same_group or not self._has_its_acl(target):
-                mode = _group_like_others(mode)  # with an ACL, the permissions of the group are those of its mask
+                mode = _group_like_others(mode)  # with an ACL, the group bits are the mask of the ACL
             if now.st_uid != self.status.st_uid:
                 mode &= ~stat.S_ISUID
             return _set_mode(target, mode | granted) or changed
@@ -96,7 +96,7 @@ class Attributes(NamedTuple):
         return changed
 
     def _has_its_acl(self, target: int | str) -> bool:
-        """Return True if a file has the ACL of these attributes, or if they have no ACL."""
+        """Return True if a file has the same ACL as these attributes, or if they have no ACL."""
         if _ACL not in self.extended:
             return True
         acl = _read_extended(target).get(_ACL)
@@ -162,7 +162,7 @@ def read_attributes(path: str) -> Attributes | None:
 def create_file(path: str, replaced: Attributes | None) -> int:
     """Create a file with the attributes of the file that it replaces, and return its descriptor.
 
-    If `replaced` has the attributes of something else than a regular file, such as a link, they are not kept.
+    If `replaced` has the attributes of anything but a regular file, such as a link, they are not kept.
 
     Raises:
         OSError
@@ -198,7 +198,7 @@ def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[s
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     """Copy the attributes of an old directory and its content to a new directory and its content, by name.
 
-    A file or directory without a counterpart gives no more access than the most private one in the old directory.
+    A file or directory without a counterpart gives no more access than the most private entry of the old directory.
 
     Yields:
         The paths that were changed.
@@ -231,7 +231,7 @@ def _deny(path: str, denied: Callable[[int], int]) -> bool:
 
 
 def hide_from_others(old: str, new: str) -> None:
-    """Give a new directory the attributes of an old one, with exceptions that last until the commit.
+    """Give a new directory the attributes of an old directory, with exceptions that last until the commit.
 
     Other users may not write in the new directory. They have no access at all if they cannot read everything in the old
     directory. The owner may always write in the new directory.

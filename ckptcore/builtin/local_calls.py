@@ -27,7 +27,7 @@ from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFound
 T = TypeVar("T")
 
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
+"""Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader forever."""
 
 LEAST_ALLOCATED_BYTES: Final = 1 << 20
 """Files of at least this size are allocated before they are written.
@@ -36,7 +36,7 @@ This makes the writes faster, and reports a full disk early.
 """
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
-_OPENAT2: Final = 437  # asm-generic/unistd.h; later system calls have the same number on all machines
+_OPENAT2: Final = 437  # asm-generic/unistd.h; a recent system call, so it has the same number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
 AT_FDCWD: Final = -100  # linux/fcntl.h
 _RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h
@@ -85,7 +85,7 @@ def open_without_links(path: str, flags: int) -> int | None:
 def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a local file for reading. Links are followed; anything but a regular file is refused.
 
-    The files of a checkpoint may be hostile: opening a named pipe would wait for ever, and devices such as /dev/zero
+    The files of a checkpoint may be hostile: opening a named pipe would wait forever, and devices such as /dev/zero
     have no end.
 
     Raises:
@@ -134,7 +134,7 @@ def real_path(path: str) -> str:
 
 @functools.cache
 def _opener(flags: int) -> Callable[[str], int | None] | None:
-    """Return the function behind `open_without_links` for these flags; None if the system does not support it."""
+    """Return the function behind `open_without_links` for the given flags; None if the system does not support it."""
     if sys.platform != "linux" or os.uname().machine not in _OPENAT2_MACHINES:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
@@ -264,7 +264,7 @@ class SystemCall(NamedTuple):
 
 @contextmanager
 def ignoring(numbers: Collection[int]) -> Iterator[None]:
-    """Ignore system errors with these numbers in a ``with`` block. Such an error still ends the block.
+    """Ignore system errors with the given numbers in a ``with`` block. Such an error still ends the block.
 
     Raises:
         OSError: an error with another number.

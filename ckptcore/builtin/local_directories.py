@@ -257,7 +257,7 @@ class LocalDirectories:
             directory = above
 
     def remove_empty(self, directory: str) -> None:
-        """Remove a directory if it is empty and not locked, then its parents likewise. Never removes the root.
+        """Remove a directory if it is empty and not locked. Then do the same with its parent. Never removes the root.
 
         Raises:
             StorageError

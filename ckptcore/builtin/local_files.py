@@ -299,7 +299,7 @@ class LocalFiles:
 
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
-"""Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others of milliseconds."""
+"""Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others have milliseconds."""
 
 
 class StampedFile:
@@ -397,7 +397,7 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
         return None
     descriptors: list[int] = []
     try:
-        for flags in (0, os.O_DIRECT):
+        for flags in (0, os.O_DIRECT):  # the first descriptor probes the page cache, the second reads from the disk
             descriptors.append(os.open(path, OPEN_TO_READ | flags))
             if not os.path.samestat(os.fstat(descriptors[-1]), status):
                 raise OSError(errno.EINVAL, "the file was replaced", path)
@@ -445,7 +445,7 @@ class ColdReader:
         try:
             os.preadv(self._probe, [bytearray(_PAGE_BYTES)], start + number * _PAGE_BYTES, os.RWF_NOWAIT)
         except BlockingIOError:
-            return True
+            return True  # RWF_NOWAIT: the read would have to wait for the disk
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise

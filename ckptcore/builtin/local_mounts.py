@@ -1,4 +1,4 @@
-"""The file system that is mounted at a path: which one it is, its locks and limits, and what it does when tried."""
+"""The file system that is mounted at a path: its identity, its locks and limits, and tests of what it supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
 _AT_SYMLINK_NOFOLLOW: Final = 0x100  # linux/fcntl.h
-_STATX_BYTES: Final = 256  # the size of struct statx in linux/stat.h, which also has the names and the slice
+_STATX_BYTES: Final = 256  # the size of struct statx; linux/stat.h also defines the constants and the offset below
 _STATX_MNT_ID: Final = 0x1000  # since Linux 5.8; a later mount may get the same number
 _STATX_MNT_ID_UNIQUE: Final = 0x4000  # since Linux 6.8
 _STATX_MOUNT: Final = slice(0x90, 0x98)
@@ -189,9 +189,9 @@ def _file_system_type(file: int | str) -> int | None:
 def has_locks_of_all_hosts(descriptor: int) -> bool:
     """Return True if a lock (`flock`) of an open file excludes processes on all hosts that can see the file.
 
-    The system does not report this, so only file systems whose locks are known are trusted. Some lock only within one
-    host: FUSE unless its program does more, NFS with ``local_lock``, and BeeGFS by default. NFS without ``local_lock``
-    cannot lock directories.
+    The system does not report this, so only file systems whose locks are known are trusted. Some file systems lock only
+    within one host: FUSE unless its program does more, NFS with ``local_lock``, and BeeGFS by default. NFS without
+    ``local_lock`` cannot lock directories.
 
     Raises:
         OSError

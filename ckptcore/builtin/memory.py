@@ -87,7 +87,7 @@ class MemoryStorage(StorageBackend):
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> _MemoryReader:
-        """Open an object. Reads stay on this object even if another one replaces it."""
+        """Open an object. Later reads use this object, even if another object replaces it."""
         return _MemoryReader(key, self._url, self._find(key).data)
 
     def size(self, key: str) -> int:
@@ -95,7 +95,7 @@ class MemoryStorage(StorageBackend):
         return len(self._find(key).data)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag."""
+        """Write an object atomically, and return its new tag. Replaces an existing object."""
         return self._store.replace(self._prefix + check_key(key), memoryview(bytes(data)), condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
@@ -144,7 +144,7 @@ class _Object(NamedTuple):
 
 
 class _Store:
-    """Objects by key. Reading one is atomic; the lock protects changes."""
+    """Objects by key. Reading an object is atomic; the lock protects changes."""
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
@@ -277,7 +277,8 @@ class _MemoryWriter:
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
-        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last one.
+        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last
+        # piece.
         if self._written != size:
             raise StorageError(f"cannot complete {self.key!r}: expected {size} bytes, found {self._written} written")
         self._store.finish(self, whole.data, self._condition)

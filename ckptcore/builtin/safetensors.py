@@ -4,14 +4,14 @@ The format (https://github.com/huggingface/safetensors): 8 bytes of little-endia
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
 order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
 which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. A
-process writes a file if it has all elements of all arrays in it. If no process has all of them, the arrays of that file
-are stored in slices instead.
+process writes a file if it has all elements of all arrays of the file. If no process has all elements, the arrays of
+that file are stored in slices instead.
 
 Slices have the form of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that
 torch.distributed.checkpoint can load them (torch 2.13.0, hf_storage.py). The file names are ``shard-<process, from
 1>-<stem>-<number>-of-<files of the process>.safetensors``. Each is a plain safetensors file in which a tensor is a box
-of the array with that name. ``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: the
-start of each box.
+of the array with the same name. ``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``:
+the start of each box.
 
 In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
 ``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
@@ -75,8 +75,8 @@ class SafetensorsLayout(Layout):
             diffusers expects ``diffusion_pytorch_model``.
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
             replaces ``"format": "pt"``.
-        standalone: True for files that are used without their root, such as those that `ckptcore.copy` writes for a
-            subtree. False: the metadata of each file says that it is part of a checkpoint, so that loads can refuse a
+        standalone: True for files that are used without their root, such as the files that `ckptcore.copy` writes for a
+            subtree. False: the metadata of each file says that it is part of a checkpoint. Loads then refuse a
             directory that has lost its root.
 
     Raises:
@@ -267,8 +267,8 @@ class SafetensorsLayout(Layout):
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        # If one state is that of a session, all must be: a damaged state without files must fail here, or the
-        # checkpoint would lack its arrays.
+        # If one state is from a session, all must be: a damaged state without files must fail here, or the checkpoint
+        # would lack its arrays.
         sessions = states if any("files" in state for state in states) else []
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)

@@ -55,7 +55,7 @@ preference. The value is the stem of the files that they read if there are no sa
 
 _OTHER_FILE: Final = ".bin"
 _INDEX: Final = re.compile(r"(.+?)\.safetensors(?:\.(.+))?\.index(?:\.(.+))?\.json")
-"""Name of an index. The groups are the stem, the variant in older versions of diffusers, and the variant in newer ones.
+"""Name of an index. The groups are the stem, the variant in older diffusers, and the variant in newer diffusers.
 """
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)?\.safetensors")
 _SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
@@ -171,9 +171,9 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    The checkpointables are the listed directories that have weights. If at least one directory has weights and the
-    pipeline is not modular, each other model is a checkpointable too if its directory is missing, is empty, or has a
-    config.
+    The checkpointables are the listed directories that have weights. In a pipeline that is not modular, other models
+    are checkpointables too if their directory is missing, is empty, or has a config. At least one directory must have
+    weights.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.
@@ -276,8 +276,8 @@ def _stem_of_file(name: str) -> str:
 def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
     """Return the stem of the files to load; None if the choice is ambiguous.
 
-    If a directory has several checkpoints, the main one of a known library is loaded. For example, a model that was
-    trained with an adapter also has the files of the adapter, and a model may have variants.
+    If a directory has several checkpoints, the main checkpoint of a known library is loaded. For example, a model that
+    was trained with an adapter also has the files of the adapter, and a model may have variants.
     """
     stems = set(map(_stem_of_file, files))
     for stem in _KNOWN_STEMS:
@@ -330,7 +330,7 @@ def _content(file: _File) -> _Content:
 
 
 def _join(files: Sequence[_File]) -> _Content:
-    """Join shards without an index. A tensor that several of them have cannot be loaded."""
+    """Join shards without an index. A tensor that several shards have cannot be loaded."""
     leaves: dict[str, _Leaf] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -429,7 +429,7 @@ def _missing(index: str, name: str, key: str, files: Mapping[str, _File | Checkp
 def _has_header(store: ReadStore, key: str) -> bool:
     """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
 
-    Files that start with letters, such as those of torch.save, are excluded: their first 8 bytes are a number that is
+    Files that start with letters, such as files of torch.save, are excluded: their first 8 bytes are a number that is
     greater than any limit.
     """
     file_bytes = store.size(key)

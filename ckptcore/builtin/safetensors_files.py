@@ -1,6 +1,6 @@
 """The safetensors format: dtypes, headers, and JSON files in the same directory. Content is hostile until checked.
 
-Names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are always in elements.
+Dtypes have the names of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are always in elements.
 Elements smaller than a byte are packed, and the library refuses a tensor that does not end at a byte boundary.
 """
 
@@ -70,7 +70,7 @@ file. Without the root, the structure, the values and the checksums are lost."""
 PART_VERSION: Final = "1"
 
 SHARDING: Final = "DCP_SHARDING_INFO"
-"""The metadata key of a file for the start of each of its boxes."""
+"""The metadata key for the starts of the boxes in a file."""
 
 
 def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
@@ -134,7 +134,7 @@ def encode_file(
 def encode_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Sequence[str]]:
-    """Encode the header of a file. The result is equal to that of the safetensors library 0.8.
+    """Encode the header of a file. The safetensors library 0.8 writes the same bytes.
 
     Args:
         tensors: the dtype (a key of `DTYPE_BITS`) and the shape in elements of each tensor, by name.

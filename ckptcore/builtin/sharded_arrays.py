@@ -223,7 +223,7 @@ class ShardedArrayHandler(LeafHandler):
         return True
 
     def memory_to_fill(self, target: ShardedArray) -> Sequence[StridedMemory] | None:
-        """Return the memory of the shards; None if one has no elements or is read-only."""
+        """Return the memory of the shards; None if a shard has no elements or is read-only."""
         memory = []
         for shard in target.shards:
             if shard.elements is None or not shard.elements.flags.writeable:

@@ -1,4 +1,4 @@
-"""Staging directories. Objects write their own files into them, and a save then stores these files."""
+"""Staging directories. Objects write their own files into them, and a save then stores the files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class StagingDirectory:
     """A new empty directory of this process, in the temporary directory of the system.
 
     It is locked while it is in use. The kernel releases the lock when the process ends. When this user creates another
-    staging directory on the same machine, all unlocked ones are removed. Other machines may share the temporary
-    directory without seeing the lock. They do not remove the directory, because its name depends on the boot of this
-    machine. For the same reason, this machine does not remove it after a restart. On a file system without locks, no
-    other process removes it.
+    staging directory on the same machine, all unlocked staging directories are removed. Other machines may share the
+    temporary directory without seeing the lock. They do not remove the directory, because its name depends on the boot
+    of this machine. For the same reason, this machine does not remove it after a restart. On a file system without
+    locks, no other process removes it.
 
     Attributes:
         path: the path.

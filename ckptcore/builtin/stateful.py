@@ -85,7 +85,7 @@ class _Missing:
 
 
 _MISSING: Final = _Missing()
-"""Placeholder for a value that is stored but that the object does not have."""
+"""Placeholder for the object's value if a value is stored at a path where the object has none."""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that a checkpoint stores with their type."""
@@ -102,8 +102,8 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
     """Return an abstract state with the structure of `stored`, for `CheckpointableHandler.flatten_to_load`.
 
     A checkpoint does not store all types. If the object's own state has a value at the same path, that value determines
-    the type, such as the framework of an array or the subclass of a dict. If it has none, `array` returns the abstract
-    leaf of an array, and containers load as built-in types. Shapes and dtypes always come from the checkpoint.
+    the type, such as the framework of an array or the subclass of a dict. Otherwise `array` returns the abstract leaf
+    of an array, and containers load as built-in types. Shapes and dtypes always come from the checkpoint.
 
     Args:
         own: the current state of the object.
@@ -153,7 +153,7 @@ def _dtype_of_same_module(own: Any, name: str) -> object | None:
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
-    # A dtype that is not one of NumPy, such as that of random keys, says nothing about the stored form.
+    # A dtype of another library, such as the dtype of random keys, says nothing about the stored form.
     return not isinstance(own.dtype, np.dtype) or (tuple(own.shape) == stored.shape and own.dtype == stored.dtype)
 
 
@@ -316,8 +316,8 @@ class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
     ``set_state_tree`` silently ignores unknown variables. So a load requests exactly the variables of the object, and
-    reports differences. Two kinds of variables may be missing in a new object. An optimizer that has made no step has
-    no variables yet, so the load builds them. Metrics load as they are stored.
+    reports differences. There are two exceptions for variables that a new object may lack: the load builds the
+    variables of an optimizer that has made no step, and it loads metrics as they are stored.
 
     Every process is assumed to hold the same arrays, or shards of them.
     """
@@ -338,7 +338,7 @@ class StateTreeHandler(CheckpointableHandler):
         return value.get_state_tree()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the tree of its variables, including those of its optimizer, with the stored metrics."""
+        """Return the tree of its variables, including the variables of its optimizer, with the stored metrics."""
         tree = self.flatten(value)
         if not isinstance(stored, dict) or not isinstance(tree, dict):
             return tree
@@ -466,7 +466,7 @@ def random_state_handler(value_type: type) -> CheckpointableHandler | None:
     Also return None for subclasses of `random.Random` with their own ``getstate``, such as `SystemRandom`, which has no
     state.
     """
-    # Do not import these modules: it is slow, and values of their types exist only if they are already imported.
+    # Do not import the modules: it is slow, and values of their types exist only if they are already imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR

@@ -56,7 +56,7 @@ class ConditionalPutTransaction:
     """A transaction whose claim is stored under the key of the root. See `Transaction`.
 
     Attributes:
-        ended: True if it has committed, left or aborted.
+        ended: True if it was committed, left or aborted.
     """
 
     def __init__(
@@ -230,6 +230,7 @@ class ConditionalPutTransaction:
             self._tag = current[1]
             if isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 return False
+            # With these errors, the put has no effect, not even later: see `StorageBackend.put`.
             refused = isinstance(error, StorageFullError | PermissionError)
             if not refused and self._arrived_before_another_claim(root):
                 return True
@@ -242,7 +243,7 @@ class ConditionalPutTransaction:
         raise error
 
     def _arrived_before_another_claim(self, root: bytes) -> bool:
-        """Replace the claim by an equivalent one, so that a delayed put of the root fails.
+        """Replace the claim by an equivalent claim, so that a delayed put of the root fails.
 
         Return True if the put of the root had succeeded before that.
         """
@@ -272,7 +273,7 @@ class ConditionalPutTransaction:
         self.ended = True
 
     def give_up(self) -> None:
-        """Remove all objects, the claim last: without it, other objects could look like a checkpoint of other software.
+        """Remove all objects, the claim last: objects without a claim could look like a checkpoint of other software.
 
         Raises:
             SaveLostError: another save took over the location and its objects.
@@ -299,12 +300,12 @@ class ConditionalPutTransaction:
 def _equivalent(claim: Claim | PartialSave) -> Claim | PartialSave:
     """Return a claim of the same save and owner with other bytes."""
     if isinstance(claim, PartialSave):
-        return claim._replace(ranks=claim.ranks + 1)
+        return claim._replace(ranks=claim.ranks + 1)  # a rank that no session uses
     return new_claim(claim.save_id)
 
 
 def new_claim(save_id: str) -> Claim:
-    """Return a new claim of a save. The time has microseconds, so that the claim differs from the one it replaces."""
+    """Return a new claim of a save. The time has microseconds, so that it differs from the replaced claim."""
     return Claim(save_id, datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"))
 
 
@@ -334,7 +335,7 @@ class ConditionalPutMethod(CommitMethod):
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
         if resume and current is not None and is_claimed_by(current[0], claim.save_id):
-            find_existing(location, current[0], "with-other-files")  # the files are those of the killed copy
+            find_existing(location, current[0], "with-other-files")  # accept all files: the killed copy wrote them
             return ConditionalPutTransaction(location, claim, current)
         replaces = find_existing(location, None if current is None else current[0], overwrite, find_foreign)
         if replaces == "checkpoint" and overwrite not in ("non-atomic", "with-other-files"):

@@ -34,7 +34,7 @@ _RESERVED: Final = (
     rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"
     r"|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{16}\..*)"
 )
-"""The names of files and directories that only ckptcore writes next to a root. ``checkpoint.pt`` is not one."""
+"""The names of files and directories that only ckptcore writes next to a root. ``checkpoint.pt`` is not such a name."""
 
 _TEMPORARY: Final = (
     r"(?s)\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
@@ -133,10 +133,10 @@ class _Contents:
         self._roots: dict[str, bytes | None] = {}
 
     def nested(self) -> Iterator[str]:
-        """Yield the directories of nested checkpoints that are not members, stored files or exports of this one.
+        """Yield the directories of nested checkpoints that are not members, files or exports of this checkpoint.
 
-        Reads only the root of each. Reads more of a member that contains a nested checkpoint, because its object may
-        have written that as files.
+        Reads only their roots. If a member contains a nested checkpoint, also reads the member's table of objects: the
+        saved Python object may have written the nested checkpoint as its own files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
         heads = {name: read_head(self._read(name) or b"") for name in names}
@@ -150,8 +150,8 @@ class _Contents:
         """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
 
         If the root is missing or cannot be read, the result contains the files with names that no save writes. If the
-        root is the claim of a failed save, it contains only such files outside of subdirectories, because an object may
-        have written files of its own there. If the root of a subdirectory cannot be read, all its files are left out.
+        root is the claim of a failed save, such files are left out if they are in a subdirectory, because an object may
+        have written them there. If the root of a subdirectory cannot be read, all its files are left out.
 
         Args:
             owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
@@ -159,7 +159,8 @@ class _Contents:
         keys = [key for key in self.keys if not _is_known(key)]
         if owns is None:
             return sorted(self._others("", keys))
-        # A composite that lost its root has members, and files of its layout by which other software finds it.
+        # A composite that lost its root may match as a checkpoint of other software. Its members show that it is a
+        # composite.
         is_composite = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
         return sorted(set(self._others("", keys) if is_composite else keys).difference(owns(self.keys)))
 
@@ -172,7 +173,7 @@ class _Contents:
             summary = None
         named: set[str] = set()
         if summary is not None:
-            own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
+            own = (*(summary.objects or ()), *summary.parts, *summary.files, summary.index_key)
             named.update([prefix + key for key in own])
         elif directory:
             return
@@ -196,15 +197,13 @@ class _Contents:
                     yield key
             elif rest and _is_member(summary, top):
                 continue  # in a checkpointable without a root, whose files are unknown
-            elif not rest and summary.members is not None and summary.files is None:
-                continue  # an older version did not record these files
             else:
                 yield key
         for name, inside in below.items():
             yield from self._others(name, inside)
 
     def _summary(self, directory: str) -> RootSummary | None:
-        """Return the summary of the root in a directory, with all objects; None if there is no readable one."""
+        """Return the summary of the root in a directory, with all objects; None if there is no readable root."""
         if (data := self._read(directory)) is None:
             return None
         try:
@@ -228,7 +227,7 @@ class _Contents:
         if directory not in self._roots:
             try:
                 self._roots[directory] = subdirectory(self._store, directory).get(ROOT_KEY)
-            except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in archive storage
+            except (ObjectNotFoundError, ObjectUnavailableError):  # unavailable: in archive storage
                 self._roots[directory] = None
         return self._roots[directory]
 
@@ -240,7 +239,7 @@ def _is_member(summary: RootSummary, directory: str) -> bool:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the directories that are not inside another one of these directories."""
+    """Return the directories that are not inside another of the given directories."""
     every = set(names)
     return [name for name in sorted(every) if every.isdisjoint(_directories(name))]
 

@@ -91,13 +91,14 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
             announced.check()
             may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
             mark = _mark_in_composite(location) if may_be_member else None
-            # Before the removal, so that no reader mistakes the directory for a lost one.
+            # Put the mark before the removal, so that no reader mistakes the missing directory for a lost one.
             marked = mark is not None and _put_mark(location, mark)
             try:
                 location.commit_method.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
-                    location.parent.delete([mark])  # the checkpoint stays: if it is lost later, that is an error
+                    # Remove the mark, because the checkpoint still exists: if it is lost later, that must be reported.
+                    location.parent.delete([mark])
                 raise
             if mark is not None and not marked and not _put_mark(location, mark):
                 logger.warning(
@@ -142,6 +143,8 @@ def _mark_lost(location: Location) -> bool:
 
 def _delete_sessions(location: Location) -> bool:
     """Delete the partial save to a location without a root. Return False if the location changed meanwhile.
+
+    If there is no partial save, and the location is a lost directory of a composite, marks it as deleted.
 
     Raises:
         CheckpointExistsError: the location has files of other software.
@@ -234,7 +237,7 @@ def pin_name(base: Location) -> str:
 
 
 def bases_in(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """Return the bases of a checkpoint in a directory, written in any format version. Empty without a readable root.
+    """Return the bases of a checkpoint in a directory; empty if it has no readable root. Reads every format version.
 
     Links out of the directory are not followed: the bases of a linked checkpoint are in another directory.
     """
@@ -252,7 +255,7 @@ def find_bases(
     without: str = "",
     warn: Callable[..., None] = logger.warning,
 ) -> Mapping[str, Sequence[Base]]:
-    """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
+    """Return the bases of the checkpoints in a directory, by name. Lists it once, and reads one root for each name.
 
     A checkpoint with a damaged root has no bases, because it cannot be loaded. If this process may not read a root, it
     logs that, and uses the bases that `note_bases` recorded.

@@ -45,7 +45,7 @@ class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
     A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
-    a process has created a directory and cannot lock it, it creates another one.
+    a process has created a directory and cannot lock it, it creates another directory.
 
     Another host may mount the file system without locks, and use leases instead. This class respects such leases.
     """
@@ -59,7 +59,7 @@ class DirectoryLocks(Locks):
             key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}"
             lock = self._directories.lock_directory(key)
             if lock is not None:
-                break  # else another process is checking this directory: create another one
+                break  # otherwise another process is checking this directory: create another directory
         with ExitStack() as held:
             held.enter_context(lock)
             held.callback(self._remove, key)  # runs before the lock is released
@@ -75,7 +75,7 @@ class DirectoryLocks(Locks):
             raise absent_directory(self._display)
 
     def may_expire(self, name: str) -> bool:
-        """See `Locks`. The kernel releases the locks of failed processes at once."""
+        """See `Locks`. The kernel releases the locks of failed processes immediately."""
         return False
 
     def _is_locked(self, key: str) -> bool:
@@ -105,7 +105,7 @@ class DirectoryLocks(Locks):
         if lock is None:
             by = f"{described_owner(read_owner(self._store))} owns it and is alive, because its lock exists"
             raise self._in_use(by, READ_MEANWHILE)
-        # The lock comes first: it excludes other hosts with locks while this one looks for leases of hosts without
+        # Take the lock first: it excludes other hosts with locks while this process looks for leases of hosts without
         # locks.
         owner = LockedOwner(self._store, self._display, lock, self._lock_owner)
         with ExitStack() as taking:
@@ -161,7 +161,7 @@ class LockedOwner:
             store: the storage, opened at the directory of steps.
             display: the directory, in errors.
             lock: the lock of `OWNER`, not entered yet.
-            lock_again: locks `OWNER` again, if it is another directory now. Returns None if another process has it.
+            lock_again: locks the directory that is at `OWNER` now. Returns None if another process has locked it.
         """
         lock.__enter__()
         self._store = store
@@ -180,7 +180,7 @@ class LockedOwner:
             number: see `Holder.number`.
 
         Raises:
-            StorageFullError: there is no room; the first `check` that finds room writes it.
+            StorageFullError: there is no room; the first `check` that finds room writes the record.
             SaveLostError, StorageError: see `check`.
         """
         self._before = read_record(self._store)

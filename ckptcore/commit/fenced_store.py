@@ -241,7 +241,7 @@ class _FencedWriter:
         )
 
     def _is_stored(self, error: StorageError) -> bool:
-        """Return True if the stored object is the one that was written. Raise the error if it cannot be read."""
+        """Return True if the stored object is the written object. Raise the error if it cannot be read."""
         try:
             if self._store.size(self._key) != sum(nbytes for _, nbytes, _ in self._pieces):
                 return False

@@ -84,7 +84,8 @@ class LeasedLocks(Locks):
 
         Args:
             name: the name of the directory.
-            waits: wait about one lease time for a renewal of existing leases, and break those that are not renewed.
+            waits: wait about one lease time for a renewal of existing leases, and break the leases that are not
+                renewed.
 
         Raises:
             StorageError
@@ -192,7 +193,7 @@ class LeasedLocks(Locks):
         # commit.
         logger.warning("%s is taken over from %s, which may be alive", self._display, holder.describe())
         self._store.put(OWNER_RECORD, replace(holder, released=True).encode())
-        self._clock.sleep(self._lease_seconds / 2)  # it may complete an operation that follows its last check
+        self._clock.sleep(self._lease_seconds / 2)  # the owner may complete an operation that follows its last check
 
     def _locked_owner(self) -> SeenOwner | None:
         holder = read_owner(self._store)

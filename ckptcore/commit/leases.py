@@ -50,7 +50,7 @@ class Clock:
     def attempts(self, seconds: float, *, first: float = 0.01, last: float = 2.0) -> Iterator[None]:
         """Yield once for each attempt, with pauses between them that double from `first` to `last`, all in seconds.
 
-        The last attempt is the first one that ends `seconds` or more after the start, so there is at least one.
+        Stops after the first attempt that ends `seconds` or more after the start. So there is at least one attempt.
         """
         deadline = self.now() + seconds
         while True:
@@ -130,7 +130,7 @@ def _stop_all(repetitions: Collection[_Repetition]) -> None:
         repetition.stop()
     deadline = time.monotonic() + _EXIT_SECONDS
     for repetition in running:
-        # Returns at once in a forked child, where the thread does not exist.
+        # Returns immediately in a forked child, where the thread does not exist.
         repetition.thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -166,9 +166,9 @@ class Holder:
             `LeaseObserver`). None for a locked directory.
         renewals: the number of attempted renewals. Makes the bytes, and so the tag, of each attempt differ.
         released: True if the lease was released or broken.
-        number: for the owner of a directory, a number above those of all owners before it; otherwise 0.
+        number: for the owner of a directory, a number higher than the numbers of all earlier owners; otherwise 0.
         process: a random id of the process. A restarted container has the same host and pid, and another process.
-        earlier: for the owner of a directory, the last owners before it, the oldest first.
+        earlier: for the owner of a directory, the last earlier owners, the oldest first.
     """
 
     hold_id: str

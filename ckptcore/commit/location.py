@@ -1,4 +1,4 @@
-"""Locations: a path or URL as a storage and a name in it, and how storages are opened."""
+"""Locations: paths and URLs, resolved to a storage and a name in it. Also opens storages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LocationLike: TypeAlias = str | os.PathLike[str]
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
-"""A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
+"""A URL that lost a slash in `pathlib.Path`. As a path it would begin with a directory named ``scheme:``."""
 
 _ARCHIVE: Final = re.compile(r"!(?=/|$)")
 """The ``!`` that ends the name of an archive. The name of a file in the archive may follow."""
@@ -62,7 +62,7 @@ class Storages(NamedTuple):
         Raises:
             UnknownPluginError: no plugin supports the scheme.
         """
-        for mark in reversed([*_ARCHIVE.finditer(address)]):  # the innermost first: an archive may be in another one
+        for mark in reversed([*_ARCHIVE.finditer(address)]):  # innermost first: an archive may be in another archive
             if (archive := self.archive(scheme, address[: mark.start()], to_write)) is not None:
                 _, _, name = address[: mark.end()].rpartition("/")
                 return subdirectory(archive, f"{name}{address[mark.end() :]}")

@@ -147,8 +147,8 @@ class Lock:
         """Release the lock. Further calls do nothing. An error of the storage is logged.
 
         Args:
-            seconds: the longest time to wait for the storage; None: no limit. After that, the release continues on a
-                thread that ends with the program.
+            seconds: the longest time to wait for the storage; None: no limit. After this time, the release continues on
+                a thread that ends with the program.
         """
         try:
             release = self._releases.pop()  # atomic: only one of several threads gets it
@@ -181,8 +181,8 @@ class SeenOwner:
 
     Attributes:
         holder: the record of the owner; None if it cannot be read.
-        is_alive: True for a locked directory. None for a lease, because only a second read after a lease time would
-            show whether its process is alive.
+        is_alive: True if this process sees the lock of the owner. None for a lock that only other hosts can see. None
+            for a lease too, because only a second read after a lease time would show whether its process is alive.
     """
 
     holder: Holder | None
@@ -200,7 +200,7 @@ OWNER_RECORD: Final = f"{OWNER}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 
 _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
-"""Pattern of the names of locks: the name of the step, and a random id. Those of locked directories end in ``/``."""
+"""Pattern of the names of locks: the name of the step, and a random id. A locked directory ends in ``/``."""
 
 READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
 
@@ -239,7 +239,7 @@ class Locks(ABC):
         """Own the directory until the result is closed, or this process ends.
 
         Call `check` before every change of a step: a suspended process may have lost the directory. On a file system
-        with locks, the directory of a failed job is free at once.
+        with locks, the directory of a failed job is free immediately.
 
         A full disk may have no room for the lock. Then the first `check` that finds room takes it, unless another
         process owned the directory meanwhile. Until then this process cannot save, but it can delete steps to make
@@ -247,7 +247,7 @@ class Locks(ABC):
 
         Args:
             if_in_use: "take over" waits about one lease time for a renewal of a lease. No effect on kernel locks.
-            at_least: minimum number of the result. The number is also higher than those of all earlier owners.
+            at_least: minimum number of the result. The number is also higher than the numbers of all earlier owners.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -364,7 +364,7 @@ class Locks(ABC):
 
     @abstractmethod
     def _locked_owner(self) -> SeenOwner | None:
-        """Return the owner that has locked a directory, without a lease."""
+        """Return the owner that has a kernel lock of the directory, not a lease; None if there is none."""
 
     @abstractmethod
     def _take(self, purpose: Purpose, name: str) -> Lock:
@@ -409,7 +409,7 @@ class Locks(ABC):
         return frozenset({step for key, step in keys.items() if name in (None, step) and self._is_locked(key)})
 
     def pin(self, name: str, *, wait_seconds: float = 180.0) -> Lock:
-        """Keep a step from being deleted until the result is closed. Check that the step exists after this returns.
+        """Keep a step from being deleted until the result is closed. The caller then checks that the step exists.
 
         Waits while the step is being deleted. On storage without locks, the announcement of a failed deleter expires
         after about a lease time.
@@ -503,7 +503,7 @@ def _check_name(name: str) -> None:
 
 
 def read_owner(store: StorageBackend) -> Holder | None:
-    """Return the record of the last owner of a locked directory; None if there is none that can be read."""
+    """Return the record of the last owner of a locked directory; None if there is no readable record."""
     return decode_holder(read_record(store)) if has_directories(type(store)) else None
 
 

@@ -1,8 +1,8 @@
-"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of what storages support.
+"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of features of storages.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
-puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one. `StorageSupport`
-remembers what each storage supports.
+puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses the method.
+`StorageSupport` remembers what each storage supports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class CommitMethod(ABC):
     All locations that are passed to its methods must be in this directory.
 
     Attributes:
-        replaces_atomically: True if a commit can replace a checkpoint so that the old or the new one always exists.
+        replaces_atomically: True if a commit can replace a checkpoint so that the old or the new checkpoint always
+            exists.
         claims_by_root: True if claims and session tables are stored under the key of the root.
     """
 
@@ -71,8 +72,8 @@ class CommitMethod(ABC):
         Args:
             location: the location of the checkpoint.
             claim: the claim of the save.
-            overwrite: whether a checkpoint is replaced.
-            find_foreign: recognises checkpoints of other software, which are replaced like ours.
+            overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
+            find_foreign: recognises checkpoints of other software. They are replaced like checkpoints of ckptcore.
             resume: keep the objects that another process wrote with this save id. On storage without locks that process
                 may still be running, so all processes must write the same bytes for one save id.
 
@@ -102,7 +103,8 @@ class CommitMethod(ABC):
         Args:
             location: the location of the checkpoint.
             save_id: the save id of the transaction.
-            is_new: True if the transaction does not resume an earlier one, so that no object replaces another one.
+            is_new: True if the transaction does not resume an earlier transaction, so that no object replaces another
+                object.
         """
 
     @abstractmethod
@@ -113,7 +115,7 @@ class CommitMethod(ABC):
     def is_committed(self, name: str) -> bool | None:
         """Return True for a committed checkpoint, False for a claim or session table, None without a root.
 
-        The name "" is the directory itself. One small request. The root is not verified.
+        The name "" is the directory itself. Sends one small request. Does not verify the root.
         """
 
     @abstractmethod
@@ -131,7 +133,7 @@ class CommitMethod(ABC):
         """
 
     def remove_unfinished(self, location: Location) -> None:
-        """Remove the claim of a failed save with its objects, unless it was committed. Only with `claims_by_root`."""
+        """Remove the claim of a failed save and its objects, if the claim exists. Only if `claims_by_root`."""
 
     def remove_sessions(self, location: Location) -> bool:
         """Remove the hidden directory of a partial save. Return whether it existed; False if `claims_by_root`.
@@ -219,7 +221,7 @@ class StorageSupport:
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
         conditional_puts: by tested service (scheme and host): True if it supports them, False if it ignores conditions.
-        creates_missing: by tested service: True if it accepts the tag of an object that does not exist any more.
+        creates_missing: by tested service: True if a put succeeds on the condition of a tag, although no object exists.
         lacks_locks: True once a directory without locks was found.
     """
 
@@ -266,7 +268,7 @@ class StorageSupport:
         return features
 
     def say_once(self, directory: StorageBackend, weaker: str) -> None:
-        """Log a warning about a weakness of a storage, once for each directory. It begins with the address."""
+        """Log a warning about a weakness of a storage, once for each directory. Adds the address of the directory."""
         text = f"{_url(directory)}: {weaker}"
         with self._lock:
             if text in self._said:
@@ -277,9 +279,12 @@ class StorageSupport:
         logger.warning("%s", text)
 
     def leases(self, directory: StorageBackend) -> LeasedLocks | None:
-        """Return the leases that replace the locks of a file system without locks; None if it has locks.
+        """Return the leases that replace the locks of a file system without locks.
 
-        One object for each directory, because it has to observe the leases of other processes to find expired ones.
+        Returns None if the file system has locks, or if the test for locks fails.
+
+        Returns the same object for the same directory, because only an object that has observed the leases of other
+        processes for some time can find expired leases.
 
         Args:
             directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.

@@ -47,7 +47,7 @@ def saved_to(hidden: str) -> str | None:
 
 
 def replaced_by(hidden: str) -> str | None:
-    """Return the name of the checkpoint that a save with two renames has set aside here; None for other names."""
+    """Return the name of the checkpoint that a save with two renames set aside as `hidden`; None for other names."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched[1] if matched is not None and matched[2] == "replaced" else None
 
@@ -60,7 +60,7 @@ def name_of_save(name: str, save_id: str) -> str:
 def save_of_hidden(hidden: str) -> str:
     """Return the save id in the name of a hidden directory. Return the whole name if it has no save id.
 
-    The name of a lease contains the result. With the whole name, it might be too long for the file system.
+    Lease names contain this result instead of the full hidden name, which could make them too long for the file system.
     """
     matched = _HIDDEN.fullmatch(hidden)
     return hidden if matched is None or matched[2] in ("partial", "replaced") else matched[2]
@@ -159,7 +159,9 @@ _ANY_SAVE: Final = "0" * 16
 
 
 def expect_place(location: Location, limits: PlaceLimits) -> None:
-    """Refuse a location that no rename can reach: a mount point, or a name without room for the hidden directory.
+    """Refuse a location that no rename can reach.
+
+    It is a mount point, or a name so long that the name of its hidden directory exceeds the limit of the file system.
 
     Raises:
         InvalidLocationError
@@ -224,7 +226,7 @@ def refuse_other_spelling(location: Location, action: str) -> None:
 
 
 def no_exchange(location: Location) -> AtomicityError:
-    """Return the error for a checkpoint that the file system cannot exchange for another one."""
+    """Return the error for a checkpoint that the file system cannot exchange for another checkpoint."""
     return AtomicityError(
         f"{location.display} holds a checkpoint, and this file system cannot exchange it for another one "
         "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
@@ -244,7 +246,8 @@ def expect_distinct(
         location: the location of the checkpoint.
         name_bytes: maximum length of a name in bytes; None if it is unknown.
         features: what the file system supports.
-        is_one: tests on the file system itself if two keys are one name: file systems differ in rare characters.
+        is_one: tests on the file system itself whether two keys are one name, because file systems differ in rare
+            characters.
         keys: returns the keys.
     """
     if not features.merges and (name_bytes is None or name_bytes >= 255):

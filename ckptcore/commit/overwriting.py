@@ -1,14 +1,14 @@
 """Overwriting a checkpoint where no exchange of directories is possible, or where other files stay in its directory.
 
-If directories cannot be exchanged, two renames replace a checkpoint (``overwrite="non-atomic"``). The first one sets
-the old checkpoint aside under a hidden name. The second one renames the new checkpoint into its place. If this process
-is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process changes a
-directory with such a name only after it has locked it.
+If directories cannot be exchanged and ``overwrite`` allows it, two renames replace a checkpoint. The first rename sets
+the old checkpoint aside under a hidden name. The second rename moves the new checkpoint into its place. If this process
+is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process locks a
+directory with such a name before it changes the directory.
 
-In a directory with other files, the objects of the new checkpoint move into the directory of the old one. The directory
-stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing refers to the
-objects until one rename replaces the root, which is the commit. Then the save replaces the index, by which other
-software finds the objects, and deletes the objects of the old checkpoint.
+In a directory with other files, the objects of the new checkpoint move into the directory of the old checkpoint. The
+directory stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing
+refers to the objects until one rename replaces the root, which is the commit. Then the save replaces the index, by
+which other software finds the objects, and deletes the objects of the old checkpoint.
 
 Before it moves anything, a save writes a journal into its hidden directory. If the process is killed, another process
 that finds the hidden directory unlocked completes the commit, or removes the objects of a save that is not committed.
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 logger = logger_named("ckptcore.commit")
 
 _REPLACES: Final = "checkpoint.replaces"
-"""Key of an empty object in a new checkpoint that waits until the old one, which cannot be renamed, is deleted."""
+"""Key of an empty object in a new checkpoint. The new checkpoint waits for the deletion of the old checkpoint, which
+cannot be renamed."""
 
 
 class AsideCheckpoint:
@@ -72,7 +73,7 @@ class AsideCheckpoint:
         self._set_aside = subdirectory(directory, self._aside)
 
     def replace(self, store: StorageBackend, hidden: str) -> str | None:
-        """Replace the checkpoint by a new one. Return the hidden directory to delete, if any.
+        """Replace the checkpoint by a new checkpoint. Return the hidden directory to delete, if any.
 
         This process locks an empty directory with the hidden name, because a rename can replace an empty directory. It
         also locks the old checkpoint. A rename keeps this lock.
@@ -95,7 +96,7 @@ class AsideCheckpoint:
                 self._method.discard(name, aside)
                 raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
             stack.enter_context(self._lock_of_kernel())
-            # If it was deleted, the lock has created an empty directory, which another save can replace.
+            # If the old checkpoint was deleted, locking it created an empty directory, which another save can replace.
             if not self._in_place.list_names():
                 raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
             lock.check()
@@ -112,7 +113,7 @@ class AsideCheckpoint:
                 with suppress(ConditionFailedError, ObjectNotFoundError):  # another save has committed meanwhile
                     self._directories.rename(aside, name)
                 raise
-            unneeded = name_of_save(name, new_save_id())
+            unneeded = name_of_save(name, new_save_id())  # no process restores a checkpoint with such a name
             try:
                 self._directories.rename(aside, unneeded)
             except StorageError as error:
@@ -121,10 +122,10 @@ class AsideCheckpoint:
         return unneeded
 
     def _replace_by_deletion(self, store: StorageBackend, hidden: str) -> None:
-        """Replace a directory that cannot be renamed, such as one of a lower layer of overlayfs.
+        """Replace a directory that cannot be renamed, such as a directory in a lower layer of overlayfs.
 
         First the new checkpoint gets the hidden name, from which it is restored if this process is killed. Then the old
-        one is deleted.
+        checkpoint is deleted.
         """
         store.put(_REPLACES, b"")
         try:
@@ -135,6 +136,7 @@ class AsideCheckpoint:
         self._complete_deletion()
 
     def _complete_deletion(self) -> None:
+        # The root first: if this process is killed after that, `restore` completes the replacement.
         self._in_place.delete([ROOT_KEY])
         self._directories.delete_directory(self._name)
         self._set_aside.delete([_REPLACES])
@@ -195,7 +197,7 @@ class _Journal(NamedTuple):
         index_key: the index that other software reads; empty if there is none.
         index_stamp: the stamp of the old index; None if there was none.
         added: the stamps of the new objects, by key.
-        removed: the stamps of the objects that the commit replaces, by key.
+        removed: the stamps of the files that the commit deletes after it replaced the root, by key, in this order.
     """
 
     hidden: str
@@ -233,15 +235,15 @@ class PlacedObjects:
             index: the key of the index of the layout; empty if it has none.
             save_id: the save id, which is part of the names of the new objects.
             display: the location, for errors.
-            foreign: the files of a checkpoint of other software, which the commit replaces.
+            foreign: the files of a checkpoint of other software, which `complete` deletes.
 
         Raises:
             CheckpointExistsError: a file has the name of an object. Nothing was changed.
             SaveLostError: another save replaced the root, or the directory was removed. Nothing was committed.
             StorageError: nothing was committed.
         """
-        # The save that wrote the current root may not have replaced the index yet. It is completed before the index is
-        # stamped. Otherwise its index could arrive later, and would name objects that this save deletes.
+        # The save that wrote the current root may not have replaced the index yet. Complete that save before stamping
+        # the index: otherwise its index could arrive later, and would name objects that this save deletes.
         before = self._stamps(self._name, [ROOT_KEY])
         self._complete_others()
         before.update(self._stamps(self._name, [index] if index else []))
@@ -252,7 +254,7 @@ class PlacedObjects:
         # Keys of the new objects, by the usual keys without the save id.
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
         owned = _own_files(self._old)
-        # Also for files of other software, so that a private file stays private.
+        # Keep the attributes of replaced files, also of other software, so that a private file stays private.
         for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
         removed = (owned | replaced.keys() | {*foreign}) - {ROOT_KEY, index}
@@ -301,7 +303,7 @@ class PlacedObjects:
         journal = self._journal()
         if journal is None:
             return
-        # A commit that has not moved its root yet will fail.
+        # Delete the new root: if the save still runs and has not moved its root yet, its commit will fail.
         self._new.delete([ROOT_KEY])
         if self._is_committed(journal):
             self._complete(journal)
@@ -318,8 +320,8 @@ class PlacedObjects:
             journal = other._journal()
             if journal is not None and other._is_committed(journal):
                 other._complete(journal)
-                # Delete the journal before the root is replaced again. After that, this commit would look as if it had
-                # not happened, and its objects would be removed.
+                # Delete the journal before the root is replaced again. Afterwards, the root would not match the
+                # journal, so the other commit would seem not to have happened, and its objects would be removed.
                 other._new.delete([_JOURNAL])
 
     def _journal(self) -> _Journal | None:
@@ -341,7 +343,7 @@ class PlacedObjects:
                     f"{self._hidden}/{journal.index_key}", f"{self._name}/{journal.index_key}", journal.index_stamp
                 )
             except ObjectNotFoundError:
-                pass  # it was replaced before
+                pass  # the index was replaced before
             except ConditionFailedError as error:
                 if self._stamps(self._hidden, [journal.index_key]):  # otherwise another process has just replaced it
                     logger.warning(
@@ -353,7 +355,7 @@ class PlacedObjects:
         self._delete(journal.removed)
 
     def _delete(self, stamps: Mapping[str, str]) -> None:
-        """Delete the files that still have these stamps, except files that the root names."""
+        """Delete the files whose stamps have not changed, except files that the root names."""
         owned = _own_files(self._old)
         unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
         if unowned:
@@ -391,7 +393,7 @@ def _own_files(store: StorageBackend) -> set[str]:
     if isinstance(root, Root | CompositeRoot):
         files.update(root.parts)
     if isinstance(root, CompositeRoot):
-        files.update(root.files or ())
+        files.update(root.files)
     if isinstance(root, Root):
         files.update(root.objects, filter(None, [root.index]))
     elif isinstance(root, CompositeRoot):

@@ -1,4 +1,4 @@
-"""Conditions of puts: a test of whether a storage obeys them, and an emulation for one that does not."""
+"""Conditions of puts: a test if a storage obeys them, and an emulation for storages that do not."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Makes two puts whose conditions are not met. The first one puts the current root, on the condition that no root
-    exists. The second one puts a missing object, on the condition that it has a certain tag. A storage that supports
-    conditional puts refuses both. If it accepts the second one, it may check the tags of existing objects only. Then
-    the current root is also put, on the condition that it has a wrong tag.
+    Makes two puts whose conditions are not met. The first put writes the current root, on the condition that no root
+    exists. The second put writes a missing object, on the condition that it has a certain tag. A storage that supports
+    conditional puts refuses both. A storage that accepts the second put may check the tags of existing objects only.
+    Then the current root is also put, on the condition that it has a wrong tag.
 
     Args:
         location: the location.
@@ -102,7 +102,7 @@ def _is_supported(location: Location, root: bytes, condition: PutCondition) -> b
         return True
     if not _is_refused(location.store, ROOT_KEY, root, condition):
         return False
-    # The second put was refused, so conditions work, and the root was deleted before the first one. Deletions remove
+    # The second put was refused, so conditions work, and the root was deleted before the first put. Deletions remove
     # the root last, so nothing else exists.
     location.store.delete([ROOT_KEY])
     raise SaveLostError(
@@ -161,7 +161,7 @@ class EmulatedConditionalPuts(Subdirectory):
         return super().open_new(key, size)
 
     def _emulate(self, key: str, data: bytes, condition: PutCondition) -> str:
-        """Check the condition, put, and check that the object is the one that was put.
+        """Check the condition, put the object, and check that the storage has this object.
 
         This is not atomic: two concurrent calls may both succeed.
         """

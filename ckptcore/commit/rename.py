@@ -121,10 +121,10 @@ class RenameTransaction:
             hidden: the name of the hidden directory, which exists.
             lock: its lock.
             limits: the limits of the location.
-            overwrite: whether the commit replaces a checkpoint.
+            overwrite: how the commit replaces an existing checkpoint, if at all: see `Overwrite`.
             find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
-            is_new: True if the directory is empty, so that no object may replace another one.
+            is_new: True if the directory is empty, so that no object may replace another object.
         """
         self._location = location
         self._method = method
@@ -142,7 +142,7 @@ class RenameTransaction:
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
     def expect_exchange(self) -> None:
-        """Check, before anything is written, that the commit can exchange the old checkpoint for the new one.
+        """Check, before anything is written, that the commit can exchange the old and the new checkpoint.
 
         Raises:
             AtomicityError
@@ -150,7 +150,9 @@ class RenameTransaction:
         if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        make_directory(self._location.parent, inside)  # not empty: `can_move` needs a rename that fails
+        # Put something into the hidden directory: `can_move` tries a rename onto it, which must fail because it is not
+        # empty.
+        make_directory(self._location.parent, inside)
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
                 raise no_exchange(self._location)
@@ -184,7 +186,7 @@ class RenameTransaction:
         for key, data in parts.items():
             self.store.put(key, data)
         if root is not None:
-            self._own.put(ROOT_KEY, root)
+            self._own.put(ROOT_KEY, root)  # not `store`, which may refuse to replace the claim
         # A file system may store a rename before the entries of the renamed directory. Without this sync, a power loss
         # could leave an empty checkpoint.
         self._directories.sync_directory(self._hidden)
@@ -221,7 +223,7 @@ class RenameTransaction:
             )
 
     def _publish(self, root: bytes | None) -> str | None:
-        """Rename the hidden directory, exchange it with the old checkpoint, or move its objects there.
+        """Rename the hidden directory, exchange it with the old checkpoint, or move its objects into the old directory.
 
         The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
         another process deletes the old checkpoint between them.
@@ -232,11 +234,11 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            # After this process lost its lease, another one may have removed files from the hidden directory.
+            # After this process lost its lease, another process may have removed files from the hidden directory.
             self.check()
             try:
-                # With other files, `PlacedObjects.commit` sets the attributes of each file. Until then, other users
-                # must not be able to read the new files.
+                # With "keep-other-files", do not set attributes here: `PlacedObjects.commit` sets those of each file.
+                # Until then, other users must not be able to read the new files.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
                     self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
@@ -264,13 +266,13 @@ class RenameTransaction:
         raise AssertionError("the last attempt returns or raises")
 
     def _replace(self, root: bytes | None) -> str | None:
-        """Replace the old checkpoint by the new one. Return the hidden directory to delete, if any.
+        """Replace the old checkpoint by the new checkpoint. Return the hidden directory to delete, if any.
 
-        If the file system cannot exchange directories, ``overwrite="non-atomic"`` and ``"best-effort"`` allow two
-        renames instead.
+        If the file system cannot exchange directories, ``overwrite="non-atomic"``, ``"best-effort"`` and
+        ``"with-other-files"`` allow two renames instead.
 
         Raises:
-            ConditionFailedError, ObjectNotFoundError: the old one was deleted, or another process replaces it.
+            ConditionFailedError, ObjectNotFoundError: another process deleted or replaces the old checkpoint.
         """
         name = self._location.name
         if self._overwrite == "keep-other-files":
@@ -294,7 +296,8 @@ class RenameTransaction:
             )
         foreign: Collection[str] = ()
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
-            foreign = owns(list(self._location.store.list()))  # that software would still load the old values
+            # The commit removes these files, because the other software would still load the old values from them.
+            foreign = owns(list(self._location.store.list()))
         index = new.index if isinstance(new, Root) else ""
         self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
@@ -332,7 +335,7 @@ class RenameTransaction:
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
-    """Return True if a location certainly has a root other than `root`; if `root` is None, if it has no files."""
+    """Return True if a location certainly has another root than `root`, or has no files if `root` is None."""
     try:
         if root is None:
             return not location.store.list_names()
@@ -394,7 +397,7 @@ class RenameMethod(CommitMethod):
             if resume:
                 # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
-            # The new files must not be readable by users who may not read the old ones.
+            # The new files must not be readable by users who may not read the old files.
             self.directories.hide_from_others(location.name, hidden)
             features = self.features(hidden, limits)
             if replaces and overwrite is True:
@@ -473,7 +476,7 @@ class RenameMethod(CommitMethod):
         if leased is None:
             return None
         try:
-            make_directory(self._directory, name)  # after the lease: a sweep deletes a directory without one
+            make_directory(self._directory, name)  # after the lease: a sweep deletes a directory without a lease
         except BaseException:
             leased.close()
             raise
@@ -596,7 +599,7 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location, name_of_partial(location.name))
 
     def sweep_names(self, names: Iterable[str]) -> None:
-        """See `CommitMethod`. Raises the first error after it has tried to delete all of them."""
+        """See `CommitMethod`. Tries to delete all directories, and then raises the first error."""
         failed: StorageError | None = None
         for name in names:
             try:
@@ -660,9 +663,9 @@ class RenameMethod(CommitMethod):
                 self._sweep(name)
 
     def _sweep(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return False if one has.
+        """Delete a hidden directory, unless a process has locked it. Return False if it is locked.
 
-        If this user may not change a directory of another user, it stays, and the result is True.
+        A directory of another user stays if this user may not change it. The result is then True.
         """
         try:
             return self._delete_unlocked(name)
@@ -673,10 +676,11 @@ class RenameMethod(CommitMethod):
             return True
 
     def _delete_unlocked(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return False if one has.
+        """Delete a hidden directory, unless a process has locked it. Return False if it is locked.
 
         An old checkpoint that a killed process was replacing is renamed back instead, if its original name is free. It
-        is deleted only if another checkpoint has been committed under that name.
+        is deleted only if another checkpoint has been committed under that name. A partial save with a session table
+        stays.
         """
         try:
             held = self.lock_hidden(name)
@@ -701,7 +705,7 @@ class RenameMethod(CommitMethod):
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
             # The save may still run: its lease expired, or its lock was lost with a mount. `discard` renames the
-            # directory first, so that the save cannot commit it, and no process can restore it, when it is incomplete.
+            # directory first, so that no process can commit or restore it while it is incomplete.
             with suppress(ObjectNotFoundError):  # the save has committed, and so renamed the directory
                 self.discard(checkpoint, name)
         return True

@@ -84,8 +84,8 @@ class PartialSave(NamedTuple):
         ranks: the number of assigned ranks, including those of failed sessions and finalizations. No rank is assigned
             twice, so two sessions never write objects with equal names.
         owner: the first rank of the session that may write now; None between sessions.
-        token: a random token of the last owner. Without it, two processes that try to become the owner at once would
-            put equal bytes, and each would mistake the other's table for its own.
+        token: a random token of the last owner. Without it, two processes that try to become the owner at the same time
+            would put equal bytes, and each would mistake the other's table for its own.
         sessions: the complete sessions.
     """
 
@@ -187,7 +187,7 @@ class References:
 
 
 MAPPINGS: Final = ("dict", "OrderedDict")
-"""Kinds of containers that keep their kind when they lose children. Others become dicts."""
+"""Kinds of containers that keep their kind when they lose children. Other containers become dicts."""
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
@@ -270,14 +270,15 @@ MAX_ORDER: Final = 1 << 62
 
 
 class SaveOrder(NamedTuple):
-    """The order of saves of one checkpoint. If two copies of a step exist, the one with the higher order is valid.
+    """The order of saves of one checkpoint. If two copies of a step exist, the copy with the higher order is valid.
 
     Times are not compared, because the clocks of two machines differ. A save has a higher order than the checkpoint
-    that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
+    that it replaces. If a run resumes from an earlier step, its new saves have a higher order than the existing later
+    steps.
 
     Attributes:
-        owner: the number of the owner of the directory: each owner has a higher one than all owners before it. 0 for
-            the first one, and for a checkpoint that was not saved as a step.
+        owner: the number of the owner of the directory. Each owner has a higher number than all owners before it. 0 for
+            the first owner, and for a checkpoint that was not saved as a step.
         save: a count. Raised by each save of this owner that replaces a checkpoint, or whose step precedes an existing
             step.
     """
@@ -287,7 +288,7 @@ class SaveOrder(NamedTuple):
 
     @property
     def next(self) -> SaveOrder:
-        """The order of a save that replaces one with this order."""
+        """The order of a save that replaces a save with this order."""
         return SaveOrder(self.owner, self.save + 1) if self.save < MAX_ORDER else SaveOrder(self.owner + 1)
 
 
@@ -327,14 +328,14 @@ class Root(CommittedRoot):
 
     Attributes:
         layout: the name of its layout; empty for files.
-        state: JSON that the layout owns; for files, see `ckptcore.builtin.stateful.state_of_files`.
+        state: JSON that the layout owns; for files, see `ckptcore.builtin.files.state_of_files`.
         tree: the tree; `NO_LEAVES` for files.
         objects: every object but the root and its parts, by key.
         role: see `Role`. A ``member`` has the save id of its composite. An ``export`` is replaced and deleted together
             with the checkpoint that contains it.
         references: the arrays of the tree that are stored in other checkpoints.
         index: the key of the index that other software reads, if the names of objects contain the save id; else empty.
-            It is not one of `objects`, because it is replaced after the root. See
+            `objects` does not include it, because it is replaced after the root. See
             `ckptcore.protocols.Layout.with_own_names`.
     """
 
@@ -352,7 +353,7 @@ class Member(NamedTuple):
 
     Attributes:
         kind: a tree, or files that the object wrote itself.
-        processes: the number of processes that each saved their own state; None if all saved one together.
+        processes: the number of processes that each saved their own state; None if they saved one state together.
     """
 
     kind: Literal["tree", "files"]
@@ -373,15 +374,14 @@ class CompositeRoot(CommittedRoot):
     """The root of a committed checkpoint of several checkpointables. Each is a checkpoint in a subdirectory.
 
     Attributes:
-        members: the checkpointables by name, including those that were deleted after the commit.
+        members: the checkpointables by name, including checkpointables that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
-            None if they are unknown.
         default: the checkpointable that is loaded if a load names none. Only a copy of a checkpoint of other software
             may have one. None: a load must name a checkpointable.
     """
 
     members: Mapping[str, Member]
-    files: tuple[str, ...] | None = ()
+    files: tuple[str, ...] = ()
     default: str | None = None
 
     def has_directory(self, entry: str) -> bool:
@@ -413,7 +413,7 @@ class RootSummary(NamedTuple):
         bases: the checkpoints that it refers to.
         order: see `SaveOrder`.
         index_key: the index of `Root`.
-        files: see `CompositeRoot`; None for one tree.
+        files: see `CompositeRoot`; empty for one tree.
     """
 
     committed: bool
@@ -428,7 +428,7 @@ class RootSummary(NamedTuple):
     timeline: JSON = None
     order: SaveOrder = SaveOrder()
     index_key: str = ""
-    files: tuple[str, ...] | None = None
+    files: tuple[str, ...] = ()
 
 
 def new_save_id() -> str:

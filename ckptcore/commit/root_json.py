@@ -83,7 +83,7 @@ ReadPart: TypeAlias = Callable[[str, int], bytes]
 
 
 class RootHead(NamedTuple):
-    """The fields that every root begins with, in this order, in every version of the format.
+    """The fields that follow ``format`` and ``version`` in every root, in this order, in every version of the format.
 
     Attributes:
         state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that is not committed.
@@ -97,7 +97,7 @@ class RootHead(NamedTuple):
 
 
 def read_head(data: bytes) -> RootHead | None:
-    """Return the head of a root; None if these bytes are not a root. The checksum is not verified.
+    """Return the head of a root; None if the bytes are not a root. The checksum is not verified.
 
     Args:
         data: the root, or its first `HEAD_BYTES`.
@@ -149,7 +149,7 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     role: Role = "checkpoint"
     if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
-        own["files"] = sorted(root.files or ()) or None
+        own["files"] = sorted(root.files) or None
         own["default"] = root.default
     else:
         role = root.role
@@ -508,13 +508,13 @@ def _kind(value: Any, what: str) -> Literal["tree", "files"]:
     )
 
 
-def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the files next to the checkpointables of a composite; None if they are unknown. No load needs them."""
-    files = document.get("files", [])
+def _decode_files(document: dict[str, Any]) -> tuple[str, ...]:
+    """Return the files next to the checkpointables of a composite; none if they are invalid. No load needs them."""
+    files = document.get("files")
     try:
-        return tuple([check_key(_text(key)) for key in files]) if isinstance(files, list) else None
+        return tuple([check_key(_text(key)) for key in files]) if isinstance(files, list) else ()
     except (CorruptCheckpointError, InvalidLocationError):
-        return None
+        return ()
 
 
 def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:

@@ -58,7 +58,7 @@ class PlacedFile(FileTransaction):
             method: the commit method of its directory.
             hidden: the name of the hidden directory.
             inner: the transaction that has locked it.
-            replaces: True if it may replace another file.
+            replaces: True if the commit may replace another file.
         """
         super().__init__(inner.store)
         self._location = location
@@ -73,8 +73,8 @@ class PlacedFile(FileTransaction):
         """See `FileTransaction`.
 
         Raises:
-            CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this one
-                lost its lease. The other file stays.
+            CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this process
+                lost its lease. The file at the location stays.
         """
         self._inner.check()
         directories, name = self._method.directories, self._location.name
@@ -87,7 +87,7 @@ class PlacedFile(FileTransaction):
                 f"{self._location.display} was replaced or removed by another process during the save, and was left as "
                 "it is; save again"
             ) from error
-        self._inner.abort()  # the hidden directory is empty now
+        self._inner.abort()  # removes the hidden directory, which is empty now
 
     def abort(self) -> None:
         """See `FileTransaction`."""
@@ -98,7 +98,7 @@ class OneObject(Subdirectory):
     """A storage in which every key is the same object."""
 
     def __init__(self, location: Location, *, replaces: bool) -> None:
-        """Wrap the storage of a location. `replaces` is True if the object may replace another one."""
+        """Wrap the storage of a location. `replaces` is True if the object may replace another object."""
         super().__init__(location.parent, "")
         self._location = location
         self._replaces = replaces
@@ -115,7 +115,7 @@ class OneObject(Subdirectory):
 
 
 class _NewObject:
-    """A writer that replaces nothing."""
+    """A writer that does not replace an existing object."""
 
     def __init__(self, location: Location, inner: ObjectWriter) -> None:
         self._location = location

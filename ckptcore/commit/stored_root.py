@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
-"""A function that takes all keys in a directory, and returns those of a checkpoint of other software."""
+"""A function that takes all keys in a directory, and returns the keys of a checkpoint of other software."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
-"""True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
+"""Treatment of a checkpoint at the location of a save. True: replace it atomically. False: raise an error. See
+`ckptcore.save`."""
 
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
@@ -42,7 +43,7 @@ ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 """The content of a location. "checkpoint" also includes other files that a save replaces."""
 
 _MAX_MEMBERS: Final = 1000
-"""Maximum number of subdirectories whose roots are read. Composites have few members."""
+"""Maximum number of names in a directory that are searched for members. Composites have few members."""
 
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
 _WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
@@ -78,7 +79,7 @@ def root_bytes(store: StorageBackend) -> bytes | None:
 
 
 def is_claimed_by(data: bytes | None, save_id: str) -> bool:
-    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
+    """Return True if the bytes of a root are the claim of a save. Never True on storage that commits by rename."""
     head = None if data is None or not is_claim(data) else read_head(data)
     return head is not None and head.save_id == save_id
 
@@ -123,7 +124,7 @@ def refuse_to_replace(
 
     Args:
         location: the location of the save.
-        overwrite: whether a checkpoint is replaced.
+        overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
         find_foreign: finds checkpoints of other software; called if the location has files but no root.
 
     Raises:
@@ -192,11 +193,11 @@ def find_existing(
 
 
 def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
-    """Return the order of a save: above that of the checkpoint that it replaces.
+    """Return the order of a save. It is higher than the order of the checkpoint that the save replaces.
 
     Args:
         location: the location of the save.
-        overwrite: whether a checkpoint is replaced.
+        overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
     """
     data = root_bytes(location.store) if overwrite else None
     if data is None:
@@ -260,8 +261,8 @@ class LocationVersion(NamedTuple):
     Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
 
     Attributes:
-        root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
-            be read: the reason.
+        root: the bytes of the root, which differ between any two saves; None without a root. If the root cannot be
+            read, the reason as a str.
         composite_root: the root of the composite that the checkpoint is a member of, or its digest, see `digested`;
             None if it is not a member.
         names: the names in a directory without a root, except hidden directories of saves.
@@ -306,7 +307,7 @@ class LocationVersion(NamedTuple):
         return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
     def has_current_root(self, location: Location) -> bool:
-        """Return True if the root has not changed, so that all data that was read is from one save. One request.
+        """Return True if the root has not changed, so that all data that was read is from one save. Sends one request.
 
         For a member, the root of its composite is not read again. Names are not listed again, because a listing of a
         checkpoint of other software can be long.
@@ -387,7 +388,7 @@ class ParsedRoots(Generic[T]):
         self._lock = threading.Lock()
 
     def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
-        """Return the root with these bytes.
+        """Return the root with the given bytes.
 
         Args:
             data: the bytes.

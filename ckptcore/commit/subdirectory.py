@@ -181,7 +181,7 @@ class AtomicSubdirectories(Subdirectory):
 
 
 class NewDirectory(AtomicSubdirectories):
-    """A new directory, as a storage. No object replaces another one, even if the file system merges their names."""
+    """A new directory, as a storage. No object replaces another object, even if the file system merges their names."""
 
     def __init__(self, parent: StorageBackend, name: str, display: str) -> None:
         """Open a directory that a save writes. `display` is its location, for errors."""

@@ -43,7 +43,7 @@ class Stored(WithoutInputs):
     Attributes:
         spec: stored shape and dtype.
         leaf: its leaf number in the checkpoint.
-        checkpoint: 0 for the checkpoint that is loaded; 1 and up for additional ones.
+        checkpoint: 0 for the checkpoint that is loaded; 1 and up for additional checkpoints.
     """
 
     spec: ArraySpec
@@ -75,12 +75,12 @@ class WholeArray(ABC):
         """Return the whole array.
 
         Args:
-            parts: the whole inputs, without empty ones.
+            parts: the whole inputs, without empty inputs.
         """
 
     def needed(self, box: Box) -> Sequence[Part]:
         """Return all elements of every input."""
-        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
+        wholes = [(number, Box.whole(array.spec.shape)) for number, array in enumerate(self.inputs)]
         return [Part(number, whole) for number, whole in wholes if whole.size]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
@@ -139,10 +139,10 @@ class Concatenation:
     inputs: tuple[DerivedArray, ...]
     axis: int
     starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Start of each input along the axis, and the end of the last one, in elements."""
+    """Start of each input along the axis, and the end of the last input, in elements."""
 
     def __post_init__(self) -> None:
-        extents = [one.spec.shape[self.axis] for one in self.inputs]
+        extents = [array.spec.shape[self.axis] for array in self.inputs]
         object.__setattr__(self, "starts", (0, *itertools.accumulate(extents)))
 
     @property
@@ -243,7 +243,7 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
 
     Args:
         of: the array.
-        before, after: by axis, the number of elements to add before the first and after the last one.
+        before, after: by axis, the number of elements to add before the first element and after the last element.
         value: a number that the dtype of the array can represent. As in `constant`, floats are rounded.
 
     Raises:
@@ -259,7 +259,7 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
             constant(ArraySpec(_at(of.spec.shape, axis, size), of.spec.dtype), value) if size else None
             for size in sizes
         ]
-        parts = [one for one in (padding[0], of, padding[1]) if one is not None]
+        parts = [part for part in (padding[0], of, padding[1]) if part is not None]
         of = concatenate(parts, axis)
     return of
 

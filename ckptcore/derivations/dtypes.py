@@ -48,7 +48,7 @@ class FloatValues:
     has_minus_zero: bool
 
     def has_all_values(self, other: FloatValues) -> bool:
-        """Return True if it has every value of another dtype. All NaN count as one value; negative zero is a value."""
+        """Return True if the dtype has all values of another dtype. All NaN count as one value, and -0.0 as a value."""
         return (
             other.bits <= self.bits
             and other.least >= self.least
@@ -60,7 +60,7 @@ class FloatValues:
         )
 
     def has_all_ints(self, low: int, high: int) -> bool:
-        """Return True if it has every int from `low` (at most 0) to `high`, both included."""
+        """Return True if the dtype has every int from `low` (at most 0) to `high`, both included."""
         # The precision of b bits represents every int up to 2**b.
         largest = max(-low, high)
         return self.is_signed and self.least <= 1 and largest <= self.most and largest <= 1 << self.bits
@@ -90,7 +90,7 @@ def has_all_values_of(dtype: str, other: str) -> bool:
 def is_narrowing(dtype: str, other: str) -> bool:
     """Return True if a cast of the dtype `other` to `dtype` loses precision or range, and nothing else.
 
-    False for a cast without loss, and for casts of floats to ints and of complex numbers to real ones, which lose more.
+    False for a cast without loss, and for casts of floats to ints and of complex to real numbers, which lose more.
     """
     return dtype != other and accepts_kind_of(dtype, other) and not has_all_values_of(dtype, other)
 
@@ -346,10 +346,10 @@ def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[PieceIndex
 
 
 def is_complex(dtype: np.dtype[Any]) -> bool:
-    """Return True for complex dtypes, also those that NumPy lacks."""
+    """Return True for complex dtypes, including dtypes that NumPy lacks."""
     return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
 
 
 def is_int_or_bool(dtype: np.dtype[Any]) -> bool:
-    """Return True for dtypes of ints and bools. NumPy's `kind` does not identify those of ml_dtypes."""
+    """Return True for dtypes of ints and bools. NumPy's `kind` does not identify dtypes of ml_dtypes."""
     return dtype.name.startswith(("int", "uint", "bool"))

@@ -17,7 +17,7 @@ from ckptcore.planning import boxes_of_range
 from ckptcore.protocols import DerivedArray, Part
 
 _MAX_PARTS: Final = 1024
-"""Limit of input boxes for one box; beyond it, their bounding box is read instead."""
+"""Maximum number of input boxes for one box. If there are more, their bounding box is read instead."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """A start and a stop for each axis, in elements."""

@@ -30,7 +30,7 @@ OpenedMember: TypeAlias = Checkpoint | CheckpointError
 """An open checkpointable, or the error of opening it."""
 
 _FEW: Final = 8
-"""Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
+"""Up to this number, requests are sent one after the other, because starting threads takes longer on a local disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Problem:
 
 
 def _wrong_size(key: str, expected: int, size: int | None, least: str = "") -> Problem:
-    """Return the problem of an object with another size in bytes than expected. `size` is None for a missing one."""
+    """Return the problem of an object with another size in bytes than expected. `size` is None if it is missing."""
     message = f"{key} is missing" if size is None else f"{key} has {size} bytes instead of {least}{expected}"
     return Problem(key, min(size or 0, expected), max(size or 0, expected), (), message)
 
@@ -67,7 +67,7 @@ def missing_members(
 
     Args:
         composite: the checkpoint.
-        existing: by name, the directories that exist; names without any may be left out.
+        existing: by name, the directories that exist. May omit names without directories.
     """
     problems = []
     for name, member in composite.members.items():
@@ -93,7 +93,7 @@ def open_members(
 
     Args:
         directories: the directories to open, by name of the checkpointable.
-        open_one: opens one of them.
+        open_one: opens a checkpointable.
     """
     for name, of_name in directories.items():
         for directory in of_name:
@@ -132,8 +132,8 @@ class StoredFiles(NamedTuple):
         nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
             checkpoints of other software, bytes of the arrays.
         problems: the files of the checkpoint and of its bases that are missing or have another size.
-        deleted: names of checkpointables that do not exist. They were deleted, or they were lost, which is also a
-            problem.
+        deleted: names of checkpointables that do not exist, because they were deleted or lost. `problems` also lists
+            the lost checkpointables.
     """
 
     nbytes: int
@@ -144,7 +144,7 @@ class StoredFiles(NamedTuple):
 def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
     """Return True if every object of a checkpoint and of its bases exists with its recorded size.
 
-    Reads roots and no array. For several checkpointables, returns False if all directories of one are missing.
+    Reads roots and no array. Returns False if a checkpointable of a composite has no directory.
 
     Raises:
         CheckpointError: a root cannot be read.
@@ -319,7 +319,7 @@ class FileCheck:
         parallelism = requests_of(store).concurrency
         keys = list(expected)
         if parallelism > 1 and len(keys) > 1 and (listed := _listed_sizes(store)) is not None:
-            # A listing may be outdated: ask for each object that it lacks or that differs.
+            # A listing may be outdated: ask for each object that it lacks, or lists with another size.
             keys = [key for key in keys if not _fits(listed.get(key), expected[key], least)]
         if len(keys) <= _FEW:
             sizes = [_size(store, key) for key in keys]
@@ -333,7 +333,7 @@ class FileCheck:
 
 
 def _listed_sizes(store: StorageBackend) -> Mapping[str, int] | None:
-    """Return the sizes of all objects; None if the storage cannot list them at once, or does not permit it."""
+    """Return the sizes of all objects; None if the storage does not list sizes, or does not permit it."""
     try:
         return store.list_sizes()
     except StoragePermissionError:

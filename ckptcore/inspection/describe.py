@@ -49,12 +49,12 @@ class TreeContents:
 class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
     """Metadata of each object of a checkpoint of several objects: a mapping by name.
 
-    Objects that were deleted since the save are left out. If every process saved a separate state, the metadata is
-    that of the first existing state.
+    Objects that were deleted or lost since the save are left out. If every process saved a separate state, the metadata
+    is that of the first existing state.
 
     Attributes:
         members: the metadata by name.
-        deleted: names of objects that were deleted.
+        deleted: names of objects that were deleted or lost.
         processes: by name, the number of processes that saved a separate state. Names that all processes saved together
             are left out.
         unreadable: by name, the reason why an object that other software wrote cannot be read: no installed layout
@@ -87,13 +87,13 @@ class CheckpointMetadata(ShownInNotebooks):
     software, or a copy of it, has both if it has several objects and `ckptcore.load` loads one of them by default.
 
     Attributes:
-        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
+        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint without a time.
         writer: the software that wrote it.
         custom: metadata of the user.
         save_id: id of the save; None for checkpoints of other software.
         metrics: measurements saved with the checkpoint.
         timeline: events of the save until its commit; empty for checkpoints of other software.
-        contents: the tree; None if there are several objects.
+        contents: the tree; None if there are several objects, and `ckptcore.load` loads none of them by default.
         checkpointables: by name, the metadata of each object; empty for one tree.
         digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
             of all data files, so each save has its own digest, and a copy has the digest of its original. The field
@@ -153,16 +153,16 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def unused(self) -> Mapping[str, Sequence[str]]:
-        """By object, the names of arrays that other software stored and does not load.
+        """By object, the names of stored arrays that the other software does not load.
 
-        Its index names other copies of them, or does not name them. Raises CompositeCheckpointError for several
-        objects.
+        The index of the checkpoint names other copies of the arrays, or does not name them. Raises
+        CompositeCheckpointError for several objects.
         """
         return self._contents_for("unused").unused
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files. Counts tied arrays once, and one of the states that processes saved."""
+        """Bytes of all arrays and files. Counts tied arrays once, and only one of the separate states of processes."""
         if self.contents is None or self.is_composite:
             return sum([metadata.nbytes for metadata in self.checkpointables.values()])
         if self.contents.is_files:
@@ -199,7 +199,7 @@ def describe_either(
     Args:
         checkpoint: the checkpoint.
         context: options.
-        open_one: opens one of several objects.
+        open_one: opens an object of a composite.
 
     Raises:
         Errors of `describe_checkpoint`.
@@ -210,7 +210,7 @@ def describe_either(
 
 
 def describe_tree_at(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
-    """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
+    """Describe a checkpoint of one tree. For several objects, describe the tree that `ckptcore.load` loads.
 
     Raises:
         CompositeCheckpointError: it has several objects, and `ckptcore.load` loads none of them.

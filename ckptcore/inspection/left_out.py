@@ -28,7 +28,7 @@ OTHER_FORMATS: Final = re.compile(
     r"(pytorch_model|tf_model|flax_model|diffusion_pytorch_model|diffusion_flax_model|model|consolidated)\b"
     r".*\.(bin|safetensors|h5|hdf5|msgpack|pth|npz)"
 )
-"""Names of files with the weights of a model. A repository may have the same weights in several of these formats."""
+"""Names of files with the weights of a model. A repository may have the same weights in several formats."""
 
 _ARGUMENTS: Final = "training_args.bin"
 """Arguments of the Trainer of transformers. Repositories of models have this file too."""
@@ -42,13 +42,13 @@ _OF_THEIR_OWN: Final = re.compile(
 """Names of folders with other steps or logs, in the directory of a run."""
 
 MOST_NAMED: Final = 8
-"""Limit of the files, and of the tensors of a file, that a message names."""
+"""Maximum number of files, and of tensors of a file, that a message names."""
 
 _BEGIN_BYTES: Final = 16
 
 
 def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context) -> tuple[str, ...]:
-    """Return the files with state that are not part of a checkpoint, and ``file: tensors`` for such tensors of a file.
+    """Return the files with state, and tensors as ``file: tensors``, that are not part of a checkpoint.
 
     Checkpoints of ckptcore list all of their files, so the result is empty for them.
     """
@@ -68,7 +68,10 @@ def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocatio
 def files_read_by(
     checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context
 ) -> tuple[set[str], list[str]]:
-    """Return the files that a load reads, and ``file: tensors`` for tensors in these files that it does not load."""
+    """Return the files of the checkpoint, and what a load leaves out of them.
+
+    The second list has ``file: tensors``, or ``file`` if no index names the file.
+    """
     trees: list[tuple[str, Checkpoint]] = []
     read: set[str] = set()
     tensors: list[str] = []
@@ -99,7 +102,7 @@ def files_read_by(
 
 
 def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) -> bool:
-    """Return True if a file that a load does not read has state that is not in another file that the load reads."""
+    """Return True if an unread file has state of its own, which the files that a load reads do not have."""
     directory, _, name = key.rpartition("/")
     folders: Sequence[str] = directory.split("/") if directory else ()
     if not _STATE.fullmatch(name) or name == _ARGUMENTS or any(folder.startswith(".") for folder in folders):
@@ -119,7 +122,7 @@ def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) 
 
 
 def _is_empty(store: StorageBackend, key: str) -> bool:
-    """Return True for a file that is empty, is only text (such as a Git LFS pointer), or has no tensor."""
+    """Return True for a file that is empty, begins with text (such as a Git LFS pointer), or has no tensor."""
     size = store.size(key)
     if not size:
         return True

@@ -51,10 +51,10 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of
 
 _READ_BYTES: Final = 1 << 24
-"""Limit of the bytes of one read, for arrays in bases and for arrays that are larger than memory."""
+"""Maximum bytes of one read, for arrays in bases and for arrays that are larger than memory."""
 
 _MAX_READS: Final = 1 << 16
-"""Limit of the parts of an array that is larger than memory."""
+"""Maximum number of parts in which an array is read. An array that would need more parts is read as a whole."""
 
 _PIECE_BLOCKS: Final = 8
 
@@ -67,10 +67,11 @@ class VerifyReport:
         problems: all problems, in no particular order.
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked, including those of arrays in bases.
-        unverified: keys of objects without checksums, which were only read.
+        unverified: keys of objects with bytes that have no checksum. These bytes were only read.
         deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
-        unused: by object, the names of arrays that other software stored and does not load, because its index names
-            other copies of them, or does not name them. They are not read, and not reported as a problem.
+        unused: by object, the names of stored arrays that the other software does not load, because the index of the
+            checkpoint names other copies of the arrays, or does not name them. The arrays are not read, and not
+            reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
         left_out: files with state, and tensors of files, that are in the directory of a checkpoint of other software
             but not part of it. They are not checked, and copies in another layout do not have them.
@@ -98,7 +99,7 @@ class VerifyReport:
 
         - "sound": every byte matches its checksum.
         - "complete": everything that can be read here was read, but some bytes have no checksums, or some parts cannot
-          be read or judged. A changed byte there may not be found.
+          be read or judged. A changed byte in such data may not be found.
         - "damaged": there are problems.
         """
         if self.problems:
@@ -115,6 +116,8 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the storage failed, or an object cannot be read here, so that damage cannot be excluded.
+        UnsupportedVersionError: a newer version of ckptcore wrote a root.
+        InsufficientMemoryError: a part of an array does not fit into memory. The array may be sound or damaged.
     """
     progress = ByteProgress(report)
 
@@ -137,17 +140,17 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
 def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
-    """Verify every checkpointable that exists. Keys in the report begin with its directory."""
+    """Verify every checkpointable that exists. Keys in the report begin with the directory of the checkpointable."""
     root, existing = composite.root, members_by_name(composite)
     problems: list[Problem] = []
-    opened: list[tuple[str, Checkpoint]] = []
+    members: list[tuple[str, Checkpoint]] = []
 
     def open_one(name: str, directory: str) -> Checkpoint:
         return open_directory(composite, name, directory, location, context)
 
     for directory, member in open_members(existing, open_one):
         if isinstance(member, Checkpoint):
-            opened.append((directory, member))
+            members.append((directory, member))
         elif isinstance(member, CorruptCheckpointError):
             problems.append(_in_directory(directory, _problem(member)))
         else:
@@ -157,12 +160,12 @@ def _verify_composite(
     deleted, missing = missing_members(composite, existing)
     problems.extend(missing)
     objects, done = 0 if root is None else 1 + len(root.parts), 0
-    progress.plan(sum(_bytes_to_check(member) for _, member in opened))
+    progress.plan(sum(_bytes_to_check(member) for _, member in members))
     unverified: list[str] = []
     unused: dict[str, Sequence[str]] = {}
     unsupported: list[str] = []
     unjudged: list[str] = []
-    for directory, checkpoint in opened:
+    for directory, checkpoint in members:
         own = checkpoint.root
         if root is not None and (own is None or (own.role, own.save_id) != ("member", root.save_id)):
             message = f"{directory} was replaced by another save"
@@ -181,7 +184,7 @@ def _verify_composite(
 
 
 _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)})
-"""Errors of a file that cannot be read, of a damaged file system, and of a link in place of a file."""
+"""Error numbers of a file that cannot be read, of a damaged file system, and of a link in place of a file."""
 
 
 def _raise_unjudged(error: Exception) -> None:
@@ -193,7 +196,7 @@ def _raise_unjudged(error: Exception) -> None:
 
 
 def _bytes_to_check(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all objects and of arrays in bases; if there are none, the bytes of all arrays."""
+    """Return the bytes of all objects and of arrays in bases; if there are neither, the bytes of all arrays."""
     tree, root = checkpoint.tree, checkpoint.root
     in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
     nbytes = sum(record.size for record in checkpoint.objects.values())
@@ -252,7 +255,7 @@ class _Verification:
     def _check_adapter(self) -> tuple[str, ...]:
         """Report missing parameters that the config of an adapter requires.
 
-        Returns statements about parts for which the config does not decide if they are complete.
+        Returns statements about parts whose completeness the config does not determine.
         """
         config = self._checkpoint.origin.custom.get("adapter_config")
         if not isinstance(config, Mapping):
@@ -298,7 +301,8 @@ class _Verification:
                     key=record.key, start=min(size, record.size), stop=max(size, record.size),
                 )
             )  # fmt: skip
-        # Skip a truncated block, which is already reported. A hostile root may state any size.
+        # Read only bytes that exist, because a hostile root may state any size. A truncated block is not read, because
+        # the wrong size is already reported.
         whole = size >= record.size
         self._readable[record.key] = record.size if whole else size // BLOCK_BYTES * BLOCK_BYTES
 
@@ -410,7 +414,7 @@ class _Verification:
 
 
 def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
-    """Read an array of a base, or one that is larger than memory, a small part at a time.
+    """Read an array of a base, or an array that is larger than memory, a small part at a time.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
@@ -424,10 +428,10 @@ def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
 
 
 def _pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
-    """Return boxes that together cover an array. Each has whole chunks, or few bytes.
+    """Return boxes that together cover an array. Each box has whole chunks, or few bytes.
 
-    The first box has only the first element. Decoding its chunk may show that chunks do not have the size that the
-    metadata states.
+    The first box has only the first element. Its read decodes one chunk, which may show that chunks do not have the
+    size that the metadata states.
     """
     if checkpoint.derived is not None:
         return checkpoint.derived.pieces(leaf, _READ_BYTES)

@@ -162,7 +162,8 @@ class BackgroundSaves:
         Args:
             handle: the handle of the save.
             work: writes and commits the save.
-            locations: the targets of the save. It also waits for earlier saves of other Contexts to these targets.
+            locations: the targets of the save. The save also waits for earlier saves of other Contexts to the same
+                targets.
             inline: True to do the work on this thread if no other thread can be started.
 
         Raises:
@@ -290,7 +291,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
             _ORDER.end(turn)
         handle._progress.end()
     except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
-        del work
+        del work  # refers to the state: `_clear_frames` cannot clear this frame, which is still running
         _clear_frames(error)
         _exit_report().add(handle, error)
         handle._future.set_exception(error)

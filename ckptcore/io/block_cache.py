@@ -31,7 +31,7 @@ class _Spare(threading.local):
     block: tuple[object, int] | None = None
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying one."""
+        """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying it."""
         self.block = None
         if self.memory is None or len(self.memory) < nbytes:
             self.memory = new_bytes(nbytes)
@@ -59,7 +59,7 @@ class RecentBlocks:
             return block
 
     def keep(self, key: str, start: int, block: Buffer) -> None:
-        """Cache a block. Drops the least recently used one."""
+        """Cache a block. Drops the least recently used blocks beyond the limit."""
         with self._lock:
             self._blocks[key, start] = block
             self._blocks.move_to_end((key, start))
@@ -68,7 +68,7 @@ class RecentBlocks:
 
 
 class BlockCache:
-    """An open object that remembers which blocks were verified, and verifies them again only if it changes.
+    """An open object that remembers which blocks were verified. Verifies them again only if the object changes.
 
     Thread-safe.
 

@@ -41,7 +41,7 @@ class BlockChecksums:
         """Add whole blocks; the last block of the object may be shorter. Each block is added once.
 
         Raises:
-            ValueError: bytes are outside the object, or are no whole blocks.
+            ValueError: bytes are outside the object, or are not whole blocks.
         """
         view = memoryview(data)
         stop = offset + len(view)
@@ -166,7 +166,7 @@ class InlineChecksum:
             self.add(0, 0, checksum.of(memoryview(b"")))
 
     def add(self, start: int, nbytes: int, value: int) -> bool:
-        """Add the checksum of the piece that begins at `start`. Return True if it was the last one.
+        """Add the checksum of the piece that begins at `start`. Return True if it was the last missing piece.
 
         The caller holds a lock, or has all bytes in one piece.
 
@@ -203,8 +203,8 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
     """Return the number of the first segment that the checksum in segment `number` covers.
 
-    The checksum covers all segments from there to the one before its own. `before` is the number of the previous
-    checksum segment, or -1.
+    The checksum covers all segments from that segment to the segment before its own. `before` is the number of the
+    previous checksum segment, or -1.
 
     Raises:
         PluginError: it covers no segment, another checksum, or more segments than precede it.

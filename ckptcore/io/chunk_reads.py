@@ -34,7 +34,7 @@ _GAP_BYTES: Final = 64 << 10
 """Largest gap between two encoded chunks that one request fetches, in bytes."""
 
 _DECODED_BYTES: Final = 128 << 20
-"""Limit of the bytes of elements that are being decoded, or are decoded and not yet copied."""
+"""Maximum bytes of elements that are being decoded, or are decoded and not yet copied."""
 
 _LEAST_STARTED: Final = 2
 """Number of chunks that may be decoded at a time even if they exceed `_DECODED_BYTES`."""
@@ -73,7 +73,7 @@ class StoredFormat:
         self._last: tuple[TreeMetadata, ChunkIndex] | None = None
 
     def index(self, tree: TreeMetadata) -> ChunkIndex:
-        """Return the chunk index of a tree. The last one is cached.
+        """Return the chunk index of a tree. Caches the last index.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
@@ -119,6 +119,7 @@ def read_boxes(
         waiting = 0
         for chunk in chunks:
             if waiting == _BATCH_CHUNKS:
+                # The target `number` is not complete: more of its chunks follow.
                 yield from [done for done in _read_chunks(index, store, requested.values()) if done != number]
                 requested, waiting = {}, 0
             if chunk.box is box:
@@ -164,7 +165,7 @@ def _read_chunks(index: ChunkIndex, store: ReadStore, requested: Iterable[_Reque
 
 
 def native_reader(index: ChunkIndex) -> NativeReader | None:
-    """Return an index as a native reader, or None if it is not one."""
+    """Return an index as a native reader, or None if it is no native reader."""
     return cast(NativeReader, index) if _is_native(type(index)) else None
 
 
@@ -345,7 +346,7 @@ def _follows(group: Sequence[_Encoded], chunk: _Encoded) -> bool:
     last = group[-1]
     if chunk.inline is not None or last.key != chunk.key or last.stop is None or chunk.stop is None:
         return False
-    # The chunks of the next array may precede those of this one, but a group only continues forward.
+    # The chunks of the next array may precede the chunks of this array, but a group only continues forward.
     return 0 <= chunk.start - last.stop <= _GAP_BYTES and chunk.stop - group[0].start <= _FETCHED_BYTES
 
 

@@ -76,7 +76,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def run_axis(shape: tuple[int, ...], box: Box) -> int:
-    """Return the first axis from which on the box is contiguous: each index of the axes before it has one run."""
+    """Return the axis at which the runs of a box start: for each index of the axes before it, the box is one run."""
     start, stop = box
     axis = len(shape)
     while axis > 0:
@@ -118,7 +118,7 @@ def spans(shape: tuple[int, ...], box: Box, most_gap: int) -> Iterator[tuple[int
     """
     start, stop = box
     strides = c_strides(shape)
-    # `inner` counts the elements from the first to the last one of the box, along the axes from `axis` on.
+    # `inner` counts the elements from the first to the last element of the box, along the axes from `axis` on.
     inner = 1
     axis = len(shape)
     while axis > 0:

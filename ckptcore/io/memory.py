@@ -24,8 +24,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes of a huge page on most systems. On systems with larger huge pages, the memory consists of small pages."""
 
 _SPARE: Final = 32
-"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size, because
-touching 2 MiB of small pages takes longer than touching many times as many bytes of huge pages."""
+"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size: the first
+use of memory takes many times longer with small pages than with huge pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
 
 
 _LARGE_BYTES: Final = 4 << 20
-"""Arrays from this size have their own pages."""
+"""Arrays of at least this size have their own pages."""
 
 _SMALL_BYTES: Final = 64 << 10
 """Arrays below this size use the allocator of NumPy, and are copied immediately."""
@@ -98,7 +98,7 @@ _PIECE_BYTES: Final = 4 << 20
 def allocate(spec: ArraySpec) -> HostArray:
     """Allocate an array that is not initialised. Its memory is freed with the last array that views it.
 
-    Large arrays use huge pages, which a load fills several times faster than small ones.
+    Large arrays use huge pages, which a load fills several times faster than small pages.
 
     Raises:
         InsufficientMemoryError
@@ -280,7 +280,7 @@ class StagingMemory:
     def help_copy(self, *, is_copier: bool = False) -> bool:
         """Copy one piece that no thread has started. Return False if there is none.
 
-        `is_copier` is True if the caller is counted in `_copiers`. If there is no piece, it is no longer counted.
+        `is_copier` is True if the caller is counted in `_copiers`. If there is no piece, this method ends the counting.
         """
         with self._lock:
             if not self._pieces:
@@ -390,6 +390,7 @@ def _cut_copy(destination: HostArray, source: HostArray) -> list[tuple[HostArray
     if count == 1:
         return [(destination, source)]
     if source.flags.c_contiguous and source.dtype == destination.dtype:
+        # Bytes can be cut into equal pieces, even if the array has only short axes.
         source = source.reshape(-1).view(np.uint8)
         destination = destination.reshape(-1).view(np.uint8)
     axis = max(range(source.ndim), key=lambda number: (min(source.shape[number], count), -number))

@@ -20,7 +20,7 @@ class ObjectWrites:
     """Running writes of objects to a storage. Threads call `work`; once all have returned, one thread calls `end`.
 
     Objects are started in order, and their segments are opened in order. A thread takes a piece of the last started
-    object, or starts the next one. The thread that writes the last piece of an object completes it.
+    object, or starts the next object. The thread that writes the last piece of an object completes it.
     """
 
     def __init__(self, recorder: ObjectRecorder, objects: Iterator[tuple[str, Sequence[Segment]]]) -> None:
@@ -28,7 +28,7 @@ class ObjectWrites:
 
         Args:
             recorder: the recorder. Bytes are copied into its buffers of `Sizes.write` bytes, which are reused.
-            objects: keys and segments; the next one is taken when a thread starts it.
+            objects: keys and segments; the next object is taken when a thread starts it.
         """
         self._storage = recorder._storage
         self._objects = objects
@@ -74,7 +74,7 @@ class ObjectWrites:
             error: an error outside of `work` that stops the writes.
 
         Raises:
-            BaseException: the first error of a thread, or the given one.
+            BaseException: the first error of a thread, or the given error.
         """
         if error is not None:
             self._stop(error)
@@ -171,7 +171,7 @@ class ObjectWrites:
             self._progress(sum([nbytes for segment, nbytes in sizes if isinstance(segment, ArraySegment)]))
 
     def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview) -> bool:
-        """Write a task, and complete the object after the last one. Return False if another thread failed meanwhile.
+        """Write a task, and complete the object after its last task. Return False if another thread failed meanwhile.
 
         The bytes are copied, because arrays may change during the save. All checksums cover the copy that is written.
         """
@@ -367,9 +367,9 @@ class ObjectRecorder:
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once if that is faster on this storage. See `write`.
 
-        On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of one object
-        are written together with parts of the next ones. On any other storage, large objects are written one after the
-        other, and several small objects at once.
+        On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of several
+        objects are written at once. On any other storage, large objects are written one after the other, and several
+        small objects at once.
 
         Raises:
             PluginError, StorageError: the first error. No further object is started, and unfinished objects are

@@ -20,9 +20,9 @@ from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
 
 _SPARE_BLOCKS: Final = 2
-"""Maximum number of unneeded blocks that are read from an object to verify it by blocks. If more are needed, inline
-checksums are used. Checksums of blocks are better, because only they are in the root, and prove that bytes belong to
-this save."""
+"""Maximum number of unneeded blocks that are read from an object to verify it by blocks. To avoid more such blocks,
+inline checksums are used. Checksums of blocks are better: they are in the root, so they prove that bytes belong to this
+save."""
 
 
 _FIRST: Final = itemgetter(0)
@@ -401,7 +401,7 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes
-    read_to = -1 - near
+    read_to = -1 - near  # the first chunk begins a group
     for chunk in chunks:
         ranges = sorted(_block_ranges(shape, chunk.destinations))
         if ranges[0][0] > read_to + near:

@@ -52,7 +52,7 @@ class ObjectReader:
         bytes_read: bytes requested for chunks and slices, including the rest of blocks.
         bytes_got: bytes of all other reads: encoded chunks, and the indexes that locate them.
         requests: ranges of bytes requested for chunks and slices.
-        counting: the lock for these counters.
+        counting: the lock for the three counters.
         progress: called from any thread with the number of bytes that were copied into arrays.
     """
 
@@ -90,7 +90,7 @@ class ObjectReader:
         self._request_bytes = suited.request_bytes
         self._is_remote = threads.parallelism(self._concurrency) > threads.count
         self._sizes = sizes.for_requests(self._request_bytes) if self._is_remote else sizes
-        # In the time in which a remote storage starts to answer a request, it could deliver a good part of another one.
+        # While a remote storage prepares the answer to one request, it could deliver a large part of another answer.
         self._gap_bytes = self._request_bytes // (4 if self._is_remote else 16)
         self._sums: dict[str, RecordedChecksums] = {}
         self.counting = threading.Lock()
@@ -138,7 +138,7 @@ class ObjectReader:
         """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
 
         For small objects on a remote storage, the limit is the recorded size, because the request that reads such an
-        object checks the size. The sum of these recorded sizes is limited. The storage is asked for all other sizes.
+        object checks the size. The sum of such sizes is limited. The storage is asked for all other sizes.
 
         Raises:
             ObjectNotFoundError

@@ -68,6 +68,7 @@ class WriteTask:
                 source.copy_range(start, stop, memory[position:end])
                 continue
             assert isinstance(source, memoryview)  # `add` stores checksums separately
+            # NumPy releases the interpreter lock while it copies, but takes longer to begin.
             if end - position <= _SMALL_BYTES:
                 memory[position:end] = source[start:stop]
             else:
@@ -105,7 +106,7 @@ class ObjectSegments:
         while (position := self._position) < limit:
             run = self._run
             if run is None or run.stop == position:
-                run = self._run = next(self._runs)  # opens the next segment, if the last one has no more runs
+                run = self._run = next(self._runs)  # opens the next segment, if the last segment has no more runs
             stop = min(run.stop, limit)
             task.add(run, position, stop)
             self._position = stop
@@ -121,7 +122,7 @@ class ObjectSegments:
                 if size:
                     yield _Run(-1, position, position + size, memoryview(segment.data), checksum)
             elif isinstance(segment, ChecksumSegment):
-                assert checksum is not None  # `inline_checksums` has one for each
+                assert checksum is not None  # `inline_checksums` has a checksum for each
                 if size:
                     yield _Run(-1, position, position + size, checksum, None)
             else:
@@ -149,7 +150,7 @@ class ObjectSegments:
         return closers
 
     def close_rest(self) -> list[Callable[[], None]]:
-        """Return functions that close all segments that are not closed, after an error. Each is called once."""
+        """After an error, return functions that close all segments that are not closed. The caller calls each once."""
         self._runs.close()  # breaks the cycle between this object and its generator
         self._run = None
         rest = [*self._outstanding, *range(self._opened, len(self._segments))]

@@ -36,7 +36,7 @@ class StateBoxes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StateElements:
-    """The elements of a state in host memory. Counts the snapshots that use them, and frees them after the last one.
+    """Elements of a state in host memory. Counts the snapshots that use them, and frees them after the last snapshot.
 
     If several snapshots write the same boxes, the boxes are transferred once. Thread-safe.
 
@@ -234,7 +234,7 @@ class BoundedSnapshot:
         self._writing_ended = False
 
     def wait(self) -> None:
-        """Copy every item. Return once the last one is copied, or the writer has ended. Then the source may change."""
+        """Copy every item. Return once the last item is copied, or the writer has ended. Then the source may change."""
         if self._earlier is not None:
             self._earlier.wait_until_written()
             self._earlier = None
@@ -260,7 +260,7 @@ class BoundedSnapshot:
             self.fail(error)
             raise
         finally:
-            self._start = _refuse_to_start
+            self._start = _refuse_to_start  # the old function refers to the state
 
     def _next(self, waiting: dict[int, None]) -> int | None:
         with self._changed:

@@ -185,11 +185,11 @@ class IOThreads:
         self._remote = _ThreadGroup(_IDLE_SECONDS)
 
     def parallelism(self, concurrency: int) -> int:
-        """Return the most threads for a storage with this `concurrency`; always `count` if the user set it."""
+        """Return the most threads that a storage with this `concurrency` can use; always `count` if the user set it."""
         return self.count if self._most is not None or concurrency <= self.count else concurrency
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` on one of the threads, or on this one if no thread can be started."""
+        """Call `function` on one of the threads, or on this thread if no thread can be started."""
         future: Future[T] = Future()
         work = functools.partial(call_into, future, function)
         if not self._local.submit(work, self.count):
@@ -519,7 +519,7 @@ def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
 
 
 def call_into(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function unless its future was canceled, and store the result or error in the future."""
+    """Call a function unless its future was cancelled, and store the result or error in the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,4 +1,4 @@
-"""Agreement: stages of an operation, after which every process knows if all succeeded, and keys of exchanges."""
+"""Agreement: stages of an operation, and keys of exchanges. After a stage, every process knows if all succeeded."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=JSON)
 
 _SHOWN: Final = 20
-"""Limit of failed ranks that are reported with their errors; the others are counted."""
+"""Maximum number of failed ranks that are reported with their errors; the others are counted."""
 
 _REASON: Final = 4000
-"""Limit of the reported text of a timeout, in characters."""
+"""Maximum length of the reported text of a timeout, in characters."""
 
 
 class ExchangeCounts:
@@ -37,7 +37,7 @@ class ExchangeCounts:
 
     Counts belong to a job and not to a Context. Otherwise two Contexts that save to one location would use the same
     keys, and one could receive a message of a failed exchange of the other. Each name has its own count. If a rank
-    misses an operation after an error, its counts of all other names still equal those of the other ranks.
+    misses an operation after an error, its counts of all other names still equal the counts of the other ranks.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
@@ -91,7 +91,7 @@ class Stage:
         payloads: on the leader after the stage, the payloads of all ranks in order of rank.
         done: True if this rank finished its work. If the exchange then fails on this rank, other ranks may have
             received this outcome and continue.
-        failed: after the stage, the ranks that failed; only the first ones if there are many. Empty on a rank that
+        failed: after the stage, the ranks that failed; only the first ranks if there are many. Empty on a rank that
             failed itself.
     """
 
@@ -124,7 +124,7 @@ class Agreement:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
-            call: the operation, for the log if other ranks are late; None: that of the recording, or the key.
+            call: the operation, for the log if other ranks are late; None: the operation of the recording, or the key.
             block_ranks: see `Gathering`; None: `BLOCK_RANKS`.
         """
         self._coordinator = coordinator

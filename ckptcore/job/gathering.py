@@ -36,7 +36,7 @@ class LateRanks:
 
     Attributes:
         first_seconds: the wait before the line is logged, if this operation has received no answer of another rank yet.
-            It is short, because a rank often does not make the call at all: only rank 0 saves, or one skips a step.
+            It is short, because a rank often does not make the call at all: only rank 0 saves, or a rank skips a step.
         later_seconds: the same in later exchanges. It is longer, because a rank may write for minutes.
     """
 
@@ -174,7 +174,7 @@ class Gathering:
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
                 raise  # this rank could not send its own payload
-            # If the error names no ranks, the connection itself failed: all others count as missing.
+            # If the error names no ranks, the connection itself failed: all other ranks count as missing.
             missing = [block[index] for index in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None

@@ -1,7 +1,7 @@
 """Receipts as messages to the leader. Numbers are encoded as columns, and decoded as arrays.
 
 A message is one line of JSON, followed by the columns that it lists. A column stores either its numbers or the
-differences between neighbours. The smallest value is subtracted from all of them, and they have the narrowest dtype
+differences between neighbours. The smallest value is subtracted from all values, which then have the narrowest dtype
 that fits. Messages are not stored: all processes must have the same version of this package.
 """
 
@@ -53,7 +53,7 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
     """Decode receipts that another process of this job encoded.
 
     Raises:
-        UnsupportedVersionError: that process uses another version of the message format.
+        UnsupportedVersionError: the other process uses another version of the message format.
     """
     line, _, rest = data.partition(b"\n")
     head: dict[str, Any] = json.loads(line)

@@ -1,7 +1,7 @@
-"""Abstract trees of stored trees, and requested trees that take the stored structure of plain values.
+"""Abstract trees that describe stored trees, and requests that are adapted to the stored structure of plain values.
 
-Counters, best results and histories in the state of a program change their kind while it runs: None becomes 12, 0
-becomes 0.73, a list grows. A load uses the requested form if it loses nothing, and otherwise the stored form.
+Counters, best results and histories change their form while a program runs: None becomes 12, 0 becomes 0.73, a list
+grows. A load uses the requested form if no stored data is lost, and otherwise the stored form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
     """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values.
 
-    It has `PLACEHOLDER` for leaves that cannot be loaded.
+    A leaf that cannot be loaded becomes `PLACEHOLDER`.
     """
     return rebuild(tree.skeleton, abstract_leaves_of(tree, registry))
 
@@ -59,10 +59,10 @@ def abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 
 
 def stored_in(tree: TreeMetadata, chosen: Collection[int] | None, registry: Plugins) -> Callable[[TreePath], object]:
-    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
+    """Return a function that looks up the stored abstract tree at a path. It returns None if the path is not stored.
 
     It returns `PLACEHOLDER` if nothing below the path is chosen. It raises UnsupportedLeafError, or
-    CorruptCheckpointError, if a chosen part of that tree cannot be loaded.
+    CorruptCheckpointError, if a chosen leaf at or below the path cannot be loaded.
 
     Args:
         tree: the tree.
@@ -134,14 +134,16 @@ def _is_plain_value(record: LeafRecord) -> bool:
 def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:
     """Request plain values in their stored structure where the requested structure differs.
 
-    A requested value or container of plain values takes the stored structure. A dict with a text key that is not stored
-    is unchanged, because a dict keeps its keys. The states of objects are unchanged, because their handlers decide.
+    A requested value or container of plain values takes the stored structure. A requested dict with a text key that is
+    not stored stays as requested, so that the key is not lost. The state of an object also stays as requested, because
+    its handler defines the structure.
 
     Args:
         flat: the abstract tree.
         tree: the stored tree.
         plugins: find handlers of stored values.
-        by_name: True if other software wrote the checkpoint, which may store None for an empty container.
+        by_name: True if keys are compared as text, as for checkpoints of other software, which may store None for an
+            empty container.
     """
     if flat.skeleton == tree.skeleton and not any(map(_is_array_for_value, flat.leaves, tree.leaves)):
         return flat
@@ -151,7 +153,7 @@ def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_n
 
 
 class _Walk:
-    """A pass over an abstract tree and the stored one. Collects the leaves of the result."""
+    """A pass over an abstract tree and the stored tree. Collects the leaves of the result."""
 
     def __init__(self, flat: Flat, tree: TreeMetadata, plugins: Plugins, by_name: bool) -> None:
         self._by_name = by_name
@@ -214,7 +216,7 @@ class _Walk:
         return _keeps_keys(asked, stored)
 
     def _keys_of_others(self, asked: Skeleton, stored: Skeleton, number: int) -> frozenset[str]:
-        """Return the keys of a stored dict that only other ranks saved, and this one does not request."""
+        """Return the keys of a stored dict that only other ranks saved and this rank does not request."""
         if not self._tree.held_by or not isinstance(asked, Node) or not isinstance(stored, Node):
             return frozenset()
         requested = {str(key) for key in asked.keys}
@@ -274,7 +276,7 @@ class _Walk:
 
 
 def _containers(shape: Shape) -> Iterator[int]:
-    """Yield the identity of each list and dict: once for each path of the list or dict."""
+    """Yield the id of each list and dict, once for each path at which it occurs."""
     if isinstance(shape, Container):
         if isinstance(shape.like, list | dict):
             yield id(shape.like)
@@ -308,7 +310,7 @@ def _holds_plain(node: Skeleton, shape: Shape) -> bool:
 
 
 def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
-    """Return True if no name in a requested dict is missing in the stored one, at any depth."""
+    """Return True if no name in a requested dict is missing in the stored dict, at any depth."""
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return True
     if _is_mapping(asked) and _is_mapping(stored):
@@ -334,7 +336,7 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
 
 
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
-    """Return True if None, text or bytes is requested and an array is stored. A requested number keeps its form."""
+    """Return True if None, text or bytes is requested, and the stored array has no axes, or is text or bytes."""
     return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and _is_plain_value(record)
 
 
@@ -350,7 +352,7 @@ def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
 
 
 def _has_same_keys(asked: Skeleton, stored: Skeleton, others: Collection[str]) -> bool:
-    """Return True if two containers differ only below their children, apart from keys of other ranks."""
+    """Return True if two containers have the same keys, as text, and at least one key. Ignores keys of other ranks."""
     if not isinstance(asked, Node) or not isinstance(stored, Node) or not asked.keys:
         return False
     return {str(key) for key in asked.keys} == {str(key) for key in stored.keys}.difference(others)

@@ -42,7 +42,7 @@ Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """Objects to build: abstract trees by name, names alone, or None."""
 
 Absent: TypeAlias = Literal["skip", "error"]
-"""Treatment of objects that were deleted since the save."""
+"""Treatment of objects that were deleted or lost since the save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class CompositeRequest:
     """Objects to load. Without arguments: every object that exists.
 
     Attributes:
-        abstract: objects to build; None: all objects, unless `into` has names.
+        abstract: objects to build; None: all objects, or no object if `into` is given.
         into: objects to restore in place, by name.
-        absent: treatment of objects that were deleted since the save, if all objects are requested: skip them with a
-            warning, or raise an error.
+        absent: treatment of objects that were deleted or lost since the save, if all objects are requested: skip them
+            with a warning, or raise an error.
     """
 
     abstract: Abstracts = None
@@ -84,7 +84,7 @@ class CompositeRequest:
 
     @property
     def likes(self) -> dict[str, tuple[object, bool]]:
-        """By name, the abstract tree or object, and True if it is restored in place."""
+        """The abstract tree or object for each name, with True if it is restored in place."""
         abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
         built = {name: (like, False) for name, like in abstract.items()}
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
@@ -138,20 +138,22 @@ class CompositeLoad:
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: dict[str, None] = {}  # names of objects restored in place, also by repeated attempts
-        self._refused: dict[str, TreeMismatchError] = {}  # objects whose states another number of processes saved
+        # Names of objects whose change cannot be undone, over all attempts.
+        self._changed: dict[str, None] = {}
+        # By name: errors for objects whose per-process states do not fit the number of processes of this job.
+        self._refused: dict[str, TreeMismatchError] = {}
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
 
         Raises:
             TypeError: `abstract` has an object that must be restored in place, or `into` has None for a name.
-            CheckpointNotFoundError: a name was not saved, or was deleted. Nothing was changed.
+            CheckpointNotFoundError: a name was not saved, or was deleted or lost. Nothing was changed.
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
-            PartialLoadError: an object to restore has a separate state for each of another number of processes. All
-                other objects were loaded.
+            PartialLoadError: each process saved a separate state of an object to restore, and the job that saved had
+                another number of processes. All other objects were loaded.
             TargetUndefinedError: the load failed after an object was changed.
         """
         try:
@@ -178,7 +180,7 @@ class CompositeLoad:
         return loaded
 
     def _partial_load(self, loaded: Mapping[str, object]) -> PartialLoadError:
-        """Return the error that names only the objects that were not loaded."""
+        """Return the error for the objects that were not loaded."""
         errors = list(self._refused.values())
         others = f"{format_names(loaded)} was loaded. " if loaded else ""
         differences = [line for error in errors for line in error.differences]
@@ -298,8 +300,8 @@ def _existing_names(
     """Return the names of all objects that exist for this process. Logs a warning that lists missing objects.
 
     Raises:
-        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing; or other software lists objects, and
-            none of them exists.
+        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing; or other software wrote the
+            checkpoint, and none of its objects exists.
     """
     missing: dict[str, None] = {}
     for name, member in composite.members.items():
@@ -343,7 +345,7 @@ def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) 
 
 
 def _directory(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> str:
-    """Return the directory of the state of a member that this process requests.
+    """Return the directory of a member that contains the state for this process.
 
     Raises:
         TreeMismatchError: each process saved a separate state, and this job has another number of processes.

@@ -33,7 +33,7 @@ logger = logger_named("ckptcore.loading")
 
 
 class Undo:
-    """Restores objects that may refuse their states, and puts the old states back if one of them does."""
+    """Restores objects that may refuse their states, and puts the old states back if an object refuses."""
 
     def __init__(self) -> None:
         """Begin without old states. `add` keeps them."""
@@ -73,7 +73,7 @@ class Undo:
         """Put all states back, because a load failed before it changed anything else.
 
         Raises:
-            TargetUndefinedError: an object changed whose old state cannot be put back.
+            TargetUndefinedError: the old state of a changed object cannot be put back.
         """
         kept = []
         for key, (live, undo) in reversed(self._before.items()):
@@ -82,7 +82,7 @@ class Undo:
                     undo()
                 elif key in self._changed:
                     kept.append(live.name)
-            except Exception as error:  # any error of the object's code: put the others back, and name this one below
+            except Exception as error:  # any error of the object's code: continue with the others, and raise below
                 logger.warning("the old state of an object cannot be put back: %s", live.name, exc_info=error)
                 kept.append(live.name)
         self._before.clear()
@@ -104,7 +104,8 @@ def load_into_target(
 ) -> object:
     """Load a checkpoint into `target`, and fill its arrays in place. Returns the target.
 
-    Objects that may refuse their state are restored before anything else is changed; `undo` can put it back.
+    Objects that may refuse their state are restored before anything else is changed; `undo` can put their old states
+    back.
 
     Raises:
         TargetUndefinedError: the load failed after it began to change the target.
@@ -280,7 +281,7 @@ def _check_shared_memory(
             if extent := part.extent:
                 spaces.setdefault(part.space, []).append((extent, number, part))
     for filled in spaces.values():
-        # A sweep by address: each part is compared only with those before it that have not ended.
+        # Sweep by address: compare each part only with earlier parts that end after it starts.
         filled.sort(key=lambda entry: entry[0].start)
         before: list[tuple[range, int, StridedMemory]] = []
         for extent, number, part in filled:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class PeerFailure(Exception):
-    """Another process reported a failure in its message. It sends its error at the end of the step."""
+    """Another process reported a failure in its message. That process sends its error at the end of the step."""
 
 
 class Replaced(Exception):
@@ -36,8 +36,8 @@ def take_step(
 ) -> Sequence[JSON] | None:
     """Run a step on all ranks, and wait for all of them.
 
-    An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If one rank finds damage, all
-    ranks raise its error, because this rank may have read data for the others.
+    An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If a rank finds damage, all ranks
+    raise its error, because it may have read data for the others.
 
     Args:
         agreement: the agreement of the load.
@@ -109,8 +109,8 @@ def _agreement(load: Load[Any] | CompositeLoad, job: Coordinator, purpose: str) 
 class CollectiveRead:
     """Strategy that loads on all ranks of a job, which take each step together.
 
-    Methods of the loaded objects may be collective, so all ranks call them or none does. No rank returns while another
-    one reads. If the checkpoint is replaced during the load, all ranks start again.
+    Methods of the loaded objects may be collective, so either all ranks call them, or none. No rank returns while
+    another rank reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
     def __init__(self, job: Coordinator, find_attempt: Callable[[], type[CollectiveAttempt[Any]]]) -> None:
@@ -195,7 +195,7 @@ class CollectiveAttempt(Generic[T]):
         return self._take_step("read", read) is not None
 
     def _message(self, checkpoint: Checkpoint, reading: TreeRead) -> JSON:
-        """Return the plan of this rank as a message to the leader."""
+        """Return the message to the leader about this rank's plan; None if every process reads for itself."""
         return None
 
     def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
@@ -242,7 +242,10 @@ def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
 
 
 class _CompositeAttempt:
-    """One attempt of a rank to load several checkpointables. Its methods are steps, and return messages."""
+    """One attempt of a rank to load several checkpointables.
+
+    The methods `begin`, `load` and `end` are steps, and return messages.
+    """
 
     def __init__(self, load: CompositeLoad, strategy: CollectiveRead) -> None:
         self._load = load

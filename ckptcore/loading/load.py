@@ -36,9 +36,9 @@ class LoadRequest:
     Attributes:
         select: the stored leaves to load; None: all leaves.
         transforms: changes of the stored tree, applied before it is matched.
-        matching: differences between the abstract tree and the stored one that are allowed.
+        matching: the allowed differences between the abstract tree and the stored tree.
         report: filled when the load has succeeded; None: no report.
-        strategy: the strategy of the load; None: the one that the Context selects.
+        strategy: the strategy of the load; None: the Context selects it.
         framework: the framework of arrays that are loaded without an abstract tree; None: NumPy.
     """
 
@@ -62,7 +62,7 @@ class LoadRequest:
 
 
 DEFAULT_REQUEST: Final = LoadRequest()
-"""Options of a load of all leaves that allows no differences."""
+"""Default options: load all leaves, matched as `EXACT` states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,8 @@ class Load(Generic[T]):
     def begin(self, reading: TreeRead) -> None:
         """Read and restore the objects that may refuse their state, before all others.
 
-        Examples are data loaders, schedulers, and modules with their own loading code. Each process reads them alone.
+        Examples are data loaders, schedulers, and modules with their own loading code. Each process reads the states of
+        its own objects, also in a collective load.
         """
         if (first := reading.first) is not None:
             if first.progress is not None:
@@ -318,7 +319,7 @@ def fill_report(report: LoadReport, checkpoint: Checkpoint, matched: Matched, by
         report: the report of the caller.
         checkpoint: the checkpoint, after transforms.
         matched: the leaves that were loaded.
-        bytes_before: `bytes_requested` when the attempt that succeeded began.
+        bytes_before: the result of `bytes_requested` at the start of the attempt that succeeded.
     """
     paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
     defaulted = set(matched.defaulted)

@@ -1,4 +1,4 @@
-"""NewValue: the target of a load that builds a new value like an abstract tree."""
+"""NewValue: a load target that builds a new value with the structure of an abstract tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.tree.shapes import Shape, shared_containers, unflatten
 
 
 class NewValue(LoadTarget[object]):
-    """A new value like an abstract tree."""
+    """A load target that builds a new value with the structure of an abstract tree."""
 
     def __init__(self, abstract: object) -> None:
         self._abstract = abstract
@@ -28,7 +28,7 @@ class NewValue(LoadTarget[object]):
         self._same: Mapping[int, int] = {}
 
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Find the stored leaf for each abstract one."""
+        """Find the stored leaf for each abstract leaf."""
         with load.recording.phase("open"):
             flat = flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
@@ -51,7 +51,7 @@ def flatten_like(checkpoint: Checkpoint, value: object, context: Context, reques
     Plain values take their stored structure, unless the request has ``Matching(values="error")`` or a selection.
 
     Raises:
-        TreeMismatchError: files are stored.
+        TreeMismatchError: files are stored, or another number of processes saved a `PerProcess` value.
     """
     if checkpoint.is_files:
         raise files_instead(checkpoint)
@@ -91,7 +91,7 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None
     node = checkpoint.tree.skeleton
     for key in path:
         if not isinstance(node, Node) or key not in node.keys:
-            return  # a difference that is found later
+            return  # `match_leaves` reports this difference
         node = node.children[node.keys.index(key)]
     ranks = [key for key in node.keys if isinstance(key, int)] if isinstance(node, Node) else []
     if ranks and sorted(ranks) != list(range(size)):
@@ -146,7 +146,10 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Return the leaves that one occurrence of a shared container does not load, each with its loaded counterpart."""
+    """Return the leaves that are copied instead of loaded, each with the loaded leaf.
+
+    If a shared container occurs twice, a leaf may be loaded in only one occurrence. The other occurrence gets a copy.
+    """
     return {
         leaf: twin
         for pair in shared

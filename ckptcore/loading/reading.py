@@ -23,7 +23,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 
 _MAX_GROWTH: Final = 1 << 16
-"""Limit of the ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
+"""Maximum ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class LeafRead:
     Attributes:
         leaf, record: its number in the stored tree, and its record.
         handler, abstract: the handler that builds it, and the requested abstract leaf.
-        positions: the positions of these leaves in the value.
+        positions: for each leaf that is built, its position in the loaded value.
         boxes: the boxes to read.
         nbytes: the bytes to read.
         array: a 0-dimensional array that was built from a stored number; None for an array that is read.
@@ -67,12 +67,12 @@ def read_leaf(checkpoint: Checkpoint, leaf: int, context: Context) -> object:
 
 
 def plan_leaf_reads(checkpoint: Checkpoint, matched: Matched, progress: ByteProgress | None = None) -> TreeRead:
-    """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
+    """Plan the boxes of arrays to read, and build values from the metadata. Reads no array.
 
     Args:
         checkpoint: the checkpoint.
         matched: the stored leaf for each leaf.
-        progress: counts the arrays that are complete.
+        progress: counts the bytes of arrays that are built.
     """
     tree, filled = checkpoint.tree, matched.filled
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
@@ -134,8 +134,8 @@ class TreeRead:
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None if the load
             builds a new value.
         progress: counts the bytes of arrays that are built.
-        first: reads for objects that may refuse their state. They are done before these reads, and share `leaves` and
-            `filled` with them.
+        first: the plan for objects that may refuse their state; None: there are no such objects. It runs before this
+            plan. Both plans share `leaves` and `filled`.
     """
 
     checkpoint: Checkpoint

@@ -28,7 +28,7 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     checkpoint, is always selected.
 
     Args:
-        checkpoint: the checkpoint, which may be derived from the stored one.
+        checkpoint: the checkpoint, which may be derived from the stored checkpoint.
         selection: the selection.
         context: its plugins describe the leaves.
 
@@ -89,9 +89,9 @@ class _Neighbours:
         self._chosen = {leaves[number][:depth] for number in chosen for depth in range(len(leaves[number]))}
 
     def has_chosen(self, path: TreePath) -> bool:
-        """Return True if a leaf is chosen in the nearest container above a path that has leaves.
+        """Find the nearest container above a path that contains leaves. Return True if one of them is chosen.
 
-        Also returns True if no container above the path has leaves.
+        Also returns True if there is no such container.
         """
         above = [path[:depth] for depth in reversed(range(len(path))) if path[:depth] in self._all]
         return not above or above[0] in self._chosen
@@ -104,7 +104,7 @@ def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[in
 
     Args:
         skeleton: the tree.
-        chosen: as `chosen_leaves` returns it.
+        chosen: the result of `chosen_leaves`.
 
     Returns:
         The tree, and for each of its leaves the number of the stored leaf, or None for a placeholder.
@@ -160,7 +160,7 @@ def _is_sequence(node: Node) -> bool:
 
 
 def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugins) -> Matched:
-    """Add to a match the values that objects keep, and the objects that the selection leaves out completely.
+    """Return the match with two additions: the values that objects keep, and the objects without any selected leaf.
 
     Args:
         display: the location, for errors.

@@ -26,7 +26,7 @@ from ckptcore.opening.derived import derive
 from ckptcore.protocols import DerivedArray
 
 _CASTS: Final = get_args(Casting)
-"""The choices for casts: each also allows the casts of the earlier ones."""
+"""The choices for casts. Each choice also allows the casts of the choices before it."""
 
 _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("reshape",)), frozenset(("truncate", "pad")))
 """Changes that may turn one shape into another, in the order in which they are proposed."""
@@ -34,11 +34,11 @@ _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("resha
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")
-"""Suffixes that follow the name of the array. DeepSeek-V3, Qwen 3 and transformers use the first one; AutoFP8, FBGEMM
-and compressed-tensors use the second one."""
+"""Suffixes that follow the name of the array. DeepSeek-V3, Qwen 3 and transformers use the first suffix; AutoFP8,
+FBGEMM and compressed-tensors use the second suffix."""
 
 _SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
-"""Suffixes that replace ``.weight``. DeepSeek-V4 uses the first one, Mistral Large 4 the second one. See
+"""Suffixes that replace ``.weight``. DeepSeek-V4 uses the first suffix, Mistral Large 4 the second suffix. See
 ``quantizer_finegrained_fp8.py`` of transformers."""
 
 BLOCKS: Final = "_blocks"
@@ -47,11 +47,11 @@ SCALES_OF_BLOCKS: Final = "_scales"
 
 
 _SHOWN: Final = 100
-"""Limit of a name in messages, in characters: names may be hostile."""
+"""Maximum length of a name in messages, in characters: names may be hostile."""
 
 
 def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
-    """Find the change from a stored array to the requested one. Returns all differences if it is not allowed.
+    """Find the change from a stored array to the requested array. Returns all differences if it is not allowed.
 
     Args:
         path: the path of the array, for messages.
@@ -109,7 +109,7 @@ def _shape_changes(
 
 
 def _casting(requested: str, stored: str) -> Casting | None:
-    """Return the cast from a stored to a requested dtype; None if there is none."""
+    """Return the cast from a stored to a requested dtype; None if no choice allows it."""
     if requested == stored:
         return "error"
     if has_all_values_of(requested, stored):

@@ -1,4 +1,4 @@
-"""Differences between an abstract tree and the stored one, and the error that lists them with their remedies."""
+"""Differences between an abstract tree and the stored tree, and the error that lists them with their remedies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import format_path
 
 _SHOWN: Final = 30
-"""Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
+"""Maximum number of differences in the text of an error. `TreeMismatchError.differences` has all."""
 
 _PARTS: Final = 3
 """Maximum number of parts of a tree that the text of an error names."""
 
 _NAMES: Final = 5
-"""Limit of transforms, and of names in a selection, in the text of an error."""
+"""Maximum number of transforms, and of names in a selection, in the text of an error."""
 
 _LONGEST: Final = 600
-"""Limit of a line, in characters."""
+"""Maximum length of a line, in characters."""
 
 _ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
 """Choices that also allow everything that the other choices of the same option allow."""
@@ -54,7 +54,7 @@ class Difference:
     """One difference.
 
     Attributes:
-        sort: the kind of difference: missing, unexpected, key, sequence, kind, shape, dtype or value.
+        sort: the kind of difference: missing, unexpected, moved, key, sequence, kind, shape, dtype or value.
         line: a message with the path, the requested and the stored form.
         allowed_by: the option that allows it; None if no option does.
         renamed: the arguments of a ``Rename`` that resolves it, if any.
@@ -71,10 +71,11 @@ class PartNames(NamedTuple):
 
     Attributes:
         kept: the requested parts that are not stored; the whole tree if none of its leaves is stored.
-        lost: the parts that must not keep all of their present values, because no leaf of them is stored; see
+        lost: the parts that must not keep all of their present values, because none of their leaves is stored; see
             `match_leaves`.
-        elsewhere: the parts of the same kind that are stored under another path.
-        misshapen: names, for a selection, of stored leaves whose shapes differ from those of requested objects.
+        elsewhere: the parts that would not be loaded, but are stored under another path.
+        misshapen: names of the stored leaves that a selection can leave out, because their shapes differ from those of
+            requested objects.
         quantized: a description of one quantised array, if any is stored.
     """
 

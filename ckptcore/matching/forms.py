@@ -56,7 +56,7 @@ FOREIGN_PATH_FORMS: Final[Sequence[PathForms]] = (
     (text_path, text_path),
     (dotted_path, text_path),
 )
-"""Forms for checkpoints of other software, tried in order."""
+"""Forms for keys that are compared as text, as in checkpoints of other software. Tried in order."""
 
 
 def is_below(path: TreePath, others: Collection[TreePath]) -> bool:
@@ -92,19 +92,19 @@ def find_paths(
 
 
 def are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one is a Python number and the other an array without axes."""
+    """Return True if one of the leaves is a Python number, and the other is an array without axes."""
     if isinstance(stored, ValueRecord):
         return isinstance(requested, ArrayRecord) and _is_number(stored) and is_scalar(requested)
     return isinstance(requested, ValueRecord) and _is_number(requested) and is_scalar(stored)
 
 
 def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    """Return why a stored leaf cannot become the requested one without loss; None if it can.
+    """Return why a stored leaf cannot become the requested leaf without loss; None if it can.
 
     A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float an
     array of floats, and a bool an array of bools. The element of a stored array is not read yet, so its dtype decides:
-    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float,
-    which represents all of them.
+    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float, which represents
+    every such int.
 
     Args:
         requested, stored: interchangeable records.
@@ -220,13 +220,15 @@ def column_difference(requested: object, stored: ValueRecord, matching: Matching
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 
-def _has_types_of(one: object, other: object) -> bool:
+def _has_types_of(requested: object, stored: object) -> bool:
     """Return True if two values have the same structure, and plain values of the same types."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_has_types_of(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_has_types_of, one, other))
-    return type(one) is type(other)
+    if isinstance(requested, dict) and isinstance(stored, dict):
+        return requested.keys() == stored.keys() and all(
+            _has_types_of(value, stored[key]) for key, value in requested.items()
+        )
+    if isinstance(requested, list | tuple) and isinstance(stored, list | tuple):
+        return len(requested) == len(stored) and all(map(_has_types_of, requested, stored))
+    return type(requested) is type(stored)
 
 
 def is_plain_value(record: LeafRecord) -> bool:
@@ -242,9 +244,9 @@ def are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
 
 
 def is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one leaf is a plain value, the other has a type with a plain form, such as a path.
+    """Return True if one leaf is a plain value, and the other has a type with a plain form, such as a path.
 
-    A conversion can then be tried. An object that loads itself, or a caller, requests the plain form if it does not
+    A conversion can then be tried. A caller, or an object that loads itself, requests the plain form if it does not
     know the type.
     """
     if not isinstance(requested, ValueRecord) or not isinstance(stored, ValueRecord) or unreadable_error(stored):
@@ -260,7 +262,7 @@ def is_none(record: LeafRecord) -> bool:
 
 
 def kind_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    """Return why a stored leaf cannot be loaded as the requested one, by kind, shape and dtype; None if it can."""
+    """Return why a stored leaf cannot be loaded as the requested leaf, by kind, shape and dtype; None if it can."""
     if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
         if requested.spec == stored.spec:
             is_data = stored.kind == PLAIN_ARRAY and requested.kind not in ("str", "bytes")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptcore.matching.differences import Difference
 
 _SEQUENCES: Final = {"list", "tuple"}
-"""The kinds of columns of sequences. A load may request either kind."""
+"""The kinds of columns of sequences. `Matching.sequences` decides whether the two kinds match."""
 
 _VALUES: Final = HostValueHandler()
 
@@ -40,9 +40,9 @@ def match_leaves(
     """Find the stored leaf for each leaf of an abstract tree.
 
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
-    without its type is a dict. Stored leaves that only some of the saving processes had need not be requested. A
-    requested None need not be stored, and a stored None need not be requested, because for JAX, None is a container
-    without leaves. With ``Matching(values="error")``, both are required, unless the additional rules below apply.
+    without its type is a dict. A request may omit stored leaves that only some of the saving processes had. A requested
+    None need not be stored, and a stored None need not be requested, because for JAX, None is a container without
+    leaves. With ``Matching(values="error")``, both are required, unless the additional rules below apply.
 
     Other software may not store exact keys and types. For its checkpoints, and with ``Matching(keys="text")``,
     additional rules apply:
@@ -52,7 +52,7 @@ def match_leaves(
     - A leaf matches the stored name that joins its keys by dots, if the stored tree is a flat dict of such names.
     - A stored None matches a container without leaves: Orbax stores empty named tuples (``optax.EmptyState``) as None.
     - A number matches an array without axes, and vice versa, if no precision is lost (see `number_difference`): Orbax
-      stores both as arrays.
+      stores both as arrays. ``Matching(values="stored")``, the default, allows this for all checkpoints.
     - Lists match tuples, and vice versa: Orbax stores both alike.
 
     Args:
@@ -66,13 +66,13 @@ def match_leaves(
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
         in_place: True if the leaves are filled in place. A leaf that is not stored, but shares the memory of a stored
-            leaf, is then filled with that leaf, because safetensors files of other software have only one of the names
-            of a tied weight.
+            leaf, is then filled with that leaf: safetensors files of other software have a tied weight under only one
+            of its names.
 
     Raises:
-        TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised if no
-            requested leaf is stored, no leaf of an object that is stored with other names, or no leaf of a part that
-            is stored under another path.
+        TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised in three
+            cases: no requested leaf is stored; no leaf of an object is stored, but other leaves below its path are; or
+            all leaves of a part are stored under another path only.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -128,7 +128,7 @@ def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -
 
 
 def _leafless(node: Skeleton, path: TreePath, paths: set[TreePath]) -> bool:
-    """Add the paths, as text, of all containers without leaves. Return True if the node is one of them."""
+    """Add the paths, as text, of all containers without leaves. Return True if the node is such a container."""
     if not isinstance(node, Node):
         return False
     empty = [_leafless(child, (*path, str(key)), paths) for key, child in zip(node.keys, node.children, strict=True)]
@@ -139,7 +139,7 @@ def _leafless(node: Skeleton, path: TreePath, paths: set[TreePath]) -> bool:
 
 @dataclass(slots=True)
 class Comparison:
-    """An abstract tree and the stored one, after matching by path.
+    """An abstract tree and the stored tree, after matching by path.
 
     Attributes:
         flat, tree, matching, by_name, chosen: as for `match_leaves`.
@@ -183,7 +183,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """True if the trees have, or may have, differences other than those that `of_leaves` returned."""
+        """True if the trees have, or may have, differences that `of_leaves` did not return."""
         is_equal = (self.is_same or self.by_name) and not (self.absent or self.unexpected or self.changes)
         return not is_equal or (self.selects_leaves and not self.loads_any)
 
@@ -208,7 +208,7 @@ class Comparison:
     def find_unmatched(self) -> None:
         """Find the requested leaves that are not stored, and the stored leaves that are neither requested nor skipped.
 
-        Other software may store an array under several names. If one of them is requested, all count as requested.
+        Other software may store an array under several names. If one name is requested, all names count as requested.
         """
         for position, (number, handler) in enumerate(zip(self.numbers, self.handlers, strict=True)):
             if number is not None or handler is None:
@@ -317,7 +317,10 @@ class Comparison:
         return type(leaf) in VALUE_KINDS or isinstance(leaf, list | tuple | dict)
 
     def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
-        """Choose a handler that loads a plain value in its stored form. An array without axes becomes a number."""
+        """Choose a handler that loads a plain value in its stored form. An array without axes becomes a number.
+
+        If a float is requested, a stored int becomes the equal float, if there is one.
+        """
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
             self.handlers[position] = forms.FloatOfInt() if is_wider else _VALUES

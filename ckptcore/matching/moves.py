@@ -14,10 +14,10 @@ from typing import Final
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
 _CANDIDATES: Final = 50
-"""Limit of stored leaves with the same last keys that are compared with one requested leaf."""
+"""Maximum number of stored leaves with the same last keys that are compared with one requested leaf."""
 
 _MOST: Final = 20
-"""Limit of moved parts. If more parts moved, either all keys differ, or one transform can describe all moves."""
+"""Maximum number of moved parts. If more parts moved, all keys differ, or one transform can describe all moves."""
 
 _OPTIMIZERS: Final = "optimizer_variables"
 """In Keras models, the key above the class of the optimizer. Different classes have variables with the same names."""
@@ -37,9 +37,9 @@ class Move:
     """Leaves that are requested and stored under the same names below different paths.
 
     Attributes:
-        requested, stored: the path of the part in the requested tree, and in the stored one. Names with dots are
+        requested, stored: the path of the part in the requested tree, and in the stored tree. Names with dots are
             divided into `_NamePart`.
-        pairs: for each leaf, its position in the requested tree and its number in the stored one.
+        pairs: for each leaf, its position in the requested tree and its number in the stored tree.
         is_leaf: True if the paths are those of a single leaf.
     """
 
@@ -82,12 +82,12 @@ class Move:
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False
-        # Fields have different meanings: the momentum of one optimizer is not the mean of another one.
+        # Fields have different meanings: the momentum of one optimizer is not the mean of another optimizer.
         is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
         if is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]:
             return False
-        one, other = map(_optimizer, paths)
-        return one is None or other is None or one == other
+        requested, stored = map(_optimizer, paths)
+        return requested is None or stored is None or requested == stored
 
 
 def find_moves(
@@ -115,11 +115,12 @@ def find_moves(
     if not votes:
         return []
     parts = _Parts(requested, stored, list(map(_divided, others)))
+    # It is ambiguous which part moved if two parts with one path have equally many leaves.
     ties = [Counter([(tops[side], len(pairs)) for tops, pairs in votes.items()]) for side in (0, 1)]
     ordered = [
         Move(*tops, pairs)
         for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1]))
-        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # ambiguous
+        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # equal parts
         and all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))  # keys with the same text
     ]
     # Other leaves that are not requested may move together with a part, unless another part needs them.
@@ -197,7 +198,7 @@ def _votes(
 
 
 class _Parts:
-    """Divides parts until no other leaf that must stay is below their paths."""
+    """Divides parts until no leaf that must stay is below their paths."""
 
     def __init__(
         self, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], others: Sequence[TreePath]
@@ -272,7 +273,7 @@ class _Parts:
 
 
 def in_order(moves: Sequence[Move]) -> Sequence[Move]:
-    """Sort moves so that a part moves away before another one takes its place.
+    """Sort moves so that a part moves away before another part takes its place.
 
     Returns nothing if no such order exists, or if there are more than `_MOST` moves.
     """
@@ -289,7 +290,7 @@ def in_order(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _blocks(stays: Move, moves: Move) -> bool:
-    """Return True if a part is stored where another one moves to."""
+    """Return True if one part is stored at, above or below the path to which the other part moves."""
     if stays is moves:
         return False
     paths = [tuple(map(str, path)) for path in (stays.stored, moves.requested)]

@@ -17,10 +17,10 @@ Missing = Literal["error", "placeholder", "keep"]
 """Treatment of requested leaves that are not stored."""
 
 Casting = Literal["error", "safe", "narrowing", "truncating"]
-"""Treatment of arrays whose requested dtype is not the stored one: refuse them, or cast them."""
+"""Treatment of arrays whose requested dtype differs from the stored dtype: refuse them, or cast them."""
 
 ShapeChange = Literal["reshape", "truncate", "pad"]
-"""Changes of arrays whose requested shape is not the stored one."""
+"""Changes of arrays whose requested shape differs from the stored shape."""
 
 Keys = Literal["exact", "text"]
 """Comparison of keys and containers: exactly, or by the text of keys alone."""
@@ -30,16 +30,16 @@ Sequences = Literal["exact", "either"]
 
 
 Values = Literal["stored", "error"]
-"""Treatment of plain values of another kind or structure than the requested ones."""
+"""Treatment of plain values of another kind or structure than requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Differences between an abstract tree and the stored one that a load allows. By default, no difference is allowed.
+    """Allowed differences between an abstract tree and the stored tree. By default, only plain values may differ.
 
-    A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all others. Regardless of these
-    options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if less
-    than half of the leaves of a module are stored.
+    A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all other differences. Regardless of
+    these options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if
+    less than half of the leaves of a module are stored.
 
     Attributes:
         unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.
@@ -48,9 +48,9 @@ class Matching:
             leaf without elements (`ckptcore.AbstractArray`, ``jax.ShapeDtypeStruct``, a tensor on the meta device) has
             no value to keep, and is an error.
         cast: arrays of another dtype: ``"error"``; ``"safe"``: cast if the requested dtype can represent every value of
-            the stored one, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
+            the stored dtype, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
             value; ``"truncating"``: also cast floats to ints, and drop their fractions. A number outside of the range
-            of the dtype raises an error when it is read. Complex numbers are never cast to real ones, and numbers
+            of the dtype raises an error when it is read. Complex numbers are never cast to real numbers, and numbers
             never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
@@ -58,15 +58,15 @@ class Matching:
             truncated or padded.
         pad_value: the value to pad with. The dtype of the array must be able to represent it; dtypes of floats may
             round it.
-        sequences: ``"exact"``: lists match stored lists, and tuples match stored tuples; ``"either"``: each also
-            matches the other, and the load builds the requested type. Has no effect on formats of other software that
-            store both alike.
+        sequences: ``"exact"``: lists match stored lists, and tuples match stored tuples; ``"either"``: lists and tuples
+            also match each other, and the load builds the requested type. Has no effect on formats of other software
+            that store both alike.
         keys: ``"exact"``: keys and containers must be equal; ``"text"``: keys match if their texts are equal, in
             containers of any type: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container
             without leaves matches None. A number matches an array without axes if no precision is lost. Formats of
             other software are always matched in this way.
         values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of only such values)
-            of another kind or structure than the requested ones: ``"stored"``: a number or an array without axes is
+            of another kind or structure than requested: ``"stored"``: a number or an array without axes is
             converted to the requested form if no precision is lost. Otherwise, if a Python value is requested, the
             stored value is loaded unchanged, so that counters, best results and histories of a program can change. A
             text key of a requested dict must be stored; otherwise it is a missing leaf. ``"error"``: every such
@@ -112,7 +112,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 EXACT: Final = Matching()
-"""No difference is allowed."""
+"""The default options: only plain values may differ."""
 
 
 _SHOWN: Final = 10
@@ -193,7 +193,8 @@ class Matched:
     Attributes:
         numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
             requested None that is not stored.
-        handlers: by leaf, the handler that builds it; None for a placeholder.
+        handlers: by leaf, the handler that builds it; None for a placeholder, and for a leaf that a selection leaves
+            out.
         defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
         ignored: numbers of stored leaves that are not requested, as a `Matching` or a selection allows.
         changes: by number of a stored array, its change to the requested shape and dtype.

@@ -1,4 +1,4 @@
-"""Parts of an abstract tree that the stored one lacks: moved, of another class, or not stored at all."""
+"""Parts of an abstract tree that the stored tree lacks: moved, of another class, or not stored at all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Unmatched:
     Attributes:
         absent, unexpected: as for `Comparison`, without the leaves of parts with a difference of their own.
         lost: the paths of parts that must not keep all of their present values. See `_find_lost`.
-        elsewhere: the paths of parts of this kind that are stored under another path.
+        elsewhere: the paths of parts that would not be loaded, but are stored under another path.
     """
 
     def __init__(self, compared: Comparison) -> None:
@@ -104,7 +104,10 @@ class _Unmatched:
         self.elsewhere: list[TreePath] = []
 
     def take_parts(self) -> list[Difference]:
-        """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`."""
+        """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`.
+
+        If the options keep missing leaves and ignore unexpected leaves, the leaves of moved parts stay in both.
+        """
         differences: list[Difference] = []
         if self.absent and self.unexpected:
             matching = self._compared.matching
@@ -119,7 +122,8 @@ class _Unmatched:
     def _find_lost(self) -> list[TreePath]:
         """Return the paths of objects without any stored leaf, if other leaves are stored below the same path.
 
-        If no requested leaf is loaded at all, return only the path of the root.
+        If no stored leaf is loaded at all, return only the empty path, or nothing if the request has only placeholders
+        and None.
         """
         compared, missing = self._compared, set(self.absent)
         if not compared.loads_any:
@@ -136,7 +140,7 @@ class _Unmatched:
     def _take_related(self) -> list[Difference]:
         """Return the differences of missing and unexpected leaves that belong together, and remove their leaves.
 
-        Leaves belong together if their keys have the same text, if one tree has a leaf where the other one has a
+        Leaves belong together if their keys have the same text, if one tree has a leaf where the other tree has a
         container, or if a part has another path.
         """
         requested, stored, differences = self._take_same()
@@ -157,8 +161,8 @@ class _Unmatched:
     def _take_moved(self) -> list[Difference]:
         """Return the differences of parts that are not loaded at all, but are stored under another path.
 
-        Only considers objects, and plain containers that are directly below the root or have most leaves of the
-        container around them. Other containers may be new parts of a network.
+        Only considers objects, and plain containers that are at the top level or have most leaves of the container
+        around them. Other containers may be new parts of a network.
         """
         compared, missing, sizes = self._compared, set(self.absent), dict[TreePath, int]()
         whole: dict[TreePath, list[int]] = {}
@@ -188,7 +192,8 @@ class _Unmatched:
         """Find missing and unexpected leaves whose keys have the same text, or where the other tree has a container.
 
         Returns:
-            The paths of the remaining missing leaves, those of the remaining unexpected leaves, and the differences.
+            The paths of the remaining missing leaves, the paths of the remaining unexpected leaves, and the
+            differences.
         """
         compared = self._compared
         requested = {position: compared.paths[position] for position in self.absent}
@@ -228,7 +233,7 @@ class _Unmatched:
         return find_moves(requested, stored, others, fits, any_number=any_number)
 
     def _take_other_states(self) -> Collection[Difference]:
-        """Return the differences of states that are stored with another class of the library, and remove their leaves.
+        """Return the differences of states that are stored with another class of one library, and remove their leaves.
 
         Keeping the missing leaves would mix two states: the mean of one optimizer with the variance of another.
         """
@@ -269,7 +274,7 @@ def _kept_parts(compared: Comparison, absent: Sequence[int]) -> Sequence[str]:
 
 
 def _misshapen_in_objects(compared: Comparison) -> list[str]:
-    """Return names, for a selection, of stored leaves whose shapes differ from those of leaves of objects."""
+    """Return names of stored leaves that differ in shape from leaves of objects. A selection can leave them out."""
     inside = {position for _, _, leaves in outer_objects(compared.flat.shape) for position in leaves}
     numbers = [compared.numbers[position] for position in compared.misshapen if position in inside]
     return ["/".join(map(str, compared.tree.paths[number])) for number in numbers if number is not None]
@@ -293,7 +298,7 @@ def _of_valueless(compared: Comparison, absent: Sequence[int], rank_and_size: tu
 def sparse_parts(compared: Comparison) -> Sequence[str]:
     """Return a message for each object with less than half of its leaves stored.
 
-    Also returns one for each plain container without any stored leaf, if other leaves are stored below its path.
+    Also returns a message for each plain container without any stored leaf, if other leaves are stored below its path.
     """
     missing, messages = set(compared.absent), list[str]()
     prefixes, empty = _prefixes(compared, compared.unexpected), set[TreePath]()
@@ -316,7 +321,7 @@ def _key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
     """Yield the differences for requested and stored leaves whose keys have the same text.
 
     Args:
-        pairs: the requested path and the stored one.
+        pairs: the requested path and the stored path of each leaf.
     """
     for requested, stored in pairs:
         line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
@@ -352,7 +357,7 @@ def _unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
 def _structure_differences(
     requested: Collection[TreePath], stored: Collection[TreePath]
 ) -> Mapping[TreePath, Difference]:
-    """Find leaves of one tree where the other one has a container. No option allows this, because data would be lost.
+    """Find leaves of one tree where the other tree has a container. No option allows this, because data would be lost.
 
     Args:
         requested: the paths of requested leaves that are not stored.
@@ -401,7 +406,7 @@ def _state_differences(
         unexpected: the paths of stored leaves that are not requested, without attributes.
 
     Returns:
-        By path, the difference of each state with such leaves.
+        By path, the difference of each state of another class.
     """
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     states: dict[TreePath, Difference] = {}
@@ -421,14 +426,14 @@ def _state_differences(
             both = f"a state with {fields[0]} is requested, one with {fields[1]} is stored"
         if both is not None:
             states[path] = Difference("kind", f"{format_path(shown)}: kind: {both}")
-        # Do not search below an untyped node with str keys: below the fields of a state are names of parameters.
+        # Do not search below an untyped node with str keys: its keys are names of parameters, not fields of a state.
         elif inside and not (node.type is None and any(isinstance(key, str) for key in node.keys)):
             in_optimizers.add(path)
     return states
 
 
 def _are_other_states(node: Node, other: Node) -> bool:
-    """Return True for two states with leaves, if the names of their types are different classes of one library.
+    """Return True for two states with leaves, if their types are, by their names, different classes of one library.
 
     Classes of ``__main__`` do not count, because a program may rename its own classes.
     """
@@ -441,7 +446,7 @@ def _are_other_states(node: Node, other: Node) -> bool:
 
 
 def _other_fields(node: Node, other: Node) -> tuple[str, str] | None:
-    """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
+    """Return the fields of two states without types if each lacks a field of the other state; None otherwise."""
     if node.type is not None or other.type is not None or not leaf_count(node) or not leaf_count(other):
         return None
     fields = [set(map(plain_key, each.keys)) for each in (node, other)]

@@ -20,7 +20,7 @@ HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
 _MAX_WORK: Final = 1 << 16
-"""Limit of steps and of listed elements in an exact comparison. Beyond this limit, memory counts as shared."""
+"""Maximum number of steps and of listed elements in an exact comparison. Beyond this limit, memory counts as shared."""
 
 _NUMPY_NAMES: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -55,12 +55,12 @@ def _ml_names() -> Mapping[np.dtype[Any], str]:
 def dtype_from_name(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of a name in a checkpoint, in native byte order.
 
-    The names are those of NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64`` and ``timedelta64`` with or
-    without a unit (``datetime64[ns]``), ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4.
-    The name may come from a hostile file: no other names are accepted.
+    The names are the names in NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64`` and ``timedelta64`` with
+    or without a unit (``datetime64[ns]``), ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4. The name may come
+    from a hostile file: no other names are accepted.
 
     Raises:
-        UnsupportedLeafError: the name is none of these.
+        UnsupportedLeafError: it is another name.
     """
     if (known := _DTYPES.get(name)) is not None:
         return known
@@ -167,12 +167,12 @@ class Box(NamedTuple):
         )
 
     def bands(self, axis: int, step: int) -> Sequence[Box]:
-        """Divide the box into parts of `step` elements along an axis, in order. The last may have fewer."""
+        """Divide the box into parts of `step` elements along an axis, in order. The last part may have fewer."""
         stop = self.stop[axis]
         return [self.band(axis, start, min(start + step, stop)) for start in range(self.start[axis], stop, step)]
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box of elements in both, or None if there are none."""
+        """Return the box of the common elements, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return None if any(map(operator.ge, start, stop)) else Box(start, stop)
@@ -356,7 +356,7 @@ def sample_steps(itemsize: int) -> tuple[int, int]:
 
 
 def sampled(array: HostArray) -> Sequence[HostArray]:
-    """Return the elements of an array that are compared with those of other processes.
+    """Return the elements of an array that are compared with the elements of other processes.
 
     A small array is returned whole. Of a larger array, return 64 bytes of every 4 KiB and the last 64 bytes. If
     arrays differ in 4 KiB or more in a row, their samples differ. See ``docs/design/ranks-with-different-trees.md``.

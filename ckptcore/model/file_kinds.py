@@ -1,4 +1,4 @@
-"""Kinds of files and directories of other software, recognized by their first bytes and names. Errors name them."""
+"""Kinds of files and directories of other software, recognised by their first bytes and names. Errors name them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 FILE_HEAD_BYTES: Final = 512
-"""Number of bytes at the start of a file by which its kind is recognized."""
+"""Number of bytes at the start of a file by which its kind is recognised."""
 
 
 class FileKind(NamedTuple):
@@ -93,7 +93,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     """Return the kind of a file of other software, or None if the kind is unknown.
 
     Args:
-        head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter one.
+        head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter file.
         name: its name.
     """
     if not head:
@@ -138,7 +138,7 @@ def kind_in_place_of(head: bytes) -> FileKind | None:
 def part_of_archive(head: bytes, name: str) -> FileKind | None:
     """Return the kind of a file that is a part of an archive, by its first bytes or its name; None for other files.
 
-    The last part of a zip is not recognized, because it has the name of a whole zip. See `file_kind` for arguments.
+    The last part of a zip is not recognised, because it has the name of a whole zip. See `file_kind` for arguments.
     """
     if head.startswith(b"PK\x07\x08") or _ZIP_PART.search(name):
         return FileKind("a part of a zip archive in several parts", _JOIN)
@@ -183,10 +183,10 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats whose files a directory with these names has, and whose checkpoints are whole directories.
+    """Return the formats of the checkpoints in a directory with the given names, if they use the whole directory.
 
-    The value of a format is the name by which its checkpoint can be loaded alone, or empty. See `directory_kind` for
-    `names`.
+    The value of each format is the name in the directory by which its checkpoint can be loaded alone, or empty. See
+    `directory_kind` for `names`.
     """
     formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:
@@ -220,4 +220,4 @@ _DIRECTORIES: Final[tuple[tuple[tuple[str, ...], FileKind], ...]] = (
     (("*.gguf",), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
     (("*.onnx",), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
 )
-"""Patterns of names, and the kind of a directory that has a name that matches one of them."""
+"""Kinds of directories, each with patterns of names. A directory has a kind if one of its names matches a pattern."""

@@ -33,7 +33,7 @@ class Ready(NamedTuple, Generic[T]):
 
 
 class WriteItem(NamedTuple):
-    """An array, and the boxes of it that this process writes.
+    """An array, and its boxes that this process writes.
 
     Attributes:
         leaf: the number of the leaf in the tree.
@@ -56,7 +56,7 @@ class WritePlan(NamedTuple):
 
     Attributes:
         tree: the tree of the whole job.
-        items: the arrays of which this process writes boxes. Tied arrays are listed once, under their first leaf.
+        items: the arrays with boxes that this process writes. Tied arrays are listed once, under their first leaf.
         rank, size: the rank of this process, and the number of processes.
         save_id: the id of the save. It is part of the names of objects, unless the format fixes the names.
         name: the name of the checkpointable; empty if the tree is the whole checkpoint.

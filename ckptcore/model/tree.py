@@ -174,9 +174,9 @@ def leaf_count(skeleton: Skeleton) -> int:
 def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (), root: str = "array") -> dict[int, str]:
     """Return a name for each leaf of a flat layout: its keys joined by dots, as other software expects.
 
-    Leaves with equal or reserved names get escaped names. In these, a backslash precedes each dot and each backslash
-    within a key. A str key that is empty or looks like an int is quoted. An attribute begins with ``\\@``, a bool or a
-    tuple with a backslash. If the escaped name is reserved too, another backslash precedes it.
+    Leaves with equal or reserved names get escaped names. In an escaped name, a backslash precedes each dot and each
+    backslash within a key. A str key that is empty or looks like an int is quoted. An attribute begins with ``\\@``, a
+    bool or a tuple with a backslash. If the escaped name is reserved too, another backslash precedes it.
 
     Args:
         paths: by leaf, its path.

@@ -23,16 +23,16 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.runtime import runtime_of
 
 _RUN_BYTES: Final = 8 << 20
-"""Limit of contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
+"""Maximum contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
 
 _NEAR_BYTES: Final = 64 << 10
 """Gaps up to this size are cheaper to read than to skip, if nothing is verified."""
 
 _BATCH_BYTES: Final = 32 << 20
-"""Limit of bytes that are read at once and then copied to the result."""
+"""Maximum bytes of a batch of boxes. A batch is one read; its requested elements are then copied to the result."""
 
 _BATCH_PARTS: Final = 1024
-"""Limit of boxes that are read at once."""
+"""Maximum number of boxes in a batch."""
 
 
 class StoredArray(ShownInNotebooks):
@@ -133,9 +133,10 @@ class StoredArray(ShownInNotebooks):
 
         Raises:
             IndexError: NumPy refuses the index, or it has lists, arrays or booleans.
+            TypeError: a bound of a slice is not an integer.
             CorruptCheckpointError: bytes differ from those written.
-            CheckpointNotFoundError: the checkpoint was replaced since it was opened.
-            ValueError: the checkpoint was closed.
+            CheckpointNotFoundError: the checkpoint was replaced or deleted since it was opened.
+            ValueError: the checkpoint was closed, or the step of a slice is 0.
         """
         rows = rows_of(index, self._extent)
         if rows is not None and self._row and not self._state.is_closed:
@@ -175,7 +176,7 @@ class StoredArray(ShownInNotebooks):
 
         Raises:
             NotMappableError: elements are compressed, in several pieces, or not on a local disk.
-            CheckpointNotFoundError: the checkpoint was replaced since it was opened.
+            CheckpointNotFoundError: the checkpoint was replaced or deleted since it was opened.
             ValueError: the checkpoint was closed.
         """
 
@@ -209,7 +210,11 @@ class StoredArray(ShownInNotebooks):
         return array
 
     def _read_near(self, indexed: AxisIndex) -> HostArray | None:
-        """Read elements that are close to each other in one object. Returns None if they are not."""
+        """Read elements directly from the object that contains the array.
+
+        Returns None if only the layout can read them, or if they are a range so large that several threads should read
+        it.
+        """
         held = self._held
         if held is None:
             held = self._find()
@@ -237,7 +242,7 @@ class StoredArray(ShownInNotebooks):
     def _pick(self, held: BlockCache, indexed: AxisIndex, strides: tuple[int, ...]) -> HostArray | None:
         """Copy elements that are not contiguous from mapped memory. Returns None if the object cannot be mapped.
 
-        Each block is read and verified once, also if later calls need other elements in it.
+        Each block is read and verified once, even if later calls need other elements of it.
         """
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
@@ -262,7 +267,7 @@ class StoredArray(ShownInNotebooks):
         state = self._state
         extent = state.attempt(lambda checkpoint: find_plain_extent(checkpoint, self._leaf))
         held = None if extent is None else state.hold(extent.key)
-        # If an object has no block checksums, only a read through the layout verifies the checksum after the elements.
+        # If an object has no block checksums, a checksum may follow the elements. Only the layout verifies it.
         if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False
             return False
@@ -318,7 +323,7 @@ class _IndexedPart:
 
 
 def _extent(indexed: AxisIndex, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the flat range of elements that contains the requested ones. `strides` are in elements."""
+    """Return the flat range of elements that contains the requested elements. `strides` are in elements."""
     first = last = 0
     for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
         first += start * stride
@@ -338,7 +343,10 @@ def _far_parts(part: _IndexedPart, strides: tuple[int, ...]) -> Iterator[_Indexe
 
 
 def _parts(part: _IndexedPart, strides: tuple[int, ...]) -> Iterator[_IndexedPart]:
-    """Split the requested elements at large gaps, and until each part needs little memory. `strides` are in bytes."""
+    """Split the requested elements at large gaps, and then until the box of each part fits into a batch, if possible.
+
+    `strides` are in bytes.
+    """
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
         if step > 1 and count > 1 and (step - 1) * strides[axis] >= _NEAR_BYTES:

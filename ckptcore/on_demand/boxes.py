@@ -30,16 +30,17 @@ from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
 MAX_PLANNED_CHUNKS: Final = 1 << 20
-"""Limit of the chunks of an array that are sorted by storage order. If an array has more, they may be read twice."""
+"""Maximum number of chunks of an array that are sorted by storage order. An array with more chunks is divided without
+regard to them, so some chunks may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
 
 _BATCHES: Final = 2
-"""Batches in memory: one is read while the caller receives the boxes of another one."""
+"""Batches in memory: one is read while the caller receives the boxes of the other."""
 
 _MAX_CUTS: Final = 1 << 20
-"""Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
+"""Maximum parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def _leaf_groups(
 
 
 def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
-    """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once.
+    """Return batches of pieces in storage order, so that few bytes are read twice. Each batch is one read.
 
     Raises:
         CorruptCheckpointError: the metadata states an array that is too large to be real.
@@ -141,7 +142,7 @@ def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> 
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain
             if is_whole and most_bytes < piece.nbytes:
-                alone.append((piece,))  # it is decoded as a whole: a part takes as much memory and time
+                alone.append((piece,))  # a part of it would take as much memory and time, because it is decoded whole
             else:
                 pieces.append(piece)
     sizes = BatchSizes(aim=most_bytes, most=most_bytes, block=BLOCK_BYTES)

@@ -108,11 +108,11 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
 
         Args:
             path: keys, or text with keys joined by ``/``: ``("layers", 0)``, ``"params/dense"``. A key that equals the
-                whole tuple or text takes precedence. Text also matches the name of an attribute, and an index as
-                digits.
+                whole tuple or text takes precedence. Text also matches an attribute with this name, or an index with
+                the same digits.
 
         Raises:
-            UnknownPathError: the path does not exist; suggests a similar one.
+            UnknownPathError: the path does not exist; suggests a similar path.
             ValueError: the checkpoint was closed. A container or array that was looked up before is still returned.
         """
         try:
@@ -232,7 +232,7 @@ class OpenCheckpoint(StoredTree):
 
     All data is from the save that was opened. Use the checkpoint in a ``with`` statement, or call `close`. It can be
     pickled, for example for the workers of a data loader. The copy has the location and the options, and opens the
-    checkpoint at its first use. It raises `CheckpointNotFoundError` if the location has another save by then.
+    checkpoint at its first use. It raises `CheckpointNotFoundError` if the checkpoint was replaced or deleted by then.
     """
 
     def __init__(self, location: LocationLike, context: Context) -> None:
@@ -300,7 +300,7 @@ class OpenCheckpoint(StoredTree):
         context = self._state.context
 
         def describe(checkpoint: Checkpoint) -> CheckpointMetadata:
-            # The root of an open checkpoint is cached and shared, but callers may change the metadata that they get.
+            # Open it without the cache: a cached root is shared, but callers may change the metadata that they get.
             if checkpoint.root is not None:
                 checkpoint = open_tree(checkpoint.location, checkpoint.version, context)
             return describe_opened(checkpoint, context)
@@ -319,12 +319,12 @@ class OpenCheckpoint(StoredTree):
 
         Reads ahead: boxes in memory, including those that were read ahead, take about ``MemoryOptions.load_bytes``, or
         128 MiB. Data that can only be read whole may exceed this, such as a compressed chunk, or an array of other
-        software with one checksum. Boxes come in storage order, and no byte is read twice. Small values are not
-        included; they are in ``metadata.abstract``.
+        software with one checksum. Boxes come in storage order, so that few bytes are read twice; the arrays of `first`
+        come before the others. Small values are not included; they are in ``metadata.abstract``.
 
         Args:
             select: as for `ckptcore.load`.
-            transforms: as for `ckptcore.load`; boxes are those of the transformed arrays.
+            transforms: as for `ckptcore.load`; boxes are parts of the transformed arrays.
             first: arrays to read before all others; several selections are read one after the other.
             report: filled after the last box, or when the iterator fails or is closed; values count as skipped.
 

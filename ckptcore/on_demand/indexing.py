@@ -24,7 +24,8 @@ class AxisIndex:
     """An index of an array, by axis.
 
     Attributes:
-        starts, steps, counts: the requested indices along each axis, in ascending order; steps are positive.
+        starts, steps, counts: along each axis, the lowest requested index, the positive step to the next index, and the
+            number of indices.
         local: the index that converts an array of the requested elements, of shape `counts`, to the result.
         shape: shape of the result.
     """
@@ -47,7 +48,7 @@ class AxisIndex:
     @property
     def elements(self) -> Any:
         """The index of the array that returns a view of the requested elements, of shape `counts`."""
-        # With an ellipsis an array without axes does not become a scalar.
+        # The ellipsis keeps an array without axes from becoming a scalar.
         return (*map(slice, self.starts, self.box.stop, self.steps), ...)
 
     @property
@@ -96,7 +97,7 @@ def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
             starts.extend([0] * left)
             steps.extend([1] * left)
             counts.extend(whole)
-            if ellipses:  # an explicit one keeps an array without axes from becoming a scalar
+            if ellipses:  # an explicit ellipsis keeps an array without axes from becoming a scalar
                 local.append(...)
             else:
                 local.extend([slice(None)] * left)

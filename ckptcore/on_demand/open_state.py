@@ -33,8 +33,8 @@ T = TypeVar("T")
 _FILE: Final = "file://"
 
 _MAX_HELD: Final = 150
-"""Limit of open objects of one checkpoint. Each has a file descriptor, or two if it is mapped. Many systems limit a
-process to 1024."""
+"""Maximum number of open objects of one checkpoint. Each has a file descriptor, or two if it is mapped. Many systems
+limit a process to 1024."""
 
 
 class OpenState:
@@ -100,7 +100,7 @@ class OpenState:
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Call a function that reads only objects that are already open, or does not read.
+        """Call a function whose result is valid without another check of the root, such as a read of open objects.
 
         Raises:
             CheckpointNotFoundError: `read` failed because the checkpoint was replaced or deleted.
@@ -244,7 +244,8 @@ class PlainExtent:
 def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     """Return the location of an array; None if the array cannot be read directly from one object.
 
-    Such arrays are compressed, computed, empty, in several chunks, or read by the layout's native reader.
+    An array cannot be read directly if it is compressed, computed, empty, in several chunks, or read by the layout's
+    native reader, or if this host has copies of its checkpoint.
 
     Raises:
         CorruptCheckpointError: the metadata of its location is damaged.
@@ -255,8 +256,8 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = checkpoint.index
-    # Ask only for the chunk of the first element, because there may be millions. If it is the whole array, there is no
-    # other chunk.
+    # Look up only the chunk of the first element, because an array may have millions of chunks. If this chunk is the
+    # whole array, the array has no other chunk.
     chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:

@@ -1,4 +1,4 @@
-"""Pieces of arrays in storage order, and batches of pieces that are read at once. Pure functions."""
+"""Pieces of arrays in storage order, and batches of pieces. Each batch is one read. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchSizes:
     Attributes:
         aim: target for the average size.
         most: maximum size, unless one element is larger.
-        block: size of a block. Batches end at multiples of it in an object, if possible.
+        block: size of a block. In an object, batches end at multiples of this size, if possible.
     """
 
     aim: int
@@ -73,7 +73,10 @@ class StoredPiece:
 
     @property
     def order(self) -> Order:
-        """The sort key: the object and the offset in it. Pieces with an unknown location come first."""
+        """The sort key: the object, then the offset in it. Pieces with an unknown location come first.
+
+        For chunks that are read whole: the object, then the leaf, then the offset.
+        """
         chunk = self.chunk
         if chunk is not None and chunk.is_plain:
             return chunk.key, self.start, self.leaf, self.box.start
@@ -130,7 +133,7 @@ class ChunkLookup:
 
     @property
     def is_plain(self) -> bool:
-        """True if parts of every chunk can be read without the rest of it."""
+        """True if every chunk can be read in parts."""
         return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
@@ -154,14 +157,14 @@ def pieces_of(leaf: int, box: Box, itemsize: int, chunks: ChunkLookup) -> list[S
 
 
 def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[list[StoredPiece]]:
-    """Divide pieces into batches that are read at once, in storage order.
+    """Sort pieces by storage order and divide them into batches. Each batch is one read.
 
     Batches end at block boundaries if possible: a block is read whole for its checksum, and would be read twice if two
     batches shared it. Pieces of a chunk that can only be read whole stay together if possible.
 
     Args:
         pieces: pieces that do not overlap.
-        sizes: sizes of batches. If a batch differs from the aim, the next ones compensate for it.
+        sizes: sizes of batches. If a batch differs from the aim, the next batches compensate for it.
     """
     queue = deque(_groups(pieces))
     batch: list[list[StoredPiece]] = []
@@ -223,7 +226,10 @@ def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
 
 
 def _slack(piece: StoredPiece) -> int:
-    """Return the maximum padding in bytes after a cut, which makes at most two parts for each axis on each side."""
+    """Return the maximum padding in bytes that a cut adds.
+
+    A cut makes at most two parts per axis on each side, and each part is aligned.
+    """
     return 2 * ALIGNMENT * max(1, len(piece.box.start))
 
 

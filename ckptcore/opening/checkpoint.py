@@ -45,8 +45,8 @@ class Origin:
         writer: names and versions of the software that wrote it.
         custom: metadata of the user.
         metrics: measurements saved with it.
-        created: start of the save, ISO 8601 in UTC; None if other software wrote it and does not state it.
-        unused: by object, the names of arrays that other software stored and does not load. See `Inspection`.
+        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint without a time.
+        unused: by object, the names of stored arrays that the other software does not load. See `Inspection`.
         files: objects that other software wrote, as in `Inspection`.
     """
 
@@ -156,7 +156,7 @@ class Checkpoint:
         return self.store.read_boxes(self.index, plan.items, buffers)
 
     def reading_through(self, read_through: ReadThrough) -> Checkpoint:
-        """Return this checkpoint, reading boxes through a strategy."""
+        """Return a copy of this checkpoint that reads boxes through a strategy."""
         root = self.version.root
         # The members of a composite share a save id. Each has its own root, so a digest of it identifies the content.
         content_id = xxhash.xxh3_128_hexdigest(root) if isinstance(root, bytes) else None
@@ -174,7 +174,7 @@ def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], cont
 
 
 Source: TypeAlias = AnyLocation | Checkpoint
-"""A location of a checkpoint, or an open one."""
+"""A location of a checkpoint, or an open checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +184,9 @@ class CompositeCheckpoint:
     Attributes:
         location, version: see `Checkpoint`.
         root: its root; None if other software wrote it.
-        members: its checkpointables by name, including those that were deleted since the save.
+        members: its checkpointables by name, including checkpointables that were deleted since the save.
         origin: its provenance.
-        default: the checkpointable that a load of one tree uses; None if it has to be named.
+        default: the checkpointable that a load of one tree uses; None if the caller must name one.
     """
 
     location: Location
@@ -270,10 +270,10 @@ def naming_additional(opened: Checkpoint) -> Iterator[None]:
         raise type(error)(f"{error}. Another checkpoint uses its arrays") from error
 
 
-def _replaced_additional(opened: Checkpoint) -> CorruptCheckpointError:
+def _replaced_additional(source: Checkpoint) -> CorruptCheckpointError:
     """Return the error for an additional source that was replaced while its arrays were read."""
     return CorruptCheckpointError(
-        f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint: "
+        f"{source.location.display} was replaced while its arrays were combined with those of another checkpoint: "
         "load again"
     )
 

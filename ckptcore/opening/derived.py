@@ -24,17 +24,17 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
 _DEFAULT_BYTES: Final = 256 << 20
-"""Default limit of memory in addition to that of the computed arrays."""
+"""Default limit of memory in addition to the memory of the computed arrays."""
 
 _LEAST_RUN_BYTES: Final = 16 << 20
 """Minimum size of a contiguous read for a piece of an array: shorter reads would waste time, because the
 blocks at both ends are read twice."""
 
 _MAX_BAND_BYTES: Final = 8 << 20
-"""Limit of the size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
+"""Maximum size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
 
 _MAX_REREAD: Final = 1.02
-"""Limit of the ratio of the bytes read in pieces to the bytes read at once."""
+"""Maximum ratio of the bytes read in pieces to the bytes of one read of the whole."""
 
 
 _RunKind: TypeAlias = Literal["whole", "long", "short"]
@@ -47,16 +47,16 @@ class Derived:
 
     Attributes:
         tree: the derived tree.
-        sources: the checkpoint that is read, and additional ones that are combined with it.
+        sources: the checkpoint that is read, and additional checkpoints that are combined with it.
         derivations: by leaf number, the derived array. Aliases may have no entry.
         values: the values of the derived tree that come from the first source: by leaf number, the leaf number in that
             source.
-        most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
-            in pieces may exceed it.
+        most_bytes: limit of memory in addition to the memory of the computed arrays. A single array that cannot be
+            computed in pieces may exceed it.
         description: a description of the transforms and of the bases of an update, which must be equal on every rank of
             a job; empty if there are neither transforms nor bases.
-        changes: changes that `Matching` allowed; may differ by rank. By leaf number, the leaf number before the
-            change, and a description of the change; the description is empty for an array without a change.
+        changes: changes that `Matching` allowed; may differ by rank. By leaf number: the number of the leaf in the tree
+            before `Matching`, and the change in words, empty if the array is unchanged.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
     """
 
@@ -96,7 +96,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return the stored leaves that the given leaves are computed from: by index of source, their leaf numbers."""
+        """Return the numbers of the stored leaves that the given leaves are computed from, by index of source."""
         by_source: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -109,11 +109,11 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in by_source.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """Return an axis, and the number of elements along it in each band, for bands of about `nbytes` bytes.
+        """Return the axis along which to divide an array into bands of about `nbytes` bytes, and the extent of a band.
 
-        Bands are parts of the computed array. Each band reads contiguous ranges of stored bytes. All bands together
-        read at most 2 % more bytes than one read of the whole array. Returns None if no axis allows such bands, or if
-        the array has at most `nbytes` bytes.
+        The extent is the number of indices along the axis. Bands are parts of the computed array, of at most 8 MiB.
+        Each band reads contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read
+        of the whole array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -122,7 +122,7 @@ class Derived:
         stored = sum([array.spec.nbytes for array in set(walk(derivation)) if isinstance(array, Stored)])
         for axis, extent in enumerate(spec.shape):
             step = max(1, extent * nbytes // spec.nbytes)
-            start = min(extent // 2, extent - step)  # the bands at the ends may read less than those between them
+            start = min(extent // 2, extent - step)  # the first and the last band may read less than other bands
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MAX_BAND_BYTES:
                 continue
@@ -179,9 +179,8 @@ class Derived:
         """Return the fills of boxes of an array: one fill, or several if one fill needs too much memory.
 
         First tries to cut all boxes into bands along an axis, one fill for each band. All bands together must read at
-        most 2 % more bytes than one fill. A band cuts all boxes, because the stored elements of several boxes may
-        alternate. If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory
-        limit.
+        most 2 % more bytes than one fill. Each band cuts all boxes, because their stored elements may be interleaved.
+        If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory limit.
         """
         fill = _Fill.of(derivation, outputs)
         if fill.held_bytes <= self.most_bytes:
@@ -199,7 +198,7 @@ class Derived:
                 map(self._reads_runs, pieces)
             ):
                 empty = [output for output in outputs if not output.box.size]
-                # A layer of a stack may still be too large: cut it along another axis.
+                # A band may still be too large, for example one layer of stacked weights: cut it along another axis.
                 parts = [
                     [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
                     for piece, band in zip(pieces, bands, strict=True)
@@ -215,8 +214,8 @@ class Derived:
     def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
 
-        One short range is allowed for each long one, such as the scales of weights. A short range also reads the whole
-        blocks at both of its ends, but these bytes are few compared with the long range.
+        One short range, such as the scales of weights, is allowed for each long range. A short range also reads the
+        whole blocks at both of its ends, but they have few bytes compared with the long range.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
@@ -238,7 +237,7 @@ class Derived:
         whole = Box.whole(array.spec.shape)
         if box == whole:
             return "whole"
-        # In C order, a box is contiguous if it is complete along all axes after the first one with several elements.
+        # In C order, a box is contiguous if it is complete along all axes after the first axis with several elements.
         ones = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(box.shape))
         if box.shape[ones + 1 :] != whole.shape[ones + 1 :] or not self._is_plain(array):
             return None
@@ -293,7 +292,7 @@ def derive(
             path = format_path(tree.paths[leaf])
             raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {spec or 'missing'}")
     if source.derived is not None:
-        description = f"{source.derived.description}\n{description}"
+        description = f"{source.derived.description}\n{description}".strip("\n")
     limit = most_bytes or _DEFAULT_BYTES
     derived = Derived(tree, (source, *additional), derivations, values, limit, description, changes or {}, is_builtin)
     return dataclasses.replace(source, tree=tree, derived=derived, read_instead=derived.read)
@@ -423,7 +422,7 @@ class _Fill:
         return result
 
     def _computed(self, derivation: DerivedArray, box: Box) -> HostArray:
-        """Return new memory that will contain a box of an array; the same memory for the same box."""
+        """Return the memory for a box of an array. It is allocated once per box."""
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
             self.held_bytes += out.nbytes

@@ -24,10 +24,10 @@ from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 _ENTRIES_TRIED: Final = 20
-"""Limit of directories that are listed for a message."""
+"""Maximum number of subdirectories that are examined."""
 
 _STEPS_TRIED: Final = 3
-"""Limit of steps of a run whose roots are read. Several are read, because the newest ones may be unfinished."""
+"""Maximum number of steps of a run whose roots are read. Several are read, because the newest may be unfinished."""
 
 _SHOWN: Final = 5
 
@@ -36,9 +36,9 @@ class FoundRun(NamedTuple):
     """A directory of steps.
 
     Attributes:
-        steps: the number of steps, including unfinished ones.
+        steps: the number of steps, including unfinished steps.
         newest: the newest step that is a checkpoint.
-        name: the name of its directory.
+        name: the name of the directory of `newest`.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class FoundRun(NamedTuple):
 
 
 def find_steps(names: Iterable[str]) -> Mapping[int, str]:
-    """Return the names of steps among the names in a directory, by step, ascending."""
+    """Return the steps among the names in a directory: the name of each by its number, in ascending order."""
     return StepNames().find([name[:-1] for name in names if name[-1] == "/" and name[0] != "."])
 
 
@@ -67,7 +67,10 @@ def find_run(store: StorageBackend, context: Context) -> FoundRun | None:
 
 
 def has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if one of the first directories is a checkpoint of ckptcore that is not a member of a composite."""
+    """Return True if one of the first directories has a root of ckptcore with the role ``checkpoint``.
+
+    The root may be committed or not.
+    """
     directories = [name.removesuffix("/") for name in names if name.endswith("/")]
     return any(_is_own(store, name) for name in directories[:_ENTRIES_TRIED])
 

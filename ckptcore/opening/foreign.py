@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from ckptcore.commit.stored_root import OwnKeys
 
 _FILES_TRIED: Final = 20
-"""Limit of files that are inspected for the message about a directory that is not a checkpoint."""
+"""Maximum number of files that are inspected for the message about a directory that is not a checkpoint."""
 
 _CHECK_PATH: Final = "check the path, or list its parent directory"
 _STEPS_SHOWN: Final = 10
 
 
 _MAX_NAMES: Final = 1000
-"""Limit of names in a directory whose files are inspected. See `_has_single_files`."""
+"""Maximum number of names in a directory whose files are inspected. See `_has_single_files`."""
 
 
 def open_foreign(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
@@ -79,7 +79,7 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
 
 
 def inspect_tree(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the tree with the first layout that recognizes it.
+    """Open the tree with the first layout that recognises it.
 
     Raises:
         CheckpointNotFoundError: no layout finds a tree. This includes directories of separate files, and directories
@@ -123,7 +123,7 @@ def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]
 
 
 def _install_hint(file: str | None, names: Sequence[str]) -> str:
-    """Return the command that installs a layout for a file, or for a directory with these names; empty if unknown."""
+    """Return the command that installs a layout for a file, or for a directory by its names; empty if unknown."""
     kind = directory_kind(names) if file is None else None
     of_kind = install_hint(layout=kind.layout) if kind is not None and kind.layout else ""
     return of_kind or install_hint(files=names if file is None else [file])
@@ -161,7 +161,7 @@ def _format_steps(names: Sequence[str]) -> str:
 
 
 def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
-    """Describe a file or directory that no layout recognizes, and return advice on what to do."""
+    """Describe a file or directory that no layout recognises, and return advice on what to do."""
     if file is None:
         kind = directory_kind(names)
         content = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
@@ -346,7 +346,7 @@ def _files_message(location: Location, file: str, store: ObjectReader, names: Se
 
 
 def _steps_message(location: Location, steps: Mapping[int, str], context: Context) -> str:
-    """Return the message for a directory of steps. Does not guess which one is meant.
+    """Return the message for a directory of steps. Does not choose one of them.
 
     If the newest step has files but is not a checkpoint, the message includes the reason.
     """

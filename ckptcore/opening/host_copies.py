@@ -116,7 +116,7 @@ def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _PieceRe
 
 
 def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
-    """Return the read of a box of an array from a copy, with the position of the box within the copy."""
+    """Return the item that reads a box from a copy. Its bounds are relative to the copy."""
     bounds = [(axis.start, axis.stop) for axis in box.within(copy.box)]
     return ReadItem(copy.leaf, Box(tuple([start for start, _ in bounds]), tuple([stop for _, stop in bounds])))
 
@@ -157,7 +157,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
-    """Return the number of the leaf in `tree` that a record is a copy of, and the copy.
+    """Return the leaf number in `tree` of the array that a record copies, and the copy.
 
     Args:
         record: the record of the copy.

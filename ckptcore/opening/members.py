@@ -1,4 +1,4 @@
-"""Members of composites: find existing and deleted ones, and open them."""
+"""Members of composites: find existing and deleted members, and open them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
     Sends one request. If the listing lacks the root of the composite, or is not permitted, sends one more for each
     directory of a member.
 
-    Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
-    directory: see `is_deleted`. A member that other software wrote may be a file.
+    Members may have been deleted since the save. On storages without real directories, a directory is still listed
+    after an interrupted deletion: see `is_deleted`. A member that other software wrote may be a file.
     """
     try:
         names = composite.location.store.list_names()
@@ -72,7 +72,7 @@ def existing_members(composite: CompositeCheckpoint) -> Iterator[tuple[str, Iter
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
     """Find the directories of members by their roots, without a listing. Sends one request for each directory.
 
-    Directories of ranks after a missing one are not found.
+    Stops at the first missing directory of a member, so the directories of later ranks are not found.
     """
     with_root = set()
     for name, member in composite.members.items():
@@ -96,8 +96,9 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
 def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
     """Return the absent checkpointables that are lost, because ckptcore did not delete them.
 
-    Sends one request, or one for each directory if the storage cannot list. Returns all of `absent` if other software
-    wrote the composite, because it does not mark deletions.
+    Sends one request to list the composite, and one for each absent directory that is listed without a mark. If the
+    storage cannot list, sends one for each directory. Returns all of `absent` if other software wrote the composite,
+    because other software does not mark deletions.
     """
     root, store = composite.root, composite.location.store
     if root is None or not absent:
@@ -157,11 +158,11 @@ def open_member(
             states.
         Errors of `open_checkpoint`. If other software wrote the checkpoint, they have a hint to load the other members.
     """
-    opened = open_directory(composite, name, directory, location, context)
+    checkpoint = open_directory(composite, name, directory, location, context)
     if composite.root is None:
-        return opened
-    expect_member(opened, composite.location, composite.root, composite.members[name])
-    return opened
+        return checkpoint
+    expect_member(checkpoint, composite.location, composite.root, composite.members[name])
+    return checkpoint
 
 
 def member_opener(composite: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:

@@ -49,10 +49,10 @@ RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
 
 ATTEMPTS: Final = 20
-"""Limit of attempts to read a checkpoint that is replaced again and again."""
+"""Maximum number of attempts to read a checkpoint that is replaced again and again."""
 
 _MAX_COMPOSITES: Final = 64
-"""Limit of the cached save ids of composites."""
+"""Maximum number of cached save ids of composites."""
 
 
 class ConsistentRead(Generic[OpenedT]):
@@ -103,7 +103,7 @@ class ConsistentRead(Generic[OpenedT]):
             version = read_version(resolved, self._composite_root)
             self._opened = None
             try:
-                opened = self._opener(resolved, version, context)
+                checkpoint = self._opener(resolved, version, context)
             except CheckpointError as error:
                 if version.is_current(resolved) and not _restores(resolved, error):
                     named = naming_other_file(error, resolved) if isinstance(error, CorruptCheckpointError) else error
@@ -113,8 +113,8 @@ class ConsistentRead(Generic[OpenedT]):
                 continue
             # Without a root, the opener listed files; check that no save was committed meanwhile.
             if version.root is not None or version.still_exists(resolved):
-                self._opened = opened
-                return opened
+                self._opened = checkpoint
+                return checkpoint
         raise replaced_too_often(self._location)
 
     def retry_if_replaced(self, attempt: Callable[[OpenedT], T]) -> T:
@@ -124,14 +124,14 @@ class ConsistentRead(Generic[OpenedT]):
             Errors of the opener and of `attempt`. Errors about bytes name the arrays that contain them.
         """
         while True:
-            opened = self.open()
+            checkpoint = self.open()
             try:
-                result = attempt(opened)
+                result = attempt(checkpoint)
             except CheckpointError:
                 if not self.is_current():
                     continue
-                if isinstance(opened, Checkpoint):
-                    with naming_arrays(opened):
+                if isinstance(checkpoint, Checkpoint):
+                    with naming_arrays(checkpoint):
                         raise
                 raise
             if self.is_unchanged():
@@ -205,7 +205,7 @@ def open_tree(
     """Open the tree at a location, or the files that an object wrote there.
 
     A composite with one checkpointable is opened as that tree, because Orbax saves each tree under a name. A copied
-    composite with a default checkpointable is opened as the default one.
+    composite with a default checkpointable is opened as that checkpointable.
 
     Args:
         location: the location.
@@ -245,9 +245,9 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    opened = _open_tree(inner, inner_version, root, context, known)
-    expect_member(opened, location, composite, composite.members[name])
-    return opened
+    checkpoint = _open_tree(inner, inner_version, root, context, known)
+    expect_member(checkpoint, location, composite, composite.members[name])
+    return checkpoint
 
 
 def open_names(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint:
@@ -261,8 +261,8 @@ def open_names(location: Location, version: LocationVersion, context: Context) -
     composite = _open_composite(location, version, root, context)
     if composite is not None:
         return composite
-    opened = open_tree(location, version, context)
-    raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
+    checkpoint = open_tree(location, version, context)
+    raise CompositeCheckpointError(f"{checkpoint.location.display} is one tree and has no names: use load")
 
 
 def open_either(location: Location, version: LocationVersion, context: Context) -> Checkpoint | CompositeCheckpoint:
@@ -302,7 +302,7 @@ def _open_composite(
 
 
 def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the files that an object wrote: those listed in the root, or every file if there is no root.
+    """Open the files that an object wrote: the files listed in the root, or every file if there is no root.
 
     Raises:
         CheckpointNotFoundError: the location has no files.
@@ -355,16 +355,16 @@ def _open_tree(
     data, stored = version.root, None
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
-    opened = Checkpoint.of_root(location, version, root, context, stored)
+    checkpoint = Checkpoint.of_root(location, version, root, context, stored)
     if root.references.leaf:
         from ckptcore.opening.bases import with_bases  # only updates refer to bases
 
-        return with_bases(opened, root, context)
+        return with_bases(checkpoint, root, context)
     if location.of_host:
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
-        return with_copies(opened, root, context)
-    return opened
+        return with_copies(checkpoint, root, context)
+    return checkpoint
 
 
 def _expect_committed(location: Location, version: LocationVersion, member: Root, context: Context) -> None:

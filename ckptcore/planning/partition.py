@@ -64,10 +64,10 @@ _FEW_BOXES: Final = 16
 """Up to this number of boxes, comparing each pair is faster than computing `_moved_volumes`."""
 
 _MAX_EXTENT: Final = 1 << 62
-"""Limit of the length of an axis. Tables of boxes have the same limit."""
+"""Maximum length of an axis. Tables of boxes have the same limit."""
 
 _MAX_ELEMENTS: Final = 1 << 56
-"""Limit of elements of an array, so that the sum of the sizes of `_FEW_BOXES` boxes fits into 64 bits."""
+"""Maximum number of elements of an array, so that the sum of the sizes of `_FEW_BOXES` boxes fits into 64 bits."""
 
 _PRIMES: Final[HostArray] = np.array([2147483647, 2147483629], np.uint64)
 """The two largest primes below 2**31, so that products of two remainders fit into 64 bits."""
@@ -205,7 +205,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
 
 
 def _not_in_one_box(shape: tuple[int, ...], starts: HostArray, stops: HostArray) -> tuple[int, ...]:
-    """Return an element that is in no box, or in several. The boxes are not empty, and do not cover the array."""
+    """Return an element that is in no box, or in several boxes. The boxes are not empty, and do not cover the array."""
     # Bisection: if the boxes cover the lower half exactly, the element is in the upper half.
     first, after = [0] * len(shape), list(shape)
     for axis in range(len(shape)):
@@ -261,7 +261,7 @@ def _span(box: Box) -> str:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Divide a range of the elements of an array, in C order, into boxes in this order. Each box is one run.
 
-    There are at most two boxes for each axis except the last one, plus one box.
+    There are at most two boxes for each axis except the last axis, plus one box.
 
     Args:
         shape: the shape of the array; no extent is 0.
@@ -388,8 +388,8 @@ def cut_for_replicas(
 ) -> SplitTree:
     """Cut large boxes that several processes hold, so that each process can write a piece.
 
-    Every process computes the same cuts. If the number of replicas of an array is not known, its boxes are assumed to
-    share the processes equally, if the number of boxes divides the number of processes. A wrong assumption costs a few
+    Every process computes the same cuts. An unknown number of replicas is estimated: if the number of boxes of an array
+    divides the number of processes, each box is assumed to have equally many replicas. A wrong estimate costs a few
     more chunks, but does not change the written elements.
 
     Args:
@@ -547,7 +547,7 @@ def _replicas(cells: int, holders: int) -> int:
 
 
 def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_Cuts | None, BoxSplit | None]:
-    """Return the cuts of an array with additional ones, and the split of each box; None if boxes are not split."""
+    """Return the cuts of an array with additional cuts, and the split of each box; None if boxes are not split."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1

@@ -91,7 +91,7 @@ class StepInfo:
 
 @runtime_checkable
 class PreservationPolicy(Protocol):
-    """Decides which steps to keep. Its `str` describes these steps.
+    """Decides which steps to keep. Its `str` describes the kept steps.
 
     Collecting after each save should keep the same steps as one collection at the end. All policies of this module
     except `CustomPreservation` ensure this, if metrics do not change and the clock is not set back.
@@ -124,7 +124,7 @@ class LatestN:
     """Keeps the newest steps.
 
     Attributes:
-        n: number of steps, at least 0. The newest step is never deleted, so 0 keeps one.
+        n: number of steps, at least 0. The newest step is never deleted, so 0 keeps one step.
 
     Raises:
         ValueError: if `n` is not a whole number of at least 0.
@@ -145,9 +145,9 @@ class LatestN:
 
 @dataclass(frozen=True, slots=True)
 class LatestDuration:
-    """Keeps the oldest step that is at most a number of seconds old, and every later one.
+    """Keeps the oldest step that is at most a number of seconds old, and every later step.
 
-    The age is the time on this host minus the time on the host that saved the step. Synchronize the clocks of these
+    The age is the time on this host minus the time on the host that saved the step. Synchronize the clocks of the
     hosts, for example with NTP.
 
     Attributes:
@@ -175,7 +175,7 @@ class LatestDuration:
 
 @dataclass(frozen=True, slots=True)
 class EveryNSeconds:
-    """Keeps the first step, and every step that was created at least a number of seconds after the last kept one.
+    """Keeps the first step, and every step that was created at least a number of seconds after the last kept step.
 
     Attributes:
         seconds: the interval, above 0.
@@ -231,8 +231,8 @@ class EveryNSteps:
 class EveryNStepsClosest:
     """Keeps, for each multiple of a number of steps, the step nearest to it.
 
-    A step belongs to the nearest multiple; in a tie, to the higher one. Of two steps at the same distance from their
-    multiple, the later is kept.
+    A step belongs to the nearest multiple; in a tie, to the higher multiple. Of two steps at the same distance from
+    their multiple, the later step is kept.
 
     Attributes:
         steps: the interval, at least 1.
@@ -288,7 +288,7 @@ class CustomSteps:
 
 @dataclass(frozen=True, slots=True)
 class BestN:
-    """Keeps the steps with the best values of a metric. Of steps with equal values, the later ones are better.
+    """Keeps the steps with the best values of a metric. Of steps with equal values, the later steps are better.
 
     Attributes:
         n: number of steps, at least 0.
@@ -314,7 +314,7 @@ class BestN:
             raise ValueError(f"BestN(mode={self.mode!r}): give 'min' if low values are good, or 'max' if high ones are")
 
     def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
-        """Return the best steps and, if wanted, those without the metric."""
+        """Return the best steps and, if wanted, the steps without the metric."""
         sign = 1 if self.mode == "max" else -1
         measured: list[tuple[float, int]] = []
         kept: set[int] = set()

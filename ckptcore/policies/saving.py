@@ -14,7 +14,7 @@ class SaveContext:
     """The facts that a save policy uses.
 
     `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when
-    all processes save, load or delete a step. The others may differ between processes.
+    all processes save, load or delete a step. The other attributes may differ between processes.
 
     Attributes:
         step: the step that could be saved.
@@ -25,10 +25,10 @@ class SaveContext:
         last_epoch: the epoch of that step; None if unknown.
         last_save_began: start of the save of that step, in seconds since the epoch (UTC). For a step that was found in
             the directory, its creation time. None if there is no such step.
-        last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
+        last_save_ended: when this process last committed a save, in seconds since the epoch; None before that.
         saving: True while a save runs in this process; if the leader decides for the job, in any process.
         preempted: True once this process has a notice that its machine will be preempted; if the leader decides for the
-            job, once any process has one.
+            job, once any process has a notice.
     """
 
     step: int
@@ -55,8 +55,8 @@ class SavePolicy(Protocol):
     def needs_agreement(self) -> bool:
         """True if processes of one job may decide differently.
 
-        This happens if the decision depends on time, on preemption or on running saves. The leader then decides for
-        all, which costs an exchange between the processes for each decision.
+        This happens if the decision depends on time, on preemption or on running saves. The leader then decides for all
+        processes, which costs an exchange between the processes for each decision.
         """
         ...
 
@@ -140,8 +140,8 @@ class EpochInterval:
 class TimeInterval:
     """Saves when a number of seconds has passed since the last save began. Saves at once if there is no last save.
 
-    The newest step counts even if an earlier run saved it, so that a job which is killed more often than the interval
-    still makes progress.
+    The newest step counts even if an earlier run saved it. So a job that is killed more often than the interval still
+    makes progress.
 
     Attributes:
         seconds: the interval, above 0.
@@ -181,7 +181,7 @@ class SpecificSteps:
         object.__setattr__(self, "steps", step_numbers(self, "steps", self.steps))
 
     def should_save(self, context: SaveContext) -> bool:
-        """Return True for one of the steps."""
+        """Return True at the given steps."""
         return context.step in self.steps
 
 
@@ -211,7 +211,7 @@ class ContinuousCheckpointing:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCheckpointing:
-    """Saves at every step after a notice of preemption. Leave the training loop after the first of these saves."""
+    """Saves at every step after a notice of preemption. Leave the training loop after the first such save."""
 
     needs_agreement: ClassVar[bool] = True
 
@@ -268,7 +268,7 @@ class CustomSave:
     Attributes:
         function: returns True to save.
         needs_agreement: see `SavePolicy`. Pass False only for a function of facts that are equal in every process of a
-            job; otherwise some processes save and wait for others that do not.
+            job; otherwise some processes save and wait for processes that do not save.
 
     Raises:
         TypeError: if `function` cannot be called.

@@ -112,7 +112,7 @@ class SaveCommit(Protocol):
 
 
 class SaveStrategy(Protocol[DraftT_contra, SaveT]):
-    """The content and the commit of a save. Immutable, so that several saves may share one.
+    """The content and the commit of a save. Immutable, so that several saves may share a strategy.
 
     Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` that wraps the commit of
     `PlainSave`.
@@ -169,7 +169,7 @@ class StepStrategy(Protocol[StrategyT]):
     """Strategies for the steps of a `Checkpointer`. Immutable.
 
     Attributes:
-        layouts: layouts of further saves. The `Checkpointer` refuses unknown ones.
+        layouts: layouts of further saves. The `Checkpointer` refuses unknown layouts.
     """
 
     @property
@@ -225,7 +225,7 @@ class StagedLoad(Protocol[T_co]):
 
 
 class ReadStrategy(Protocol[LoadT_contra]):
-    """A way to run a load. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe.
+    """A way to run a load. Pass it as ``ckptcore.load(..., strategy=...)``. Thread-safe.
 
     `LoadT_contra` is ``ckptcore.loading.load.Load``, which is a `StagedLoad`.
     """
@@ -289,7 +289,7 @@ class GathersInGroups(Protocol):
 class ReportsAwaited(Protocol):
     """A `Coordinator` that knows for which ranks a running exchange waits.
 
-    If an exchange takes more than ten seconds, the core logs these ranks.
+    If an exchange takes more than ten seconds, the core logs the awaited ranks.
     """
 
     def awaited(self, key: str) -> Sequence[int]:
@@ -319,11 +319,11 @@ class Channels(Protocol):
         """Start to send `data` from one member of a group to all others.
 
         All members of a group make the same calls in the same order, with the same sender and number of bytes.
-        Processes that share several groups also use the same order across these groups. `data` is part of `memory`, and
-        must not be used before the result is available. Wait for results in the order of the calls.
+        Processes that share several groups also use the same order across the shared groups. `data` is part of
+        `memory`, and must not be used before the result is available. Wait for results in the order of the calls.
 
         Args:
-            group: the index of the group among those that were connected.
+            group: the index of the group among the connected groups.
             sender: the rank that sends the bytes.
             data: ``uint8``; overwritten on all ranks but the sender.
 
@@ -360,7 +360,7 @@ class Collectives(Protocol):
             key: equal on all ranks that connect now, and unique, so that messages of different connections are not
                 mixed up.
             groups: the groups of this process, each sorted, with at least two members. Processes that share several
-                groups pass these groups in the same order.
+                groups pass the shared groups in the same order.
 
         Raises:
             RankFailedError: another process failed, or is late.

@@ -55,7 +55,8 @@ class WriteStore(Protocol):
         """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
 
         One thread at a time advances the iterator. It may be another thread than the caller's. Objects are started in
-        this order, and may be completed in any order. After the first error, no further object is started.
+        the order of the iterator, and may be completed in any order. After the first error, no further object is
+        started.
         """
 
 
@@ -153,9 +154,9 @@ class InspectedComposite(NamedTuple):
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
-        members: the kind of each checkpointable by name, in order. Each is a directory with
-            this name, or a file with this name that contains a tree. A tree may have any installed layout. Other
-            directories, such as metadata, are left out. The directory or file of a checkpointable may be missing.
+        members: the kind of each checkpointable by name, in order. A checkpointable is a directory with this name, or a
+            file with this name that contains a tree. A tree may have any installed layout. Other directories, such as
+            metadata, are left out. The directory or file of a checkpointable may be missing.
         writer, custom, metrics, created: properties of the checkpoint as a whole. See `Inspection`.
         default: the checkpointable that `inspect` finds, and that a load of one tree uses; None if it finds none.
     """
@@ -209,7 +210,7 @@ class ChunkIndex(Protocol):
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """Stored shape and dtype by leaf, for arrays whose records state others. Chunks have the stored ones.
+        """Stored shape and dtype by leaf, for arrays whose records state another shape or dtype. Chunks use them.
 
         The bytes are the same. The stored shape may have one additional axis, for the bytes of an element.
         """
@@ -368,7 +369,7 @@ class Layout(Protocol):
     # them; it is replaced after the root.
 
     def with_own_names(self, tag: str) -> Layout | None:
-        """Return a layout like this one that adds ``.`` and `tag` to names; None, the default, if names are fixed.
+        """Return a copy of this layout that adds ``.`` and `tag` to names; None, the default, if names are fixed.
 
         `finish` writes only the object `index_name` under a fixed name. The name of any other object is its usual name
         with ``.`` and the tag inserted.
@@ -417,7 +418,8 @@ class Layout(Protocol):
         """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
         Also None for a checkpoint of one tree; but if the other software gives this tree a name, the tree may be
-        returned as the only member. If `inspect` finds a tree in the same store, only loads that name members use them.
+        returned as the only member. If `inspect` also finds a tree in the store, a load uses the members only if it
+        requests them by name.
 
         Args:
             store: the store to search; everything in it may be hostile, and it may be empty.
@@ -448,7 +450,7 @@ class Layout(Protocol):
 
         None, the default, if `write` takes whole arrays only. Otherwise a plan may have several items of one array, so
         that the array need not be in memory as a whole. Each item has one box, whose elements are contiguous in C
-        order and follow those of the item before. The written bytes do not depend on the division of arrays.
+        order and follow the elements of the item before. The written bytes do not depend on the division of arrays.
 
         The result must depend on the tree alone, so that processes agree without communication. One process writes an
         object; different processes may write different objects. The leader writes an object without arrays.

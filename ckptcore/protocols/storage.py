@@ -138,8 +138,8 @@ class StorageBackend(Protocol):
     """Objects by key. Knows no arrays, and has no state besides caches. Thread-safe.
 
     A key is a relative path with ``/`` between directories. It has no empty parts, and no parts ``.`` and ``..``. A
-    storage inherits from this class, which has defaults for all optional methods. A storage that wraps another one must
-    forward all methods, or the capabilities of the other one are lost.
+    storage inherits from this class, which has defaults for all optional methods. A storage that wraps another storage
+    must forward all methods; otherwise the capabilities of the wrapped storage are lost.
     """
 
     @property
@@ -188,7 +188,7 @@ class StorageBackend(Protocol):
         """
 
     def open_reader(self, key: str) -> RangeReader:
-        """Open an object for several reads, which read the object that now exists, or fail.
+        """Open an object for several reads. They read the object that exists now, or fail.
 
         By default each read looks up the object by its key again. A storage in which the lookup takes time implements
         this method.
@@ -212,7 +212,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag.
+        """Write an object atomically, replacing an existing object; return its new tag.
 
         Raises:
             ConditionFailedError: nothing was changed.
@@ -230,13 +230,14 @@ class StorageBackend(Protocol):
 
         If the object exists when the writer's `finish` is called, `finish` raises `ConditionFailedError` and leaves the
         object unchanged. The pieces are kept, so that `finish` can be called again after the object was deleted. If the
-        response to a `finish` is lost, the repeated `finish` finds the object that the first one completed and raises
-        too. Therefore the caller must check which object exists.
+        response to a `finish` is lost, a repeated `finish` finds the object that the first `finish` completed, and
+        raises too. Therefore the caller must check which object exists.
 
         Called in storages where conditional puts commit checkpoints, and in new directories of `AtomicDirectories`. In
-        the latter, this method may already refuse the object. By default the writer checks for the object right before
-        it completes its own. This is not atomic, and requires that unfinished objects are invisible. A storage
-        implements this method if it has conditions for objects in pieces, or if its unfinished objects are visible.
+        a new directory, this method may already refuse an existing object. By default the writer looks for an existing
+        object right before it completes its own. This is not atomic, and requires that unfinished objects are
+        invisible. A storage implements this method if it has conditions for objects in pieces, or if its unfinished
+        objects are visible.
         """
         return CheckedWriter(self, key, self.open_writer(key, size))
 
@@ -346,7 +347,8 @@ class PlaceLimits(NamedTuple):
     Attributes:
         name_bytes: maximum bytes of a name; None if unknown.
         is_mount_point: True if a file system is mounted there, so that no rename can replace the directory.
-        mount: bytes that identify the file system of the parent directory. They differ if another one is mounted later.
+        mount: bytes that identify the file system of the parent directory. They differ if another file system is
+            mounted later.
     """
 
     name_bytes: int | None = None
@@ -363,8 +365,8 @@ class DirectoryLock(AbstractContextManager[None], Protocol):
     def is_in_place(self) -> bool:
         """Return True if the locked directory is still at its key.
 
-        Return False if the directory was renamed, removed or replaced, or if another file system is mounted there now,
-        or no file system any more.
+        Return False if the directory was renamed, removed or replaced, or if its file system is no longer mounted
+        there.
         """
 
 
@@ -421,7 +423,7 @@ class AtomicDirectories(Protocol):
         """
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
-        """Move objects of a directory into another one, each by one rename.
+        """Move objects of a directory into another directory, each by one rename.
 
         The new names are durable if the storage was opened durable. Replaces nothing. After an error, some of the
         objects may have been moved.
@@ -436,7 +438,7 @@ class AtomicDirectories(Protocol):
         """
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
-        """Rename an object to `destination`, which it replaces, with the attributes of the replaced object.
+        """Rename an object to `destination`. It replaces the object there, and gets the attributes of that object.
 
         The new name is durable if the storage was opened durable.
 
@@ -456,10 +458,11 @@ class AtomicDirectories(Protocol):
         """Delete the objects that still have the given stamps. See `StorageBackend.delete`."""
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, but hide it from users who cannot read all of the old one.
+        """Give a new directory the attributes of an old directory.
 
-        Attributes are owner, group, mode, ACL and extended attributes. Attributes that the file system does not have,
-        or that the process may not set, are omitted. Does nothing if the old directory does not exist.
+        Users who cannot read everything in the old directory get no access to the new directory. Attributes are owner,
+        group, mode, ACL and extended attributes. Attributes that the file system does not have, or that the process may
+        not set, are omitted. Does nothing if the old directory does not exist.
         """
 
     def keep_attributes(self, old: str, new: str) -> None:

@@ -1,6 +1,6 @@
 """Protocols of handlers, which take containers, checkpointables and leaves apart, copy them and rebuild them.
 
-Also transforms, which change stored trees, and derived arrays, which are computed from stored ones during a read.
+Also transforms, which change stored trees, and derived arrays, which are computed from stored arrays during a read.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class CheckpointableHandler(Protocol):
         """True, the default, if programs refer to `value` as an object with an identity, like a module.
 
         False for values that have a state only because the state determines their form, such as sparse tensors and
-        sets. For these, ``load`` builds a new value and ``abstract`` returns an abstract one.
+        sets. For them, ``load`` builds a new value and ``abstract`` returns an abstract value.
         """
         return True
 
@@ -142,7 +142,7 @@ class CheckpointableHandler(Protocol):
         """Return the state of `value`: a tree of containers and leaves. Its arrays may be the object's own."""
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the state to request from a load, with abstract leaves for missing state; by default as `flatten`.
+        """Return the state to request from a load, with abstract leaves for missing state; by default call `flatten`.
 
         Implement it for objects that create part of their state when they are used, such as optimizers.
 
@@ -336,9 +336,9 @@ class LeafHandler(Protocol):
         Reads no elements and does not wait. The default supports only this process, and no abstract leaves.
 
         Args:
-            leaf: an array, also an abstract or deleted one.
+            leaf: an array, which may be abstract or deleted.
             process: the rank of the process; None: this process. The job need not be running.
-            rank, size: the position of that process among those that share the leaf. See `shards`.
+            rank, size: the position of that process among the processes that share the leaf. See `shards`.
 
         Raises:
             UnsupportedLeafError: the boxes are unknown; with a remedy.
@@ -370,12 +370,12 @@ class LeafHandler(Protocol):
         """Return the elements of each box, for blocking saves. The arrays may alias the leaf and have any strides."""
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
-        """Return the elements of a box that a save compares with those of other processes; None to compare nothing.
+        """Return the elements of a box that a save compares between processes; None to compare nothing.
 
-        Only called for arrays that are assumed to be equal in several processes, of which only some write the boxes:
-        see `shards`. Return the elements that `ckptcore.model.sampled` returns, in the same order. The default returns
-        None for a large box that `view_on_host` would transfer from a device. Implement this method if the device can
-        sample.
+        Only called for arrays that are assumed to be equal in several processes, if only some of the processes write
+        the boxes: see `shards`. Return the elements that `ckptcore.model.sampled` returns, in the same order. The
+        default returns None for a large box that `view_on_host` would transfer from a device. Implement this method if
+        the device can sample.
         """
         nbytes = box.size * stored.spec.numpy_dtype.itemsize
         if nbytes > WHOLE_SAMPLE_BYTES and self.host_bytes(leaf, [box]).viewed:
@@ -483,7 +483,7 @@ class TransformSource(Protocol):
     """Resources for a transform besides the tree that it changes."""
 
     def open(self, location: str | os.PathLike[str]) -> DerivedTree:
-        """Open another checkpoint. Its arrays can be combined with those of the tree.
+        """Open another checkpoint. Its arrays can be combined with the arrays of the tree.
 
         Raises:
             CheckpointError: it cannot be opened.
@@ -541,7 +541,7 @@ class Transform(Protocol):
     __slots__ = ()
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
-        """Return the changed tree: a new one, or the given one if it can be changed in place.
+        """Return the changed tree: a new tree, or the given tree if it can be changed in place.
 
         Raises:
             TransformError, ValueError: the tree lacks the leaves to change, or they do not fit.

@@ -1,1 +1,1 @@
-"""Saves: requested, planned, captured, written and committed."""
+"""Saves: request, plan, capture, write and commit."""

@@ -28,7 +28,7 @@ _MOST_DIFFERENT: Final = 32
 
 
 class CommonTrees:
-    """The trees that all ranks of a job save together. Each rank creates its own from its descriptions."""
+    """The trees that all ranks of a job save together. Each rank creates this object from its own descriptions."""
 
     def __init__(self, descriptions: Sequence[PartDescription], agreement: Agreement, context: Context) -> None:
         """Refuse per-process objects, unless the context allows them.
@@ -43,7 +43,7 @@ class CommonTrees:
             refuse_per_process_objects(description, agreement.size, context)
 
     def payload(self, members: Mapping[str, Member] | None, strategy: SaveStrategy[SaveDraft, Save]) -> JSON:
-        """Return digests of the names, trees and arrays of this rank, for comparison with those of other ranks.
+        """Return digests of the names, trees and arrays of this rank, for comparison with the digests of other ranks.
 
         Ignores the notes of leaves, because they name devices, and each rank names the device of an array differently.
         """
@@ -58,7 +58,7 @@ class CommonTrees:
         }
 
     def compare(self, payloads: Sequence[Any]) -> dict[str, Sequence[int]]:
-        """Find the trees that differ between ranks. On the leader.
+        """Find the trees that differ between ranks. Only the leader calls this.
 
         Returns:
             By name of each such tree, the ranks that send their tree to the leader.
@@ -86,7 +86,7 @@ class CommonTrees:
         return different
 
     def merge(self, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]) -> Mapping[str, TreeDescription]:
-        """Return all trees by name. A tree that differs between ranks becomes part of the union. On every rank.
+        """Return all trees by name. A tree that differs between ranks becomes part of the union. Every rank calls this.
 
         Ranks with equal trees and equal array digests form a group. Only one rank of each group sends its tree to the
         leader, so that messages do not grow with the job.
@@ -126,7 +126,7 @@ class CommonTrees:
         return own
 
     def _united(self, name: str, received: Mapping[int, Any], payloads: Sequence[Any]) -> str:
-        """Return the union of the trees that some ranks sent, as JSON. On the leader."""
+        """Return the union of the trees that some ranks sent, as JSON. Only the leader calls this."""
         trees = {rank: TreeMetadata.from_json(tree) for rank, (tree, *_) in received.items()}
         groups = _groups(name, payloads)
         first = [received[ranks[0]] for ranks in groups]
@@ -269,8 +269,8 @@ def _groups(name: str, payloads: Sequence[Any], *further: str) -> list[list[int]
 def replica_digests(description: TreeDescription, rank: int, size: int) -> Mapping[str, int]:
     """Return the digests of the arrays that are assumed to be equal in all processes.
 
-    Includes only arrays that any process may write. There are none if replica 0 writes all boxes. Skips arrays that
-    know which processes hold their boxes, and values that may differ between processes.
+    Includes only arrays that any process may write. The result is empty if replica 0 writes all boxes. Skips arrays
+    that know which processes hold their boxes, and values that may differ between processes.
 
     Args:
         description: the tree of this process.
@@ -300,7 +300,7 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
 def _is_assumed_equal(handler: LeafHandler, leaf: object, rank: int, size: int) -> bool:
     """Return True if an array does not know which processes hold it.
 
-    Such an array counts one replica for each process, even if the job had one process more.
+    Asks for the shards in a job with one more process: such an array then has one more replica.
     """
     shards = handler.shards_of(leaf, None, rank, size + 1)
     return shards is not None and all(shard.replicas == size + 1 for shard in shards)

@@ -1,4 +1,4 @@
-"""Saves: requested, drafted, and ready to be written, with their parts."""
+"""Requests of saves, drafts, and saves that are ready to be written, with their parts."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class SaveHooks(NamedTuple):
 
     Attributes:
         allowed: called on the leader before anything is written.
-        order: called on the leader after `allowed`; returns the order of the save. None: the order after that of the
-            checkpoint that the save replaces.
+        order: called on the leader after `allowed`; returns the order of the save. None: the next order after the order
+            of the replaced checkpoint.
         before_commit: called on each process that commits, right before the commit.
         committed: called on every rank after the commit and before further saves, on the thread that writes.
         progress: called from any thread with the bytes of arrays that this process has written so far, and with the
@@ -140,7 +140,7 @@ class CommitTarget(NamedTuple):
 
     @property
     def keeps_others(self) -> bool:
-        """True if a save moves its objects into an existing directory with other files. On the leader."""
+        """True if a save moves its objects into an existing directory with other files. Only the leader reads this."""
         return (
             self.overwrite == "keep-other-files"
             and self.location.commit_method.replaces_atomically
@@ -198,7 +198,7 @@ class SavePart:
         own: True if every process writes its own part. Otherwise all processes write it together.
         source: the arrays or files to capture; None after the capture.
         captured: the captured content; None before the capture, and after `close`.
-        receipts: the receipts of this process. On the leader, before the commit, those of all ranks.
+        receipts: the receipts of this process. On the leader, before the commit, the receipts of all ranks.
         is_files: True for the files of an object, which need no layout.
     """
 
@@ -230,11 +230,11 @@ class Captured(Protocol):
     """The captured content of a part. It does not change while the save runs."""
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
-        """Write it, and return the state of the layout for the receipt."""
+        """Write the content, and return the state of the layout for the receipt."""
         ...
 
     def close(self) -> None:
-        """Release it. Closing again is no error."""
+        """Release the content. Closing again is no error."""
         ...
 
 
@@ -280,8 +280,8 @@ class Save(NamedTuple):
         capture_elsewhere: starts the capture of boxes that workers hold and write for this process. The argument is
             True to copy them. None: workers hold no boxes.
         nbytes_elsewhere: bytes of the boxes that workers write, further saves included.
-        receive_elsewhere: called with this save or a further one. Waits until the workers have written their boxes of
-            this save, and adds their receipts to its parts.
+        receive_elsewhere: called with this save or a further save. Waits until the workers have written their boxes of
+            that save, and adds their receipts to its parts.
     """
 
     target: CommitTarget
@@ -315,7 +315,7 @@ class Save(NamedTuple):
         return encode_receipts([part.plan.tree for part in shared], [part.receipts[0] for part in shared])
 
     def take_receipts(self, payloads: Sequence[object]) -> None:
-        """Store the receipts of all ranks in the parts, from their messages. On the leader of a job."""
+        """Store the receipts of all ranks in the parts, from their messages. Only the leader of a job calls this."""
         from ckptcore.job.receipts import decode_receipts  # needed only in a job
 
         shared = self._shared_parts()
@@ -451,7 +451,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
     """Return the step and the epoch in their stored form.
 
     Raises:
-        ValueError, TypeError: one is not an integer of at most 64 bits.
+        ValueError, TypeError: a number is not an integer of at most 64 bits.
     """
     checked = {}
     for name, value in (("step", step), ("epoch", epoch)):

@@ -121,7 +121,7 @@ def begin_save(
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
-    """Describe the values and the target of a save, and refuse values that cannot be saved. On every rank.
+    """Describe the values and the target of a save, and refuse values that cannot be saved. Every rank calls this.
 
     Writes nothing.
 
@@ -129,7 +129,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the values cannot be saved.
         CheckpointExistsError, InvalidLocationError: the target must not be replaced, or is not a valid location.
         ValueError, TypeError: invalid metadata, metrics, step, epoch or strategy.
-        BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, on every rank.
+        BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, the save then
+            fails on every rank.
     """
     runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
     common: CommonTrees | None = None
@@ -220,7 +221,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
 
 
 def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo, context: Context) -> None:
-    """Refuse a location with a checkpoint that may not be replaced. On the leader."""
+    """Refuse a location with a checkpoint that may not be replaced. Only the leader calls this."""
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)

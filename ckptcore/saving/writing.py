@@ -50,7 +50,7 @@ logger = logger_named("ckptcore.saving")
 
 
 def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
-    """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
+    """Claim the target, write, and commit. Return once the checkpoint is committed. Every rank calls this.
 
     Args:
         save: the save, with captured parts.
@@ -117,7 +117,7 @@ def write_parts(save: Save, store: StorageBackend) -> None:
             counted, moved = TreeCaptured(CountedSnapshot(captured.snapshot, progress)), progress.move
         recorder = recorder_of(inside, save.context, moved)
         state = counted.write(part, recorder)
-        captured.close()  # frees the copies of this part before the next one is written
+        captured.close()  # frees the copies of this part before the next part is written
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
         if part.own:
             put_root(inside, finish_part(save.info, part, recorder_of(inside, save.context)))
@@ -194,7 +194,7 @@ class PlainCommit:
         return self._claimed_store
 
     def commit(self, payloads: Sequence[object]) -> None:
-        """Build the root and commit it, on the leader."""
+        """On the leader, build the root and commit it. Does nothing on other ranks."""
         if self._claim is None:
             return
         save = self._save
@@ -415,7 +415,9 @@ def merge_objects(
 def build_root(
     info: CommitInfo, parts: Sequence[SavePart], store: StorageBackend, context: Context, recording: Recording
 ) -> Root | CompositeRoot:
-    """Finish every part that the processes wrote together, and return the root of the checkpoint. On the leader.
+    """Finish every part that the processes wrote together, and return the root of the checkpoint.
+
+    Only the leader calls this.
 
     Args:
         info: the content of the root besides trees and objects.

@@ -1,7 +1,7 @@
 """Training runs: their steps, and the directories of these steps.
 
-`RunDirectory` is the protocol of a directory of steps. `Checkpointer` and `CheckpointReader` accept one instead of a
-path. `PathDirectory` is the implementation of the core. Other implementations can use it.
+`RunDirectory` is the protocol of a directory of steps. `Checkpointer` and `CheckpointReader` accept a `RunDirectory`
+instead of a path. `PathDirectory` is the implementation of the core. Other implementations can use it.
 """
 
 from ckptcore.commit.location import expanded_location

@@ -42,8 +42,9 @@ class Checkpointer(CheckpointReader):
     """Saves the steps of a training run in the background, keeps the steps that a policy chooses, and resumes the run.
 
     It owns its directory: a second Checkpointer for the same directory, in this process or another, raises an error.
-    Use it as a context manager, or close it. In a job of several processes every process creates one and calls the same
-    methods in the same order. The leader owns the directory, lists and deletes, and decides for all processes.
+    Use it as a context manager, or close it. In a job of several processes every process creates a Checkpointer, and
+    calls the same methods in the same order. The leader owns the directory, lists and deletes, and decides for all
+    processes.
     """
 
     @explains_arguments
@@ -66,10 +67,10 @@ class Checkpointer(CheckpointReader):
         """Own the directory of a run. Create it if it does not exist.
 
         Args:
-            directory: a path or URL, or a `RunDirectory`, such as one that saves to a fast directory first.
+            directory: a path or URL, or a `RunDirectory`, which may for example save to a fast directory first.
             save_policy: chooses the steps to save; None: every call of `save` saves.
             preservation_policy: chooses the steps to keep; None: all. The newest step is always kept.
-            step_names: the names of step directories. None: those of `StepNames()`. If the directory only has steps
+            step_names: the names of step directories. None: the names of `StepNames()`. If the directory only has steps
                 with another prefix, for example of other software, the run continues with that prefix.
             layout: the layout of arrays.
             context: options.
@@ -87,8 +88,9 @@ class Checkpointer(CheckpointReader):
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step but
-                checkpoints whose names do not match `step_names`. The error names them, and says how to read them.
+            InvalidLocationError: the directory is a checkpoint, or has the name of a file (``x.pt``). Or it has
+                checkpoints, but no steps, because their names do not match `step_names`. The error names the
+                checkpoints, and says how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.
@@ -131,11 +133,11 @@ class Checkpointer(CheckpointReader):
         policy = preservation_policy or PreserveAll()
         saves = RunSaves(under_way=self._saves.under_way, last_steps=self._last_steps, wait=self.wait)
         self._run = source.own(names, context, Ownership(agree("own"), policy, metadata, if_in_use, saves, other_files))
-        # Not `super().__init__`: `CheckpointReader` opens a directory, and this one is open already.
+        # Not `super().__init__`: `CheckpointReader` would open the directory, which is open already.
         StepReader.__init__(self, self._run.steps, context, agree, loaded=self._set_back)
         self._saver = StepSaver(self._run, self._decider, self._saves, options, context, self._job, agree=agree)
         try:
-            self.reload()  # another job may have written before this one owned the directory
+            self.reload()  # another job may have written before this job owned the directory
             self._read_past(self._newest_readable)
             self._decider.use_notice(preemption_notice)
             self._run.begin()
@@ -168,7 +170,7 @@ class Checkpointer(CheckpointReader):
         self._decider.last_save = LastSave(*last_save)
 
     def _set_back(self, step: int) -> None:
-        """Set the run back to a loaded step, so that policies compare with this step and not with later ones."""
+        """Set the run back to a loaded step, so that policies compare with this step and not with later steps."""
         if step != self._decider.last_save.step:
             self._read_past(lambda: step)
 
@@ -261,7 +263,7 @@ class Checkpointer(CheckpointReader):
     ) -> SaveHandle | None:
         """Save several objects as a step, in the background. Return once they may be changed.
 
-        Arguments, result and errors are those of `save`, with the objects of `ckptcore.save_checkpointables`.
+        Arguments, result and errors are as for `save`, with the objects of `ckptcore.save_checkpointables`.
         """
         return self._saver.begin(self._request(step, checkpointables, metrics, metadata, epoch, force, overwrite))
 
@@ -279,7 +281,7 @@ class Checkpointer(CheckpointReader):
     ) -> bool:
         """Save a tree as a step. Return once it is committed. See `ckptcore.save`.
 
-        Arguments and errors are those of `save`.
+        Arguments and errors are as for `save`.
 
         Returns:
             True if it was saved; False if the policy did not want it, or ``when_busy="skip"`` dropped it.

@@ -105,7 +105,7 @@ class DeletionQueue:
             self._refuses = True
 
     def close(self, seconds: float | None = None) -> None:
-        """Accept no more deletions, and wait for the queued ones. Further calls do nothing.
+        """Accept no more deletions, and wait for the queued deletions. Further calls do nothing.
 
         Args:
             seconds: the longest time to wait; None: no limit.
@@ -122,11 +122,11 @@ class DeletionQueue:
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
-    """Return the steps that a preservation policy decides about, ascending.
+    """Return the steps that a preservation policy decides about, in ascending order.
 
-    These steps are committed, readable and written by ckptcore.
-    Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, symbolic
-    links, and checkpoints that were not saved as steps but have similar names.
+    The result has only committed steps that ckptcore wrote and that can be read. Other steps are ignored and never
+    deleted: damaged steps, steps of other software or of a newer version, symbolic links, and checkpoints that were not
+    saved as steps but have similar names.
 
     Args:
         steps: the directory.
@@ -219,12 +219,12 @@ class StepDeleter:
         self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
         self._claims = threading.Lock()
-        """Held while the claim of a failed save is removed. Separate from `_lock`: saves do not wait for deletions."""
+        """Held while the claim of a failed save is removed. Not `_lock`, because saves must not wait for deletions."""
         self._saved: set[int] = set()  # by this process
         self._deciding = threading.Lock()
         """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
-        self._updates: set[int] = set()  # steps that refer to others, and are being deleted
+        self._updates: set[int] = set()  # steps that refer to other checkpoints, and are being deleted
         self._refused: dict[int, Sequence[str]] = {}
         """For each step that a policy could not delete because of other files in its directory: all its files."""
         self._whole: set[str] = set()

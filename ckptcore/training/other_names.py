@@ -20,7 +20,8 @@ _PREFIXES_TRIED: Final = 50
 
 _READABLE: Final = (".bin", ".ckpt", ".distcp", ".msgpack", ".pt", ".pth", ".safetensors")
 _UNREADABLE: Final = (".h5", ".hdf5", ".keras")
-"""Suffixes of files with weights. A layout may read the `_READABLE` ones; `_UNREADABLE` ones need other software."""
+"""Suffixes of files with weights. A layout may read files with a suffix of `_READABLE`. Files with a suffix of
+`_UNREADABLE` need other software."""
 
 _CERTAIN: Final = (".ckpt", ".keras", ".weights.h5")
 """Suffixes that only checkpoints have. The rest of the name does not matter."""
@@ -44,7 +45,7 @@ def find_other_steps(
     unread: Sequence[str],
     holds: Callable[[str], bool | None],
 ) -> Mapping[int, str]:
-    """Return the steps of the only other prefix under which a directory has checkpoints; empty if it has none.
+    """Return the steps of a directory under another prefix, if only one prefix has checkpoints; empty if none has.
 
     Args:
         display: the directory, for errors.
@@ -111,7 +112,7 @@ def _refuse_files(display: str, names: Sequence[str], holds: Callable[[str], boo
     Tries names with a number first, newest first, then names with a suffix of `_CERTAIN`.
     """
     weights = [name for name in names if name.endswith((*_READABLE, *_UNREADABLE)) and not _PART.search(name)]
-    formats = {name: found for name in weights if (found := _format(name)) is not None}
+    formats = {name: step_format for name in weights if (step_format := _format(name)) is not None}
     counted = sorted(formats, key=lambda name: (formats[name].parse(name) or 0, name), reverse=True)
     others = sorted([name for name in weights if name.endswith(_CERTAIN) and name not in formats], reverse=True)
     for name in [*counted, *others]:

@@ -282,7 +282,7 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
 
 
 def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
-    """Replace the stored metadata of a directory of steps. Writes nothing if it is equal.
+    """Replace the stored metadata of a directory of steps. Writes nothing if the metadata are equal.
 
     Raises:
         ValueError: it is not valid JSON, or longer than 16 MiB.

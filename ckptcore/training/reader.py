@@ -197,7 +197,7 @@ class StepReader(ExplainsAttributes):
         """Load a step that was saved as one tree.
 
         Args:
-            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`.
+            step: the step; None: the newest valid step. Damaged steps are skipped and listed in `skipped_steps`.
             abstract, framework, select, transforms, matching, report: as for `ckptcore.load`.
 
         Raises:
@@ -254,7 +254,7 @@ class StepReader(ExplainsAttributes):
         """Load a step that was saved as several objects.
 
         Args:
-            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If
+            step: the step; None: the newest valid step. Damaged steps are skipped and listed in `skipped_steps`. If
                 `abstract` and `into` name no objects, steps that lack an object are also skipped.
             abstract: new objects to build, as for `ckptcore.load_checkpointables`.
             into: objects to restore in place, by name.
@@ -304,7 +304,7 @@ class StepReader(ExplainsAttributes):
         """Wait for a newer step.
 
         Args:
-            after: wait for a step after this one; None: after the newest known step.
+            after: wait for a step after the given step; None: after the newest known step.
             timeout: seconds to wait; None: forever.
             poll_seconds: seconds between listings.
 
@@ -337,7 +337,7 @@ class StepReader(ExplainsAttributes):
         Steps that are deleted before they are yielded are left out. `pin` a step while you evaluate it.
 
         Args:
-            after: yield only steps after this one; None: all steps, including existing ones.
+            after: yield only steps after the given step; None: all steps, including existing ones.
             timeout: end after this many seconds without a new step; None: never.
             poll_seconds: seconds between listings.
         """
@@ -375,7 +375,7 @@ class CheckpointReader(StepReader):
     """Reads the steps of a directory. Does not disturb a job that writes there, and never sees a part of a step.
 
     Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps.
-    In a job of several processes every process creates one and calls the same methods in the same order. Only the
+    In a job of several processes every process creates a reader, and calls the same methods in the same order. Only the
     leader lists the directory.
     """
 
@@ -391,13 +391,13 @@ class CheckpointReader(StepReader):
 
         Args:
             directory: a path or URL, or a `RunDirectory`.
-            step_names: the names of step directories. None: those of `StepNames()`.
+            step_names: the names of step directories. None: the names of `StepNames()`.
             context: options.
 
         Raises:
             StorageError: it cannot be listed.
-            InvalidLocationError: it is a checkpoint, not a directory of steps; or it has no step but checkpoints whose
-                names do not match `step_names`.
+            InvalidLocationError: it is a checkpoint, not a directory of steps. Or it has checkpoints, but no steps,
+                because their names do not match `step_names`.
         """
         names, context = check_step_names(step_names), context or default_context()
         if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):

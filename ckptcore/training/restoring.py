@@ -84,7 +84,7 @@ class _SkippedCopies:
         reasons: the reason for each copy, in the order in which they were tried.
         last: the last error in this process; None if only other processes failed.
         changed: True if a failed load changed the target, so that the target does not have the state of any step.
-        all_gone: True if all copies tried so far were deleted; False if one was damaged.
+        all_gone: True if all copies tried so far were deleted; False if a copy was damaged.
         listed: True once steps were listed.
     """
 
@@ -143,7 +143,7 @@ class StepLoader:
         self.skipped_steps: tuple[SkippedStep, ...] = ()
 
     def load(self, step: int | None, loading: StepLoad[T]) -> T:
-        """Load a step; None: the newest step that is not damaged. Of several copies, load the best valid one.
+        """Load a step; None: the newest step that is not damaged. Of several copies, load the best valid copy.
 
         Raises:
             CheckpointNotFoundError: there is no such step.
@@ -158,7 +158,7 @@ class StepLoader:
         return self._load_newest(loading)
 
     def _load_named(self, step: int, loading: StepLoad[T]) -> T:
-        """Load a step. If no copy can be loaded, raise the error of the last one."""
+        """Load a step. If no copy can be loaded, raise the error of the last copy."""
         skipped = _SkippedCopies()
         *better, last = self._copies_of(step)
         for number in better:
@@ -179,7 +179,7 @@ class StepLoader:
         return value
 
     def _copies_of(self, step: int) -> Sequence[int]:
-        """Return the numbers of directories to load a step from, at least one. Of several, the leader chooses."""
+        """Return the numbers of the directories from which to load a step, at least one. The leader chooses them."""
         count = len(self._directories)
         if count == 1:
             return [0]
@@ -203,7 +203,7 @@ class StepLoader:
                 copy, is_moving = self._next(skipped)
             if not (skipped.all_gone and is_moving):
                 break
-            self._reload()  # another process has deleted the known steps and saved newer ones
+            self._reload()  # another process has deleted the known steps and saved newer steps
         self.skipped_steps = tuple(skipped.skipped)
         raise skipped.failure(self._steps.main.display) from skipped.last
 

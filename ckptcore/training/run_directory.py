@@ -198,7 +198,7 @@ class OwnedRun(Protocol):
         ...
 
     def take_errors(self) -> Sequence[BaseException]:
-        """Wait for the background deletions. Return their errors and those of other background work, each once."""
+        """Wait for the background deletions. Return their errors and the errors of other background work, each once."""
         ...
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class TerminationSignal:
             )
         self._received = False
         self._closed = False
-        # A weak reference: if this is dropped without close(), SIGTERM must still end the process.
+        # A weak reference: if this object is dropped without close(), SIGTERM must still end the process.
         reference = weakref.ref(self)
         self._previous: _Handler = signal.getsignal(signal.SIGTERM)
         previous = self._previous
@@ -81,7 +81,7 @@ class TerminationSignal:
     def close(self) -> None:
         """Restore the previous handler. Thread-safe. Further calls do nothing."""
         self._closed = True
-        # A handler that was installed later stays, and may still call this one. Only the main thread can restore a
+        # A handler that was installed later stays, and may still call this handler. Only the main thread can restore a
         # handler. In both cases the closed handler passes signals on.
         is_installed = signal.getsignal(signal.SIGTERM) is self._handler
         if is_installed and threading.current_thread() is threading.main_thread():
@@ -116,7 +116,7 @@ class SaveDecider:
 
     Attributes:
         last_save: the save that policies compare with.
-        last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
+        last_save_ended: when this process last committed a save, in seconds since the epoch; None before that.
         preempted: True if a process of the job had a notice of preemption at the last decision.
         was_skipped: True if the last decision dropped a save because another save was running. If the job decides
             together, this is set only on the leader.

@@ -43,7 +43,7 @@ class StepSaves:
         self.last_committed: int | None = None
 
     def __len__(self) -> int:
-        """Return the number of saves that are running, have an unretrieved error, or ended after the last one began."""
+        """Return the number of saves that are running, have an unretrieved error, or ended after the last `add`."""
         with self._lock:
             return len(self._saves)
 
@@ -123,14 +123,14 @@ class StepSaveRequest:
 
 
 class SaveOrders:
-    """Orders of the saves of a run's owner. A save has a higher order than the step it replaces. Used on the leader.
+    """Orders of the saves of a run's owner. A save has a higher order than the replaced step. Used on the leader.
 
     A run that was set back saves steps that exist already, perhaps only in another directory. Each of its saves has a
     higher order than every step with an equal or higher number that existed when this process began to own the run.
     """
 
     def __init__(self, directories: Sequence[StepDirectory]) -> None:
-        """Create orders for a run with these directories. Reads nothing yet."""
+        """Create orders for a run with the given directories. Reads nothing yet."""
         self._directories = directories
         self._last = SaveOrder()
         self._counted: int | None = None
@@ -138,7 +138,7 @@ class SaveOrders:
         self._newest = -1  # the highest step that got an order from `next`; it may not be committed yet
 
     def next(self, step: int, owner: int) -> SaveOrder:
-        """Return the order of a save of a step. Reads the roots of this step and later ones, each once.
+        """Return the order of a save of a step. Reads the roots of this step and later steps, each once.
 
         Args:
             step: the step.
@@ -157,9 +157,9 @@ class SaveOrders:
         return self._last
 
     def _highest(self, directory: StepDirectory, first: int) -> SaveOrder | None:
-        """Return the highest order of the steps from `first` on, and of the step before. None if one cannot be read.
+        """Return the highest order of the steps from `first` on, and of the step before. None if a root cannot be read.
 
-        In that case, the number of the owner alone makes the order higher than those of earlier owners.
+        In that case, the number of the owner alone makes the order higher than the orders of earlier owners.
         """
         known = directory.candidates()
         until = len(known) if self._counted is None else bisect.bisect_left(known, self._counted)

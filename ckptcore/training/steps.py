@@ -122,7 +122,7 @@ class StepDirectory:
         """Return the commit method of the directory.
 
         Args:
-            store: the storage, opened at the directory; None: the one for reading.
+            store: the storage, opened at the directory; None: the storage for reading.
         """
         return commit_method(self.store if store is None else store, runtime_of(self._context).storages.support)
 
@@ -173,7 +173,7 @@ class StepDirectory:
         return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
 
     def list_steps(self) -> Mapping[int, str]:
-        """List the names of steps, and replace the known ones. If none is committed, look for steps with other names.
+        """List the names of steps, and replace the known names. If none is committed, look for steps with other names.
 
         Takes one small request for the newest step, unless that step is cached. Takes requests for other names only if
         no step is committed.
@@ -212,7 +212,7 @@ class StepDirectory:
         self.replace({int(step): name for step, name in steps.items()}, since)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
-        """Return True if an entry is a checkpoint, even a damaged one; None if it is unfinished or cannot be read."""
+        """Return True if an entry is a checkpoint, damaged or not; None if it is unfinished or cannot be read."""
         try:
             ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
         except UncommittedCheckpointError:
@@ -223,7 +223,7 @@ class StepDirectory:
             self.warn_once("%s in %s is passed over: %s", name, self.display, error)
             return None
         except CheckpointError:
-            return True  # a checkpoint of several checkpointables, a damaged one, or one of a newer version
+            return True  # it has several checkpointables, is damaged, or has a newer version
         return True
 
     def expect_directory(self) -> None:
@@ -284,7 +284,7 @@ class StepDirectory:
     def _adopt(self, listing: Mapping[int, str]) -> None:
         """Read step names with the prefix that `list_steps` found. With default names, new steps get that prefix, too.
 
-        Otherwise the next process would find the new steps, and would not look for the old ones.
+        Otherwise the next process would find the new steps, and would not look for the old steps.
         """
         others = [name for name in listing.values() if self.names.parse(name) is None]
         if not others:

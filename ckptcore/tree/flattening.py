@@ -533,7 +533,7 @@ def own_values(
 ) -> tuple[Skeleton, Sequence[int | None]]:
     """Replace each stored dict of per-process values with the value of this process.
 
-    Loads without an abstract tree use it. A dict that was saved by another number of processes stays a dict by rank.
+    For loads without an abstract tree. A dict that was saved by another number of processes stays a dict by rank.
 
     Args:
         skeleton: the stored structure.

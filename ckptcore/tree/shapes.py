@@ -87,7 +87,7 @@ def _unflatten(
     of_state: Callable[[ObjectNode, object], object],
     made: dict[int, object],
 ) -> object:
-    """Build a node. `made` maps the ids of flattened containers to new ones, so that shared containers stay shared."""
+    """Build a node. `made` maps the ids of flattened containers to new containers, so that these stay shared."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
@@ -285,7 +285,7 @@ def restore(
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """Return the first leaf that must be replaced but that no container above it can replace; None if there is none.
+    """Return the first leaf that must be replaced, but cannot be replaced in its containers; None if there is none.
 
     Args:
         shape: the shape of the value.
@@ -328,7 +328,7 @@ def _is_replaced(node: ObjectNode) -> bool:
 
 
 def _children_are_live(shape: Container) -> bool:
-    """Return True if a container returns the same children each time; False if it builds new ones."""
+    """Return True if a container returns the same children each time; False if it builds new children."""
     again = shape.handler.flatten(shape.like).children
     return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
 
@@ -348,7 +348,7 @@ def _replaceable(shape: Container) -> Collection[int]:
 def shared_containers(shape: Shape, is_shared: Callable[[Container], object]) -> Sequence[tuple[range, range]]:
     """Find containers that are at several paths of a value. Return pairs of leaf ranges.
 
-    The first range of a pair is below the first path of a container. The second range is below another path of it.
+    The first range of a pair is below the first path of a container. The second range is below another path.
 
     Args:
         shape: the shape of the value.

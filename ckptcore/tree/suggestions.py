@@ -12,11 +12,11 @@ _MAX_LENGTH: Final = 300
 """Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
-"""A group of three letters that more names than this contain is ignored, unless the requested name has no rarer group.
+"""A group of three letters is ignored if more names than this contain it, unless the requested name has no rarer group.
 """
 
 _COMPARED: Final = 4
-"""Number of names to compare letter by letter: those with the most groups in common. This is the slowest step."""
+"""Number of names to compare letter by letter: the names with the most groups in common. This is the slowest step."""
 
 _FEW: Final = 16
 """If there are at most this number of names, all of them are compared."""
@@ -25,12 +25,12 @@ _FEW: Final = 16
 class NameSuggestions:
     """A search for similar names in bounded time.
 
-    It compares only a few names letter by letter: those that share the most groups of three letters with the requested
-    name. Beyond a limit of names or requests it finds nothing.
+    It compares only a few names letter by letter: the names that share the most groups of three letters with the
+    requested name. Beyond a limit of names or requests it finds nothing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Create a search in these names."""
+        """Create a search in the given names."""
         self._names = names
         self._requests = 0
         self._names_by_group: dict[str, list[int]] | None = None

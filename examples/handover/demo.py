@@ -99,8 +99,8 @@ def run_steps(report: Report, directory: Path) -> None:
     )
 
 
-def _furthest(found: Mapping[int, float], expected: Mapping[int, float]) -> float:
-    return max(abs(found[step] - loss) / loss for step, loss in expected.items())
+def _furthest(losses: Mapping[int, float], expected: Mapping[int, float]) -> float:
+    return max(abs(losses[step] - loss) / loss for step, loss in expected.items())
 
 
 def _mean(losses: Mapping[int, float], first: int, last: int) -> float:

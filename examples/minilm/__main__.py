@@ -3,7 +3,7 @@
 import os
 import sys
 
-# Before JAX is imported: four devices on one CPU, so that weights are sharded.
+# Set before JAX is imported: four devices on one CPU, so that weights are sharded.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 

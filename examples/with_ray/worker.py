@@ -47,11 +47,12 @@ class Worker:
         self.run: ckptcore.Checkpointer | None = None
 
     def join(self, job: str, size: int, directory: Path) -> int:
-        """Join the job, also again, and load the newest checkpoint. Return its step."""
+        """Join the job, or join it again, and load the newest checkpoint. Return its step; 0 without a checkpoint."""
         if self.run is not None:
             with contextlib.suppress(CheckpointError):  # the driver has this error already
                 self.run.close()
-        # All three are new: a coordinator and a Context count the exchanges of one incarnation of the job.
+        # A coordinator and a Context count the exchanges of one incarnation of the job. So both are new, and so is the
+        # Checkpointer.
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=RayCoordinator(job, self.rank, size)))
         self.run = ckptcore.Checkpointer(directory, context=context, preservation_policy=LatestN(2))
         if self.run.latest is None:

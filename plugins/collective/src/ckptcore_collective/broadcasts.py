@@ -25,7 +25,7 @@ READ_AHEAD: Final = 4
 """Maximum number of messages that are read before it is their turn to be sent."""
 
 _HEAD_BYTES: Final = 64
-"""Size of the header of a message. Keeps the elements aligned. Its first byte is `_FAILED` if the sender failed."""
+"""Size of the header of a message, which keeps the elements aligned. Its first byte is `_FAILED` after a failure."""
 
 _FAILED: Final = 1
 
@@ -66,7 +66,7 @@ class Broadcasts:
         """Run the exchange: read local shares, send and receive messages, and place each array once it is complete.
 
         Raises:
-            PeerFailure: if another process sent that it failed.
+            PeerFailure: if another process reported a failure.
             RankFailedError: if another process does not respond.
             Errors of reading and building, after everything was sent.
         """

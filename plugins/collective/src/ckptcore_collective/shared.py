@@ -111,7 +111,7 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 
     Args:
         plan: the plan of that rank.
-        own: by number in the plan, the leaf of each array that the rank requests.
+        own: the leaf of each array that the rank requests, by the number of the array in the plan.
     """
     if all(number == leaf for number, leaf in own.items()):
         return plan
@@ -300,7 +300,7 @@ class _NoChannels:
 
 
 def _transforms_of(checkpoint: Checkpoint) -> str:
-    """Return a description of the transforms, which must be equal on all ranks: they determine leaf numbers."""
+    """Return a description of the transforms. They must be equal on all ranks, because they determine leaf numbers."""
     text = "" if checkpoint.derived is None else checkpoint.derived.description
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_digest(text)})"
 
@@ -332,7 +332,7 @@ def _group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
     Args:
         rank: the rank.
         reads: the option `JobOptions.reads`.
-        hosts: by rank, the name of its host.
+        hosts: the name of the host of each rank.
     """
     if isinstance(reads, ReadGroups):
         return next((group for group in reads.groups if rank in group), (rank,))

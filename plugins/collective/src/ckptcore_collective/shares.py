@@ -18,13 +18,14 @@ RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
 ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
-"""A function that returns the chunks of an array, by its leaf number. All chunks are plain, or none. Empty: unknown."""
+"""A function that returns the chunks of an array, by its leaf number; empty if they are unknown. Either all chunks of
+an array are plain, or none is."""
 
 ReaderSet: TypeAlias = frozenset[int]
 """The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of messages except the last one, because each message costs a request, and ends at a block."""
+"""Minimum size of all messages but the last, because each message costs a request, and ends at a block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
@@ -109,7 +110,7 @@ def plan_shares(
     Args:
         specs: the requested arrays, by number of the leaf.
         requests: the distinct requests.
-        request_of: the number of its request, by rank, for all ranks of the exchange.
+        request_of: for each rank of the exchange, the number of its request.
         rank: the rank to plan for.
         sizes: limits of messages and rounds.
         chunks: returns the chunks of an array. Messages split neither blocks nor chunks that can only be read whole.
@@ -237,7 +238,11 @@ def _rounds(
 def _requested_cells(
     leaf: int, requests: Sequence[RequestedBoxes], ranks_of: Mapping[int, Sequence[int]]
 ) -> list[tuple[Box, ReaderSet, bool]]:
-    """Cut the requested boxes of an array into disjoint boxes. Return each, its requests, and True if it is uncut."""
+    """Cut the requested boxes of an array into disjoint boxes.
+
+    Returns:
+        Each box with the numbers of the requests that contain it, and True if it was not cut.
+    """
     readers_of: dict[Box, set[int]] = {}
     for number in ranks_of:
         for box in requests[number].get(leaf, ()):
@@ -324,7 +329,7 @@ def _chunk_lookup(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLooku
 
 
 def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
-    """Split cells at chunk boundaries. All cells of a chunk get the same members, and each member gets all cells."""
+    """Split cells at chunk boundaries. Every rank that requests a cell of a chunk becomes a member of all its cells."""
     parts = [list(index.parts(cell.box)) for cell in cells]
     members: dict[Box, set[int]] = {}
     for cell, of_cell in zip(cells, parts, strict=True):

@@ -89,8 +89,8 @@ class Update(PlainSave):
     def prepare(self, draft: SaveDraft) -> Save:
         """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
-        # Import the modules of the locks on this thread: a process that is forked while the thread of a save in the
-        # background imports a module hangs if it imports the module too.
+        # Import the modules of the locks now, on this thread. If the thread of a background save imported them, a
+        # process that is forked meanwhile would hang at its own import: the lock of the import would stay locked.
         for base in planned.bases:
             base_locks(base)
         return PlainSave.prepare(_PlannedUpdate(self.base, planned), draft._replace(descriptions=[written]))

@@ -7,14 +7,14 @@ Context that saves and loads them::
     ckptcore.save_checkpointables("step-10", checkpointables(engine), context=context)
     ckptcore.load_checkpointables("step-10", into=checkpointables(engine), context=context)
 
-Each process saves its own part into one checkpoint, and nothing is gathered on one process. The checkpoint has whole
-arrays, so it loads on another number of processes, and in another stage of ZeRO:
+Each process saves its own part into one checkpoint. Without ``gather_weights``, nothing is gathered on one process. The
+checkpoint has whole arrays, so it loads on another number of processes, and in another stage of ZeRO:
 
 ================  ====================================================================
 ``model``         the weights, as in the state dict of the module
 ``optimizer``     the state of each parameter, and the options of each group, in the
                   form of `ckptcore_torch.named_optimizers.NamedOptimizer`
-``fp32_weights``  the optimizer's own weights, if the model has other ones
+``fp32_weights``  the optimizer's own copy of the weights, if it has one
 ``engine``        counters, the loss scale, and the schedule of the learning rate
 ================  ====================================================================
 """
@@ -145,7 +145,7 @@ class Engines:
         return nullcontext()
 
     def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
-        """Return the sizes of the weights, or None if they are saved in slices."""
+        """Return the sizes of the weights. None if they are saved in slices, or if the model has adapters."""
         if has_adapters(model.module) or (has_sharded_weights(model) and not self._gathers(model)):
             return None
         if not has_sharded_weights(model):
@@ -233,7 +233,10 @@ class _EngineStateHandler(CheckpointableHandler):
         return lambda: self.restore(target, state)
 
     def restore(self, target: _EngineState, state: Any) -> None:
-        """Set the counters, and load the schedule and the loss scale. A static loss scale is an option, and is kept."""
+        """Set the counters, and load the schedule and the loss scale.
+
+        A static loss scale is an option of the engine, and is not changed.
+        """
         engine = target.engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])

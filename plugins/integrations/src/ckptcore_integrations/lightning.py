@@ -175,7 +175,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         }
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, if it exists. If a save is running, delete it after the save."""
+        """Delete a checkpoint, if it exists. After a save in the background, the next `wait` deletes the checkpoint."""
         path = expanded_location(path)
         if self._running is None:
             delete(path, self._context)
@@ -201,7 +201,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             delete(path, self._context)
 
     def link(self, path: str, link: str) -> None:
-        """Link to the checkpoint that was saved last, once it is committed."""
+        """Link to a checkpoint. After a save in the background, create the link once the save is committed."""
         running = self._running
         if running is None:
             replace_by_link(path, link, self._context)
@@ -231,7 +231,8 @@ class CheckState(Callback):
         """Check that the strategy of a training uses the `CkptcoreIO`.
 
         Raises:
-            CheckpointError: it does not use it, or it cannot load checkpoints that it saves with it.
+            CheckpointError: the strategy does not use the `CkptcoreIO`, or cannot load checkpoints that it saves with
+                the `CkptcoreIO`.
         """
         strategy = trainer.strategy
         if stage == TrainerFn.FITTING and isinstance(saver_of(strategy.checkpoint_io), CkptcoreIO):
@@ -240,10 +241,11 @@ class CheckState(Callback):
                     raise CheckpointError(f"plugins=[CkptcoreIO()] with {type(strategy).__name__}: {remedy}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the state that Lightning would save now. Rank 0 checks, and all ranks raise its error.
+        """Check the state that Lightning would save now. Rank 0 checks, and all ranks raise an error if it fails.
 
         Raises:
-            UnsupportedLeafError: lists what cannot be saved.
+            UnsupportedLeafError: raised on rank 0. Lists what cannot be saved.
+            CheckpointError: raised on the other ranks, with the message of rank 0.
         """
         io = saver_of(trainer.strategy.checkpoint_io)
         if isinstance(io, CkptcoreIO):
@@ -319,6 +321,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
         Raises:
             TreeMismatchError: the checkpoint differs from the model or the optimizers, and loading is strict.
+            CheckpointError: a fit needs the optimizers, and the checkpoint has none; or rank 0 failed.
         """
         path, stored = _by_leader(self, lambda: self._find(expanded_location(checkpoint_path)))
         model, module = self.model, self.lightning_module
@@ -337,7 +340,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         )
         set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=module.strict_loading))
         for optimizer, optimizer_state in zip(optimizers, state.get("optimizer_states", ()), strict=True):
-            # Not strict, because a parameter without a gradient so far has no state.
+            # Not strict, because a parameter that never had a gradient has no state.
             set_optimizer_state_dict(model, optimizer, optimizer_state, options=StateDictOptions(strict=False))
         others: dict[str, Any] = ckptcore.load(path, _others(stored), context=self._checkpoint_context)
         others = {name: part for name, part in others.items() if name not in _SHARDED}
@@ -399,11 +402,11 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=True, **options)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, whose tensors are sharded."""
+        """Return the state of an optimizer, with sharded tensors."""
         wrapped = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps optimizers in a class of its own
-        is_new = not wrapped.state  # equal on all ranks, because each has a shard of each parameter
+        is_new = not wrapped.state  # the same on all ranks: each has a shard of each parameter
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if is_new:  # drop the state of a step that PyTorch made only to create a state
+        if is_new:  # PyTorch made a step only to create the state: drop this state
             wrapped.state.clear()
             state = {**state, "state": {}}
         return state
@@ -426,7 +429,7 @@ _STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
 def _with_saved_parameters(states: list[Any], stored: dict[str, Any], path: _Path) -> list[Any]:
     """Return optimizer states that contain only the parameters with a state in the checkpoint.
 
-    An optimizer has no state for a parameter without a gradient so far, but PyTorch creates one to load into.
+    An optimizer has no state for a parameter that never had a gradient, but PyTorch creates such a state to load into.
 
     Raises:
         CheckpointError: the checkpoint has no optimizers.
@@ -480,8 +483,8 @@ def _others(stored: dict[str, Any]) -> dict[str, Any]:
 def _state_of(trainer: Any) -> dict[str, Any]:
     """Return the state that the Trainer would save now, with optimizers in place of their states.
 
-    Optimizers are used because sharded strategies make an optimizer step to create missing states. The result is empty
-    if a hook of the program fails because the training has not started.
+    The result contains the optimizers, because sharded strategies make an optimizer step to create states that do not
+    exist yet. The result is empty if a hook of the program fails, for example because the training has not started.
     """
     savers = trainer.checkpoint_callbacks
     only_weights = bool(savers) and all(getattr(saver, "save_weights_only", False) for saver in savers)
@@ -497,7 +500,10 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
-    """Call a function on rank 0, and return its result on all ranks. If it raises, all ranks raise."""
+    """Call a function on rank 0, and return its result on all ranks.
+
+    If the function raises, rank 0 raises the same error, and the other ranks raise a `CheckpointError`.
+    """
     outcome: tuple[_T | None, str] = None, ""
     failure: Exception | None = None
     if strategy.is_global_zero:
@@ -510,8 +516,8 @@ def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
         raise failure
     if message:
         raise CheckpointError(message)
-    found: _T = result
-    return found
+    value: _T = result
+    return value
 
 
 def _alone(context: Context | None) -> Context:

@@ -86,8 +86,8 @@ class Reference(NamedTuple):
         """Return the location if the recorded checkpoint is still there. Reads no array.
 
         Raises:
-            CheckpointNotFoundError: another save is there.
-            CheckpointError: there is no checkpoint, or it is damaged.
+            CheckpointNotFoundError: the location has no checkpoint, or one of another save.
+            CheckpointError: the checkpoint is damaged.
         """
         metadata = ckptcore.metadata(location, context=context)
         if metadata.digest != self.digest:

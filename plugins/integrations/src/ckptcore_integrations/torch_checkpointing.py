@@ -1,15 +1,14 @@
 """torch_checkpointing: a storage that uses ckptcore's storages, with durable files and atomic commits.
 
 `CkptcoreStorageConfig` is a `StorageConfig`: pass it as ``storage_config`` to a `CheckpointManager`. Paths are local
-paths or URLs such as ``s3://bucket/run/step_100``. Everything else
-in torch_checkpointing stays the same, including its files and formats.
+paths or URLs such as ``s3://bucket/run/step_100``. The files and formats of torch_checkpointing do not change.
 
-torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. With this storage a
-file is durable once it is closed, and file systems never replace another directory by the rename. Object stores cannot
-rename directories, and an earlier job may still write to them. So on object stores:
+torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. With this storage, a file is
+durable once it is closed. On file systems, the rename never replaces another directory. Object stores cannot rename
+directories, and an earlier job may still write to them. So on object stores:
 
-- Every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
-  processes of one process group: a restarted job has another id.
+- Every file of a checkpoint is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A
+  job is the processes of one process group: a restarted job has another id.
 - The rename creates the list of the objects of its job, ``files.ckptcore.json``, if no list exists. Without a list the
   checkpoint does not exist, and objects that are not in the list are ignored. Nothing is deleted before the commit.
 """
@@ -60,7 +59,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 
 _MAX_LIST_BYTES: Final = 1 << 26
 _DEPTH: Final = 4
-"""Maximum number of directories above a file within its checkpoint."""
+"""Maximum number of names in the path of a file within its checkpoint, including the name of the file."""
 
 _COPY_BYTES: Final = 8 << 20
 """Bytes of a file that are copied at a time."""
@@ -68,11 +67,13 @@ _COPY_BYTES: Final = 8 << 20
 
 @dataclass
 class CkptcoreStorageConfig(StorageConfig):
-    """Stores checkpoints on the storages of ckptcore. Can be pickled, for the process that writes.
+    """Stores checkpoints on the storages of ckptcore.
+
+    Can be pickled, so that it can be sent to the process that writes.
 
     Attributes:
-        context: options, such as those of storages; None: the default.
-        temp_dir_prefix: the option of the same name of the `CheckpointWriterConfig`.
+        context: options, such as those of storages; None for the default.
+        temp_dir_prefix: must equal ``temp_dir_prefix`` of the `CheckpointWriterConfig`.
     """
 
     context: Context | None = None
@@ -112,10 +113,12 @@ class _Place(NamedTuple):
     """A path on an object store.
 
     Attributes:
-        directory: the URL of the directory of checkpoints.
-        checkpoint: the name of a checkpoint in it; empty if none is known.
-        file: the path within the checkpoint; empty for the checkpoint itself.
-        pending: True if the path is in the temporary directory of the checkpoint.
+        directory: the URL of the directory that contains the checkpoint. If the path is not pending, the URL of the
+            directory that contains the path.
+        checkpoint: the name of the checkpoint; empty if the path is not pending.
+        file: the path within the checkpoint; empty for its temporary directory. If the path is not pending, the last
+            name of the path.
+        pending: True if the path is the temporary directory of a checkpoint, or in it.
     """
 
     directory: str
@@ -140,7 +143,9 @@ class CkptcoreStorage(Storage):
     # --- read
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Open a file. The stream reads ranges, unless `ReadArgs.pre_read_full_file` requires the whole file.
+        """Open a file. The stream reads ranges if there are `ReadArgs` without ``pre_read_full_file``.
+
+        Otherwise it contains the whole file.
 
         Raises:
             FileNotFoundError: there is no such file, or it is not committed.
@@ -200,7 +205,9 @@ class CkptcoreStorage(Storage):
         """Return a stream. Its file exists and is durable once the stream is closed without an error.
 
         Raises:
-            FileExistsError: the path is in the temporary directory of a checkpoint that is committed.
+            FileExistsError: the path is in a committed checkpoint in an object store, or in the temporary directory of
+                one.
+            OSError: in an object store, the path has too many directories within the checkpoint.
         """
         url = _url(path)
         if url is None:
@@ -213,7 +220,7 @@ class CkptcoreStorage(Storage):
         elif self._committed(url) is not None:
             raise _occupied(url)
         if place.file.count("/") >= _DEPTH:
-            raise OSError(errno.ENAMETOOLONG, f"it is more than {_DEPTH} directories below its checkpoint", url)
+            raise OSError(errno.ENAMETOOLONG, f"it is more than {_DEPTH - 1} directories below its checkpoint", url)
         return OutputStream(storage.open_writer(self._key(place)))
 
     def write(self, path: Path, data: Buffer) -> None:
@@ -240,8 +247,10 @@ class CkptcoreStorage(Storage):
 
         Raises:
             FileExistsError: the destination exists, or another job committed it during the call.
-            OSError: an object store cannot rename the directory, because its name is not the temporary name of
-                `dst_path`; or two jobs write the same checkpoint.
+            FileNotFoundError: this job wrote nothing to the temporary directory of a checkpoint in an object store.
+            OSError: the paths are on different storages. Or an object store cannot rename the directory, because it is
+                not the temporary directory of `dst_path`, or because a directory within the checkpoint has the
+                temporary prefix.
         """
         source, destination = _url(src_path), _url(dst_path)
         if (source is None) != (destination is None):
@@ -264,7 +273,8 @@ class CkptcoreStorage(Storage):
 
         Raises:
             FileNotFoundError: there is no such file.
-            PermissionError: it is a file of a committed checkpoint in an object store, which `rmdir` deletes.
+            PermissionError: it is a file of a committed checkpoint in an object store. Delete the checkpoint with
+                `rmdir`.
         """
         url = _url(path)
         if url is None:
@@ -276,7 +286,12 @@ class CkptcoreStorage(Storage):
         storage.delete([key])
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory with its contents. The list of a committed checkpoint is deleted before its files."""
+        """Delete a directory with its contents. The list of a committed checkpoint is deleted before its files.
+
+        Raises:
+            FileNotFoundError: in an object store, the path is within a temporary directory, or is the temporary
+                directory of a committed checkpoint.
+        """
         url = _url(path)
         if url is None:
             self._local.rmdir(path)
@@ -379,11 +394,11 @@ class CkptcoreStorage(Storage):
             files = [key.removeprefix(start).partition("/")[2] for key in storage.list(start.removesuffix("/"))]
             return _first_names(files, place.file)
         storage = self._open(url)
-        found = storage.list_names()
-        if f"{_OBJECTS}/" in found:
+        entries = storage.list_names()
+        if f"{_OBJECTS}/" in entries:
             return []  # a checkpoint that is not committed
-        names = [name for name in found if not name.endswith("/")]
-        for name in [name[:-1] for name in found if name.endswith("/")]:
+        names = [name for name in entries if not name.endswith("/")]
+        for name in [name[:-1] for name in entries if name.endswith("/")]:
             within = storage.list_names(name)
             pending = f"{_OBJECTS}/" in within and _LIST not in within
             names.append(f"{self._prefix}{name}" if pending else name)
@@ -466,7 +481,7 @@ class _Listed(NamedTuple):
 
     Attributes:
         job: the id of the job that wrote them.
-        sizes: by file, its size in bytes.
+        sizes: the size of each file, in bytes.
     """
 
     job: str

@@ -54,13 +54,13 @@ class CkptcoreManager(BaseCheckpointManager):
     """Saves the steps of a Trainer of TorchTitan, and resumes from the newest valid one.
 
     All ranks save one checkpoint together. A save returns once the state is copied, and writes while training
-    continues. A failed save is raised by the next save, or when the Trainer is closed. Old steps beyond
+    continues. The error of a failed save is raised by the next save, or when the Trainer is closed. Old steps beyond
     ``keep_latest_k`` are deleted after a commit. The newest valid step is never deleted. Loading runs no code from a
     checkpoint.
 
     Attributes:
         context: options, such as those of storages, for all managers of the class. Set it in a subclass with its
-            own ``Config``. It is not in the configuration, because TorchTitan sends that to its loggers.
+            own ``Config``. It is not in the configuration, because TorchTitan sends the configuration to its loggers.
     """
 
     context: Context | None = None
@@ -70,7 +70,8 @@ class CkptcoreManager(BaseCheckpointManager):
         """The options of TorchTitan's managers.
 
         Attributes:
-            async_mode: "async": write in the background, from a copy. "disabled": return once a step is committed.
+            async_mode: "async": write in the background, from a copy. "disabled": return once a step is committed. The
+                save of the last step always returns once it is committed.
             layout: the on-disk format of arrays. TorchTitan's own manager reads "dcp".
 
         Raises:
@@ -139,7 +140,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 preservation_policy=LatestN(config.keep_latest_k) if config.keep_latest_k else None,
                 step_names=_NAMES,
                 layout=config.layout,
-                if_in_use="take over",  # a running job keeps the directory if it renews a lease
+                if_in_use="take over",  # does not take the directory from a running job that renews its lease
                 other_files=True,  # as TorchTitan does
                 context=self.context,
             )
@@ -148,7 +149,7 @@ class CkptcoreManager(BaseCheckpointManager):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # of the base class
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # a method of the base class
         """Save a step if it is due. Return True if it is saved, or being saved."""
         writer = self._writer
         if writer is None or not self._is_due(curr_step, last_step=last_step):
@@ -176,7 +177,8 @@ class CkptcoreManager(BaseCheckpointManager):
         if not self.config.last_save_in_hf:
             writer.save_blocking(step, weights, overwrite="best-effort")
             return
-        # Ranks hold shards, but files for Hugging Face have whole tensors. A killed process may leave both directories.
+        # Ranks hold shards, but files for Hugging Face have whole tensors. So save the shards, and copy them to whole
+        # tensors. If a process is killed, the directory of the shards may remain.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
         ckptcore.save(
             shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="with-other-files", context=self.context
@@ -238,7 +240,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 f"{', '.join(map(str, self._reader.steps)) or '(none)'}"
             )
         objects = self._objects_to_load(only_model=expected == 0)  # a seed checkpoint
-        with contextlib.suppress(CorruptCheckpointError):  # then the step before it is loaded
+        with contextlib.suppress(CorruptCheckpointError):  # `load_into` raises it, or loads an earlier step
             _forget_states_not_saved(objects, self._reader.metadata(expected).abstract)
         state = self._state(objects)
         self._reader.load_into(state, step=None if step == -1 else step, matching=_PART)
@@ -316,7 +318,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
-    """Remove the states of parameters without a stored state: they had no gradient before the save.
+    """Remove the states of parameters that have no stored state, because they had no gradient before the save.
 
     To create states to load into, TorchTitan's container makes a step with zeros.
     """

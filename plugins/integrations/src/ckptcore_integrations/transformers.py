@@ -12,7 +12,7 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed atomi
 ``random``                        the random generators of each process, as the Trainer writes them
 ``trainer_state.json``            the Trainer's state, which includes the position in the data
 ``config.json`` and others        other files that the Trainer writes
-``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory; not with FSDP
+``model.safetensors.index.json``  lets ``from_pretrained`` open ``model``; not with FSDP, or ZeRO 3 without gathering
 ``adapter_model.safetensors``     adapters as PEFT writes them, instead of the index, and ``adapter_config.json``
 ================================  ====================================================================
 """
@@ -83,17 +83,19 @@ class CheckpointMixin(_Trainer):
     All processes of a job must see the same ``output_dir``, except with ``save_on_each_node``: then each node saves its
     own checkpoint.
 
-    For a model with PEFT adapters, a checkpoint contains the tensors that are trained, and the files that PEFT writes.
-    With FSDP, all processes save their shards into one checkpoint, which any number of processes can load.
+    For a model with PEFT adapters, a checkpoint also contains the files that PEFT writes, and ``model`` contains only
+    the tensors that the training may change. With FSDP, ``model`` is the whole model: all processes save their shards
+    into one checkpoint, which any number of processes can load.
 
     Attributes:
         save_in_background: True to return from a save once the state is copied, and to write while the training
             continues. A failed save then raises at the next save, or at the end of the training.
 
     Raises:
-        NotImplementedError: by `train`, with XLA, SageMaker, `PeftMixedModel`, adapters with FSDP 1, or
-            ``save_on_each_node`` with shards.
-        UnsupportedLeafError: by `train`, before the first step; lists what cannot be saved or restored.
+        NotImplementedError: raised by `train` with XLA, SageMaker, `PeftMixedModel`, adapters with FSDP 1, an adapter
+            that has the name of another part of the checkpoint, a model that Transformers sharded when it was loaded,
+            or ``save_on_each_node`` with FSDP or DeepSpeed.
+        UnsupportedLeafError: raised by `train` before the first step. Lists what cannot be saved or restored.
     """
 
     save_in_background = False
@@ -210,7 +212,10 @@ class CheckpointMixin(_Trainer):
         return ObjectWithFiles(write, super()._load_rng_state)
 
     def _weights_to_write(self, kind: TrainingKind) -> dict[str, Any] | None:
-        """Return the adapter weights that the Trainer writes into files. None: PEFT collects them itself."""
+        """Return the adapter weights that the Trainer writes into files; empty for a model without adapters.
+
+        None means that PEFT collects the weights itself.
+        """
         if not has_adapters(self.model):
             return {}
         if kind.is_whole:
@@ -224,7 +229,7 @@ class CheckpointMixin(_Trainer):
         return gathered_adapters(self.model_wrapped)
 
     def _other_files(self, weights: dict[str, Any] | None) -> Mapping[str, bytes]:
-        """Return the Trainer's files other than weights, an index of the weights, and its state."""
+        """Return the Trainer's files without weights, but with an index of the weights and the Trainer's state."""
         sizes = self._kind().sizes_of_weights(self.model_wrapped)
         with temporary_directory("of the files of the Trainer") as name:
             directory = Path(name)
@@ -270,7 +275,7 @@ class CheckpointMixin(_Trainer):
             for nested in _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE):
                 (exported / nested).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(checkpoint_folder, nested), exported / nested)
-            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # upload the model alone from there
+            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # uploads only the exported model
             try:
                 super()._push_from_checkpoint(os.fspath(exported))
             finally:
@@ -414,8 +419,8 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
         The path of ``checkpoint-<step>``, or None if there is no checkpoint to resume from.
 
     Raises:
-        CheckpointError: it is unknown if a step newer than all sound ones is damaged, for example because it has
-            unknown files, or cannot be read.
+        CheckpointError: a step that is newer than all sound steps may be damaged, but this is not certain, for example
+            because the step has unknown files or cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     answers: list[str | CheckpointError | None] = [None]
@@ -447,7 +452,8 @@ def export_pretrained(
         overwrite: True to replace it.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or the destination exists.
+        CheckpointError: the checkpoint is missing or damaged, has adapters instead of a whole model, or has files in
+            subdirectories. Or the destination exists and `overwrite` is False.
     """
     directory = Path(checkpoint)
     names = check_files(directory)

@@ -37,9 +37,9 @@ _numbers: Final = itertools.count()
 class CheckpointLoader(BaseModelLoader):
     """Loads the weights of a model from a checkpoint.
 
-    A worker reads the boxes of its shard in batches. The workers of a tensor-parallel group read for each other, so
-    that the storage delivers each byte once. Exception: for models that are quantised during the load, each worker
-    reads the boxes of a layer itself when the layer is quantised.
+    Weights are read in batches. The workers of a tensor-parallel group read for each other, so that the storage
+    delivers each byte once. Exception: for models that are quantised during the load, each worker reads its boxes of a
+    layer itself when the layer is quantised.
 
     Options in ``model_loader_extra_config``:
 
@@ -53,8 +53,9 @@ class CheckpointLoader(BaseModelLoader):
         ``"broadcast"``, the default: workers read for each other. ``"all"``: each worker reads for itself, which is
         faster if all workers are on one host that has the checkpoint in its page cache.
     ``batch_bytes``
-        Size of the arrays of a batch, in bytes. Default: 1 GiB. A worker needs memory for the arrays of a batch, or
-        with ``reads="all"`` only for its boxes of them. If a model lists all weights first, they are one batch.
+        Size of the arrays of a batch, in bytes. Default: 1 GiB. A worker needs memory for all arrays of a batch. With
+        ``reads="all"`` it needs memory only for its own boxes. If a model collects all weights into a list before it
+        copies any, all of them are one batch.
 
     The name of a weight is its path below the subtree, with dots between keys. It must be the name in files of
     Hugging Face. Values that are not arrays are not passed to the model.
@@ -139,7 +140,10 @@ class CheckpointLoader(BaseModelLoader):
         return location
 
     def _context_of_group(self) -> Context:
-        """Return options for loads by all workers of the tensor-parallel group, or by one worker without a group."""
+        """Return options for loads by all workers of the tensor-parallel group.
+
+        Without a group, or with ``reads="all"``, return the options for loads by one worker.
+        """
         if self._together == "all" or not parallel_state.model_parallel_is_initialized():
             return self._context
         group, job = parallel_state.get_tp_group(), store_of_job()

@@ -36,8 +36,8 @@ class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: for each worker, its boxes. Each box has the position, among all devices, of the
-            worker's first device with this box.
+        boxes: for each worker, its boxes. The value of a box is the position of the worker's first device with this
+            box, counted among all devices.
         workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """
@@ -128,7 +128,7 @@ class ColocatedExecutor(StagedExecutor):
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return an id of the array object, because only the workers know the addresses of its elements."""
+        """Return an id of the array object, because only the workers know the addresses. None for abstract arrays."""
         return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
@@ -150,7 +150,9 @@ class ColocatedExecutor(StagedExecutor):
             numbers: dict[int, int] = {}
             of_leaf = []
             for box in leaf.boxes:
-                outer, position = next((outer, found) for outer, found in positions.items() if outer.contains(box))
+                outer, position = next(
+                    (outer, position) for outer, position in positions.items() if outer.contains(box)
+                )
                 if position not in numbers:
                     numbers[position] = len(parts)
                     parts.append(array.addressable_data(position))  # a reference, not a copy
@@ -248,7 +250,7 @@ def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     """Return the CPU device on the host of each device.
 
     JAX may match CPU devices by the order of the devices. Therefore this function requests the CPU
-    devices of all devices at once.
+    devices of all devices in one call.
     """
     if all(device.platform == "cpu" for device in devices):
         return devices

@@ -18,7 +18,7 @@ __all__ = ["StagedExecutor"]
 class StagedExecutor(ABC):
     """A `ckptcore.protocols.Executor` whose workers run stages.
 
-    Subclasses implement the leaf types, and the transport of stages and elements. Every method that
+    Subclasses implement access to leaves, and the transport of stages and elements. Every method that
     calls a worker raises `RankFailedError` if the worker failed. The error names the worker.
     Thread-safe.
     """

@@ -46,7 +46,7 @@ class DcpLayout(Layout):
             hash. Object stores limit the request rate per key prefix; spreading avoids that limit.
             1: always; None: never.
         checkpoint_id, save_id: ids in ``.metadata``, where ``torch.distributed.checkpoint.save``
-            stores the location and a random id. None: no id.
+            stores the location and a random id. None for no id.
         items: names of values whose bytes are a file of ``torch.save``. The file is stored as it
             is, so that torch loads the object in it. ``ckptcore.load`` returns the bytes.
     """
@@ -80,7 +80,7 @@ class DcpLayout(Layout):
             raise ValueError(f"DcpLayout(items=...): the state has no bytes named {sorted(missing)[:20]}")
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the file of this process. Values are written by the leader."""
+        """Write the file of this process. The leader also writes the values, except in a session."""
         plan = snapshot.plan
         # In a session no process knows all values, so `finish` writes them.
         values = self._names.of(plan.tree).values if plan.rank == 0 and plan.session is None else ()
@@ -95,7 +95,7 @@ class DcpLayout(Layout):
         }
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Write ``.metadata`` and return the table of elements.
+        """Write ``.metadata`` and return the table of elements. After a session, also write the values.
 
         ckptcore loads with this table alone, without reading ``.metadata`` or zip headers.
         """
@@ -127,7 +127,7 @@ class DcpLayout(Layout):
         return _METADATA if self._tag else None
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
-        """Replace the column of leaf numbers."""
+        """Replace the leaf numbers in the column ``leaf``."""
         columns: Any = state  # the caller handles the errors of a hostile state
         return {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
 

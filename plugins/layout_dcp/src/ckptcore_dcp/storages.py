@@ -280,9 +280,9 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             if not isinstance(key, str):
                 raise TypeError("a file name is expected")
             start, nbytes, size, crc, descriptor, compression = [
-                _natural(one) for one in (start, nbytes, size, crc, descriptor, compression)
+                _natural(number) for number in (start, nbytes, size, crc, descriptor, compression)
             ]
-            (skip,) = [_natural(one) for one in skips] or [0]
+            (skip,) = [_natural(number) for number in skips] or [0]
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1, skip))
             if compression != DEFLATED and compression not in _FORMS.values():
                 raise ValueError("the compression of a storage is unknown")
@@ -431,7 +431,7 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Split a box into parts with nearby elements. Yields the box itself if its elements overlap."""
+    """Split a box into parts with nearby elements. Yields the box itself if its elements may overlap."""
     reach = 1
     for stride, extent in sorted(zip(strides, box.shape, strict=True)):
         if extent > 1 and stride < reach:

@@ -1,7 +1,7 @@
 """Reading of arrays in storages: directly, or as a stream if they are deflated or not in C order.
 
 A deflated storage is decompressed from its beginning, in blocks, directly into the arrays that need
-its elements. Its last stream is kept, because a conversion reads an array in several parts, in order.
+its elements. The last stream is kept, because a conversion reads an array in several parts, in order.
 """
 
 from __future__ import annotations

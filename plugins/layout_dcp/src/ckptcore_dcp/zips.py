@@ -3,8 +3,8 @@
 The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members after them, data
 descriptors after members whose header has no sizes (4.3.9), the directory (4.3.12), and its end
 (4.3.14 to 4.3.16). ``torch.save`` writes uncompressed members, aligned to 64 bytes by an extra
-field of the local header, each followed by a data descriptor. Every number in a zip is hostile
-until it has been checked against the bytes that exist.
+field of the local header, each followed by a data descriptor. Numbers in a zip are untrusted, and are checked against
+the bytes that exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckptcore_dcp.zip_directories import (
 _ALIGNMENT: Final = 64
 """Minimum alignment of member content written by torch."""
 _NEAR_BYTES: Final = 1 << 16
-"""Local headers at most this far apart are read in one request."""
+"""Local headers at most this far apart are read in one request, up to 4 MiB."""
 
 _MAX_PICKLE_GROWTH: Final = 16
 """Maximum ratio of a pickle to its stored size. torch.save does not compress; recompressed pickles reach about 5."""
@@ -100,7 +100,7 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
         limit: maximum decompressed length, in bytes.
 
     Raises:
-        CorruptCheckpointError: it is longer than `limit`, or does not decompress to the stated size.
+        CorruptCheckpointError: it is longer than `limit`, is cut off, or does not decompress to the stated size.
         ChecksumError: the CRC-32 differs.
     """
     stop = member.start + member.nbytes

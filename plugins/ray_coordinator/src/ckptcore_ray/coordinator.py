@@ -111,10 +111,10 @@ class RayCoordinator:
         return payloads[0] if payload is None else payload
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
+        """Return the ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
 
         Raises:
-            RankFailedError: if the job's actor has failed.
+            RankFailedError: if the job's actor has failed or does not answer.
         """
         try:
             progress: JobProgress = self._actor.progress.remote().future().result(_ANSWER_SECONDS)

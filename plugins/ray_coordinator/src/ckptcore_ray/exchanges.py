@@ -14,7 +14,7 @@ from ckptcore_ray.progress import JobProgress, RankProgress, Waiting
 
 @dataclass(frozen=True, slots=True)
 class RankMembership:
-    """Membership of a rank in one incarnation. Each join returns a new one.
+    """Membership of a rank in one incarnation. Each join returns a new membership.
 
     Attributes:
         rank: number of the rank.
@@ -224,7 +224,7 @@ class Exchanges:
         return self._over is not None
 
     def awaited(self) -> frozenset[int]:
-        """Ranks for which others wait now."""
+        """Return the ranks for which other ranks wait now."""
         return frozenset(rank for exchange in self._exchanges() if exchange.waiting for rank in exchange.missing)
 
     def progress(self, name: str, incarnation: int, joined: frozenset[int]) -> JobProgress:
@@ -283,7 +283,7 @@ class Exchanges:
                 del self._open[kind, exchange.key]
 
     async def _wait(self, exchange: _Exchange, rank: int, seconds: float) -> Outcome:
-        """Wait for the needed payloads, and return them."""
+        """Wait for the needed payloads, and return them. Return another outcome if the wait fails."""
         if exchange.missing and self._over is None:
             failed = next((missing for missing in exchange.missing if missing in self._failed), None)
             if failed is not None:

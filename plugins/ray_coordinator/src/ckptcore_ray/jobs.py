@@ -17,7 +17,7 @@ from ckptcore_ray.progress import JobProgress
 __all__ = ["RayJob", "find_job", "lost_job_message", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
-"""Maximum number of simultaneous exchanges of one rank. Each thread that saves has one exchange at a time."""
+"""Assumed maximum of simultaneous exchanges of one rank. Each thread that saves has one exchange at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ def find_job(name: str, *, namespace: str | None = None) -> RayJob:
     """Return the job of this name, in any Ray process. The result does not keep the job alive.
 
     Args:
-        name, namespace: the arguments of `make_job`.
+        name: name of the job.
+        namespace: Ray namespace of the job; None for the namespace of this process.
 
     Raises:
         PluginError: if there is no such job.

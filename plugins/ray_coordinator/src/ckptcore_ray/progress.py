@@ -37,7 +37,8 @@ class RankProgress:
         rank: number of the rank.
         state: state of the rank.
         reason: how the actor of the rank failed. Empty if it did not fail.
-        exchanges: number of exchanges that the rank has entered.
+        exchanges: number of exchanges that the rank has entered. A broadcast that it tries again after a timeout counts
+            again.
         last: key of the latest exchange; None before the first.
         waiting: exchanges in which the rank waits, oldest first.
     """

@@ -171,7 +171,7 @@ def _name(element: ElementTree.Element) -> str:
 
 
 _MAX_BATCH_SIZE: Final = 256
-"""https://learn.microsoft.com/rest/api/storageservices/blob-batch"""
+"""Maximum number of blobs in a batch. See https://learn.microsoft.com/rest/api/storageservices/blob-batch."""
 
 _MAX_PARTS: Final = 254
 _MAX_LENGTH: Final = 1024 - len(TEMPORARY_INFIX) - 32
@@ -181,7 +181,7 @@ _COPY_STATUS: Final = "x-ms-copy-status"
 _FIRST_COPY_SECONDS: Final = 0.05
 _MAX_COPY_SECONDS: Final = 2.0
 _ALL_COPY_SECONDS: Final = 3600.0
-"""Time between two checks of a running copy (first and longest), and in total.
+"""Seconds between two checks of a running copy, at first and at most, and the maximum for all checks together.
 
 A copy inside one account is usually complete when its request returns.
 """
@@ -201,8 +201,8 @@ class AzureContainer(Bucket):
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload of blocks.
 
-        A put of another process to the same key would discard the blocks. Therefore new blobs are
-        uploaded under another name, and then copied.
+        A put of another process to the same key would discard the blocks. Therefore, with `if_absent`,
+        the blob is uploaded under another name, and then copied.
         """
         return CopiedUpload(self, key, partial(BlockUpload, self), self._copy) if if_absent else BlockUpload(self, key)
 
@@ -291,7 +291,8 @@ class AzureContainer(Bucket):
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete blobs in batches.
 
-        With a shared access signature, delete them one by one. A missing blob is not an error.
+        With a shared access signature, delete each blob with its own request, on several threads. A missing blob is not
+        an error.
 
         `check` is called before each try. With a signature, several threads call it.
         """
@@ -320,7 +321,10 @@ class AzureContainer(Bucket):
 
 
 _CONTAINER: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9](-?[a-z0-9])*|\$web")
-"""https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata"""
+"""Valid names of containers.
+
+See https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata.
+"""
 
 _HOST: Final = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)+")
 _CLOUDS: Final = (

@@ -27,7 +27,7 @@ class AzurePlugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {scheme: partial(self._open, scheme) for scheme in _SCHEMES}
 
     @hookimpl
@@ -54,4 +54,4 @@ def _refuse(url: str, options: StorageOptions) -> StorageBackend:
 
 
 PLUGIN: Final = AzurePlugin()
-"""The entry point. It keeps connections open until the process ends."""
+"""The entry point. It keeps the connections to the containers that were used last."""

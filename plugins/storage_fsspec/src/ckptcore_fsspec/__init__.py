@@ -8,7 +8,7 @@ Importing it does not import fsspec.
     opening        opens a storage from a URL and options
     file_systems   cache of fsspec file systems in this process
     storage        objects below a path of a file system, also read-only
-    write_methods  writing of objects, and the order of pieces that arrive out of order
+    write_methods  writing of objects, and sorting of pieces that arrive out of order
     web            http:// and https://
     failures       conversion of errors
 """

@@ -37,8 +37,7 @@ _STATUS_NAMES: Final = ("status", "status_code", "code")
 
 def first_line(error: BaseException) -> str:
     """Return the type and the start of the message of an error, in one line."""
-    # redact before cutting: a cut could remove the end of a password in a URL, so that it is not
-    # recognised
+    # Redact before cutting: without its end, a password in a URL would not be recognised.
     text = redacted(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:_MAX_MESSAGE_LENGTH]}" if text else type(error).__name__
 

@@ -242,7 +242,10 @@ class FsspecStorage(StorageBackend):
         return sorted(self._connection.request(f"cannot list {self._url}", names))
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
-        """List the sizes in bytes of all objects in a directory, by key. Return None if listings lack some sizes."""
+        """List the sizes in bytes of all objects in a directory, by key.
+
+        Return None if listings lack some sizes, or if the file system has no recursive listing of its own.
+        """
         below = self._directory(prefix)
         if not _lists_recursively(self._connection.get()):
             return None
@@ -251,9 +254,9 @@ class FsspecStorage(StorageBackend):
             system.invalidate_cache(below)
             return _listed_sizes(system, below)
 
-        found = self._connection.request(f"cannot list {self._url}", listed)
-        sizes = {path[len(self._root) + 1 :]: size for path, size in found.items() if type(size) is int}
-        return sizes if len(sizes) == len(found) else None
+        sizes_by_path = self._connection.request(f"cannot list {self._url}", listed)
+        sizes = {path[len(self._root) + 1 :]: size for path, size in sizes_by_path.items() if type(size) is int}
+        return sizes if len(sizes) == len(sizes_by_path) else None
 
     # --- paths
 

@@ -32,7 +32,7 @@ _SECONDS_TO_CONNECT: Final = 30.0
 _SECONDS_BETWEEN_BYTES: Final = 60.0
 _PIECE_BYTES: Final = 1 << 20
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
-"""RFC 9110, section 14.4."""
+"""The header ``Content-Range`` (RFC 9110, section 14.4)."""
 
 
 @dataclass(frozen=True, slots=True)

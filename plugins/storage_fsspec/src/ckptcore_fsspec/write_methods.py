@@ -61,7 +61,7 @@ class WriteMethod(Protocol):
     """Method of writing and deleting objects, for one kind of file system."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object completely or not at all."""
+        """Write an object. No reader sees a part of it; without replacing renames, the old one may be missing."""
         ...
 
     def begin(self, path: str) -> Sink:
@@ -137,7 +137,7 @@ class _Stream:
 
 
 class _SpooledWrites:
-    """Writes to other object stores, whose streams may expose incomplete objects.
+    """Writes to object stores that are not asynchronous, whose streams may expose incomplete objects.
 
     A local file collects the data first.
     """
@@ -289,7 +289,7 @@ _COPY_BYTES: Final = 1 << 20
 class InOrderWriter:
     """Writes pieces of an object to a stream in the order of their offsets. Thread-safe.
 
-    The next piece goes to the stream at once. Pieces that arrive too early are kept in memory up to
+    The next piece goes to the stream immediately. Pieces that arrive too early are kept in memory up to
     a limit, and then in a local file. While one thread writes, other threads wait, so that most
     pieces need not be copied.
     """

@@ -21,7 +21,7 @@ class GcsPlugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {"gs": self.open, "gcs": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -34,4 +34,4 @@ class GcsPlugin:
 
 
 PLUGIN: Final = GcsPlugin()
-"""The entry point. It keeps connections open until the process ends."""
+"""The entry point. It keeps the connections to the buckets that were used last."""

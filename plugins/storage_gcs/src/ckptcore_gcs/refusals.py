@@ -127,4 +127,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "ParseError": Refusal(400, _K.OTHER),
     "WrongUrlForUpload": Refusal(400, _K.OTHER),
 }
-"""Refusals by code of the XML API, or by reason of the JSON API with a capital first letter."""
+"""Refusals by code of the XML API, or by reason of the JSON API with a capital first letter.
+
+The reason ``quotaExceeded`` has its own key, as it does not mean the same as the code.
+"""

@@ -1,4 +1,4 @@
-"""`GcsService`: implements the `Service` protocol of ckptcore_obstore for one bucket."""
+"""`GcsService`: the `Service` of ckptcore_obstore for one bucket."""
 
 from __future__ import annotations
 

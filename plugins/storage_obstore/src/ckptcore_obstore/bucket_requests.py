@@ -331,7 +331,8 @@ class BucketRequests:
     def run_head(self, key: str, request: Callable[[], T]) -> T:
         """Send a HEAD request for an object.
 
-        If it fails, send a GET request, whose response has a body with the reason.
+        If it fails without a reason, send a GET request, whose response has a body with the reason. If
+        the GET request succeeds, send the HEAD request again.
         """
         try:
             return self.run(request)
@@ -342,7 +343,7 @@ class BucketRequests:
         try:
             self.run(lambda: self.plain.send("GET", key, headers={"range": "bytes=0-0"}))
         except RequestFailed as error:
-            if error.failure.kind is not FailureKind.RANGE:  # the object is empty
+            if error.failure.kind is not FailureKind.RANGE:  # RANGE means that the object is empty
                 raise
         return self.run(request)
 

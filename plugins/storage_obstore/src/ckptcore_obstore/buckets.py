@@ -33,7 +33,7 @@ _REFUSALS: Final = (FailureKind.PERMISSION, FailureKind.RETAINED, FailureKind.UN
 """Kinds of failures of a service that does not allow uploads to be listed, aborted or deleted."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
-"""RFC 9110, section 14.4."""
+"""Matches the start of the header ``Content-Range`` (RFC 9110, section 14.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Bucket(BucketRequests):
     def abort_uploads(self, prefix: str) -> int:
         """Abort all uploads to keys with a prefix, and delete their temporary objects.
 
-        To complete such an upload then fails.
+        Completing such an upload then fails.
 
         Return the number of uploads. If the service does not list, abort or delete uploads, they
         remain, and one warning is logged. Remaining uploads do no harm: new objects do not replace
@@ -237,11 +237,14 @@ class Bucket(BucketRequests):
         return list_objects(self, prefix, delimiter)
 
     def is_temporary(self, key: str) -> bool:
-        """Return True for the key of a temporary object of an upload. Lists omit these objects."""
+        """Return True for the key of a temporary object of an upload.
+
+        `list_pages` includes these objects; the storage leaves them out.
+        """
         return self.has_temporary and upload_id_of(key) is not None
 
     def broken_rule(self, key: str) -> str | None:
-        """Return the service's rule for keys that a key breaks.
+        """Return the naming rule of the service that a key breaks.
 
         Return None if the service accepts the key unchanged.
         """
@@ -260,7 +263,7 @@ class Bucket(BucketRequests):
             except RequestFailed as error:
                 if error.failure.kind is not FailureKind.UNSUPPORTED:
                     raise
-                for key in some:  # some services cannot delete several objects at once
+                for key in some:  # some services cannot delete several objects in one request
                     self.run(partial(self._delete_plain, key), check)
         for key in keys:
             if not _obstore_accepts(key):

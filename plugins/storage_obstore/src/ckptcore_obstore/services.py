@@ -198,7 +198,7 @@ class Service(ABC):
         return e_tag or ""
 
     def put_mode(self, condition: PutCondition) -> Any:
-        """Return a condition in the form of `obstore.put`."""
+        """Return a condition as the argument `mode` of `obstore.put`."""
         return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
@@ -221,7 +221,7 @@ _REMEDIES: Final = {
     FailureKind.SERVER: "Try again later",
     FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
 }
-"""Advice that is the same for all clouds."""
+"""Advice for kinds of failure that `Service.remedies` does not list."""
 
 
 def client_options(service: Service) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class ObjectStoreDirectory(StorageBackend):
         return iter(sorted(self.list_sizes(prefix)))
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int]:
-        """List the sizes in bytes of all objects in a directory, by key. One request per 1000 objects."""
+        """List the sizes in bytes of all objects in a directory, by key. S3 lists up to 1000 objects per request."""
         below = self._below(prefix)
         sizes: dict[str, int] = {}
         with converted_errors(self._service, f"list {self._service.url}/{below}"):
@@ -192,7 +192,7 @@ class ObjectStoreDirectory(StorageBackend):
         return sorted([name for name in names if self._is_listed(name.removesuffix("/"))])
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, up to a thousand per request. A missing object is not an error."""
+        """Delete objects, in batches if the service supports them. A missing object is not an error."""
         self.delete_while(keys, lambda: None)
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
@@ -203,7 +203,7 @@ class ObjectStoreDirectory(StorageBackend):
                 self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Abort all unfinished uploads in a directory. To complete such an upload then fails.
+        """Abort all unfinished uploads in a directory. Completing such an upload then fails.
 
         Return the number of uploads.
         """

@@ -281,8 +281,8 @@ class CopiedUpload:
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
         """Create the object.
 
-        If the object exists, it is kept, and the failure has the kind CONDITION. The call can then
-        be repeated.
+        With `if_absent`, an existing object is kept, and the failure has the kind CONDITION. The call
+        can then be repeated.
         """
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)

@@ -20,7 +20,7 @@ from ckptcore_obstore.uploads import MAX_PARTS, PendingUpload
 _PARTS_PER_SIZE: Final = 1000
 """Number of parts of equal size in an object of unknown size.
 
-After each thousand parts the size doubles, because an object can have at most ten thousand parts.
+After each thousand parts the part size doubles, because an object can have at most ten thousand parts.
 """
 
 
@@ -180,7 +180,7 @@ class PartWriter:
         self._parts.clear()
 
     def abort(self) -> None:
-        """Abort the upload. Nothing remains in the bucket, unless the service cannot be reached."""
+        """Abort the upload. Nothing remains in the bucket, unless the request to abort it fails."""
         with self._upload_lock:
             upload, self._upload = self._upload, None
         if self._done:

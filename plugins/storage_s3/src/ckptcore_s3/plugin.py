@@ -21,7 +21,7 @@ class S3Plugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {"s3": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -34,4 +34,4 @@ class S3Plugin:
 
 
 PLUGIN: Final = S3Plugin()
-"""The entry point. It keeps connections open until the process ends."""
+"""The entry point. It keeps the connections to the buckets that were used last."""

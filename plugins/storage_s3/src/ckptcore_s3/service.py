@@ -224,7 +224,7 @@ class S3Service(Service):
         return sent
 
     def prepare(self) -> object:
-        """Return the credentials."""
+        """Return the credentials, or None for unsigned requests. See `Service.prepare`."""
         self.place()
         return None if self._settings.anonymous else self.credentials.get()
 
@@ -279,7 +279,10 @@ def _standard_endpoints(region: str) -> tuple[str, ...]:
 
 _SCHEME: Final = "s3://"
 _DIRECTORY_BUCKET: Final = "--x-s3"
-"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html"""
+"""End of the name of a directory bucket.
+
+See https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html.
+"""
 
 
 class S3Buckets:

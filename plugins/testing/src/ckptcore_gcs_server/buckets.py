@@ -87,10 +87,10 @@ class Buckets:
     def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
         """Return an object, optionally of a given generation."""
         with self._lock:
-            found = self._found(bucket).objects.get(name)
-        if found is None or generation not in (None, found.generation):
+            stored = self._found(bucket).objects.get(name)
+        if stored is None or generation not in (None, stored.generation):
             raise no_object(bucket, name)
-        return found
+        return stored
 
     def list(
         self,
@@ -110,10 +110,10 @@ class Buckets:
         objects: list[StoredObject] = []
         prefixes: list[str] = []
         with self._lock:
-            found = self._found(bucket)
-            position = bisect.bisect_left(found.names, max(prefix.encode(), start.encode()))
-            while position < len(found.names):
-                name = found.names[position].decode()
+            stored_bucket = self._found(bucket)
+            position = bisect.bisect_left(stored_bucket.names, max(prefix.encode(), start.encode()))
+            while position < len(stored_bucket.names):
+                name = stored_bucket.names[position].decode()
                 if not name.startswith(prefix) or (stop is not None and name.encode() >= stop.encode()):
                     break
                 if len(objects) + len(prefixes) == limit:
@@ -121,10 +121,10 @@ class Buckets:
                 head, found_delimiter, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
                 if found_delimiter:
                     prefixes.append(prefix + head + delimiter)
-                    # The position after all names with this prefix, because UTF-8 never contains the byte 0xFF.
-                    position = bisect.bisect_left(found.names, prefixes[-1].encode() + b"\xff")
+                    # Skip all names with this prefix. They sort before the prefix with 0xFF, which no UTF-8 text has.
+                    position = bisect.bisect_left(stored_bucket.names, prefixes[-1].encode() + b"\xff")
                 else:
-                    objects.append(found.objects[name])
+                    objects.append(stored_bucket.objects[name])
                     position += 1
         return Listing(objects, prefixes, None)
 
@@ -145,46 +145,46 @@ class Buckets:
         encoded = name.encode()
         if not encoded or len(encoded) > _LONGEST_NAME or name in (".", "..") or "\r" in name or "\n" in name:
             raise invalid(f"Invalid object name: {name!r}", "InvalidObjectName")
-        # Without the lock, because checksums take time.
+        # Compute checksums without the lock, because they take time.
         checksums = crc32c(data), None if composed else md5(data)
         with self._lock:
-            found = self._found(bucket)
-            conditions.check_write(found.objects.get(name))
+            stored_bucket = self._found(bucket)
+            conditions.check_write(stored_bucket.objects.get(name))
             now = datetime.now(UTC)
-            # As in the service, a generation is a time in microseconds, but unique.
+            # As in the service, a generation is a time in microseconds. It increases even if the clock does not.
             self._generation = max(self._generation + 1, time.time_ns() // 1000)
             stored = StoredObject(
                 bucket, name, data, self._generation, properties, *checksums, now, now, components=components
             )
-            if name not in found.objects:
-                bisect.insort(found.names, encoded)
-            found.objects[name] = stored
+            if name not in stored_bucket.objects:
+                bisect.insort(stored_bucket.names, encoded)
+            stored_bucket.objects[name] = stored
         return stored
 
     def change_properties(self, bucket: str, name: str, properties: Properties, conditions: Conditions) -> StoredObject:
         """Replace the properties of an object. Its generation does not change."""
         with self._lock:
-            found = self._found(bucket)
-            live = found.objects.get(name)
+            stored_bucket = self._found(bucket)
+            live = stored_bucket.objects.get(name)
             if live is None:
                 raise no_object(bucket, name)
             conditions.check_write(live)
             changed = replace(
                 live, properties=properties, metageneration=live.metageneration + 1, updated=datetime.now(UTC)
             )
-            found.objects[name] = changed
+            stored_bucket.objects[name] = changed
         return changed
 
     def delete(self, bucket: str, name: str, conditions: Conditions, generation: int | None = None) -> None:
         """Delete an object, if the conditions hold."""
         with self._lock:
-            found = self._found(bucket)
-            live = found.objects.get(name)
+            stored_bucket = self._found(bucket)
+            live = stored_bucket.objects.get(name)
             if live is None or generation not in (None, live.generation):
                 raise no_object(bucket, name)
             conditions.check_write(live)
-            del found.objects[name]
-            del found.names[bisect.bisect_left(found.names, name.encode())]
+            del stored_bucket.objects[name]
+            del stored_bucket.names[bisect.bisect_left(stored_bucket.names, name.encode())]
 
     def require(self, bucket: str) -> None:
         """Raise a refusal if a bucket does not exist."""

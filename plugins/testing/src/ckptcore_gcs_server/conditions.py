@@ -1,7 +1,7 @@
 """Preconditions of requests.
 
 See https://cloud.google.com/storage/docs/request-preconditions: generation 0 means that the object does not exist. If a
-"not match" of a read fails, the response is 304; if any other condition fails, it is 412.
+"not match" condition of a read fails, the response is 304. If any other condition fails, it is 412.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENTITY_HEADERS: Final = ("if-match", "if-none-match", "if-modified-since", "if-
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Numbers that an object must have or must not have. None: no condition."""
+    """Generations and metagenerations that an object must have or must not have. None: no condition."""
 
     generation: int | None = None
     not_generation: int | None = None
@@ -56,7 +56,7 @@ class Conditions:
 
 
 def json_conditions(request: Request, prefix: str = "if") -> Conditions:
-    """Return the conditions in the parameters of a JSON request. The prefix for a source is ``ifSource``."""
+    """Return the conditions in the parameters of a JSON request. `prefix` is ``ifSource`` for the source of a copy."""
     _refuse_entity_headers(request, reading=request.method == "GET")
     return Conditions(
         *(
@@ -104,7 +104,8 @@ def check_entity_tags(request: Request, live: StoredObject) -> None:
 
 
 def _refuse_entity_headers(request: Request, *, reading: bool) -> None:
-    # Documented for reads only. A client that relies on them for writes would lose objects on the real service.
+    # These headers are documented for reads only. A client that relies on them for writes would lose objects on the
+    # real service.
     for name in () if reading else _ENTITY_HEADERS:
         if name in request.headers:
             raise not_implemented(f"the header {name} is documented for reads only", 400)

@@ -107,7 +107,7 @@ class JsonApi:
         except Refusal as refusal:
             if not media:
                 raise
-            # An error of a download is a line of text in this API.
+            # In this API, the body of a failed download is a line of text, not JSON.
             return Response(refusal.status, {"Content-Type": "text/html; charset=UTF-8"}, refusal.message.encode())
         conditions.check_read(live)
         return media_response(request, live) if media else json_response(self._resource(live))
@@ -143,15 +143,15 @@ class JsonApi:
 
     def _copy(self, request: Request, source: tuple[str, str], destination: tuple[str, str]) -> StoredObject:
         generation = request.query.get("sourceGeneration")
-        found = self._buckets.get(*source, None if generation is None else int(generation))
-        json_conditions(request, "ifSource").check_write(found)
+        stored = self._buckets.get(*source, None if generation is None else int(generation))
+        json_conditions(request, "ifSource").check_write(stored)
         return self._buckets.put(
             *destination,
-            found.data,
-            properties_of(request.json(), found.properties),
+            stored.data,
+            properties_of(request.json(), stored.properties),
             json_conditions(request),
-            composed=found.md5 is None,
-            components=found.components,
+            composed=stored.md5 is None,
+            components=stored.components,
         )
 
     def _bucket(self, bucket: str) -> dict[str, str]:
@@ -163,7 +163,7 @@ class JsonApi:
 
 
 def properties_of(resource: Mapping[str, Any], old: Properties | None = None) -> Properties:
-    """Return the properties in an object's JSON resource. Missing ones are taken from `old`, by default empty.
+    """Return the properties in an object's JSON resource. Missing properties are taken from `old`, if given.
 
     Custom metadata with the value null is removed.
     """
@@ -187,7 +187,7 @@ def page_token(name: str) -> str:
 
 
 def page_start(token: str | None) -> str:
-    """Return the first name of the page of a token. Empty without a token, for the first page."""
+    """Return the name at which the page of a token starts. Without a token, return "" for the first page."""
     try:
         return base64.urlsafe_b64decode(token or "").decode()
     except (binascii.Error, ValueError) as error:

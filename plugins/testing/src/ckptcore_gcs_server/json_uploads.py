@@ -98,10 +98,10 @@ class JsonUploads:
         return response
 
     def _take(self, session: ResumableSession, text: str, body: bytes) -> bool:
-        found = _CONTENT_RANGE.fullmatch(text.strip())
-        if found is None:
+        match = _CONTENT_RANGE.fullmatch(text.strip())
+        if match is None:
             raise invalid(f"Invalid Content-Range: {text!r}")
-        first, last, total = (None if number is None else int(number) for number in found.groups())
+        first, last, total = (None if number is None else int(number) for number in match.groups())
         if first is None or last is None:
             # ``bytes */N`` asks for the number of received bytes. It completes the upload if this number is N.
             return total == len(session.data)
@@ -137,7 +137,7 @@ def _two_parts(request: Request) -> tuple[dict[str, Any], str, bytes]:
     if not boundary:
         raise invalid(f"Content-Type {content_type!r} names no boundary")
     mark = b"--" + boundary.encode("latin-1")
-    # Not with a parser of email messages, which would change line ends in the bytes.
+    # Split the body by hand, because a parser of email messages would change line ends in the data.
     start = request.body.find(mark)
     middle = request.body.find(b"\n" + mark, start + len(mark))
     end = request.body.rfind(b"\n" + mark + b"--")

@@ -18,7 +18,7 @@ class Request:
     Attributes:
         method: the method, in upper case.
         path: the path, still percent-encoded, to distinguish ``%2F`` in a name from a separator.
-        query: unquoted parameters by name. If one is repeated, the last value.
+        query: decoded parameters by name. If a parameter is repeated, its last value.
         headers: headers by lower-case name.
         body: the whole body.
     """

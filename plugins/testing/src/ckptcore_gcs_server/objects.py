@@ -47,7 +47,7 @@ class StoredObject:
         bucket, name: the bucket and the name.
         data: the bytes.
         generation: unique number of this write, larger than those of all earlier writes.
-        metageneration: version of the properties: 1 at first, and one more after each change of them.
+        metageneration: version of the properties. It starts at 1, and each change of the properties adds 1.
         properties: the client's properties.
         created, updated: time of the write, and of the last change of properties.
         crc32c: CRC32C in base64.

@@ -22,7 +22,7 @@ class StrictGcs:
         buckets: buckets to create.
         port: the port. 0: any free port.
         token: the required token. None: no authorization.
-        intercept: called with each request in place of the service; returns the response for the client. None: the
+        intercept: called with each request instead of the service. It returns the response for the client. None: the
             service answers. See `Intercept`.
 
     Attributes:
@@ -72,7 +72,7 @@ class StrictGcs:
 
 
 class _Server(ThreadingHTTPServer):
-    """The server. Closing it also closes all connections and ends their threads."""
+    """The listening server. Closing it also closes all connections and ends their threads."""
 
     daemon_threads = False
     block_on_close = True

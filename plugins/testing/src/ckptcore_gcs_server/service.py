@@ -30,7 +30,7 @@ class Service:
         """Answer a request. A `Refusal` becomes an error response in the format of the requested API."""
         speaks_json = request.path.startswith(("/storage/v1", "/upload/storage/v1", "/download/storage/v1", "/batch"))
         try:
-            # The URL of an upload session is itself a secret, so it needs no token.
+            # Requests to an upload session need no token, because the URL of the session is itself a secret.
             shown = request.headers.get("authorization", "").strip()
             if self._token is not None and shown != f"Bearer {self._token}" and "upload_id" not in request.query:
                 raise unauthorized()

@@ -61,7 +61,7 @@ class XmlUploads:
     def _complete(self, request: Request, bucket: str, name: str) -> Response:
         upload = self._upload(request, bucket, name)
         data = upload.joined(_named_parts(request.body))
-        # Of two concurrent requests, only one completes the upload; the other one finds no upload.
+        # Two requests can complete an upload at the same time. Only one of them removes it; the other one must fail.
         if self._buckets.part_uploads.pop(upload.id, None) is None:
             raise no_upload(upload.id)
         stored = self._buckets.put(bucket, name, data, upload.properties, Conditions(), composed=True)
@@ -112,7 +112,7 @@ class XmlUploads:
 
 
 def spelling(request: Request) -> Callable[[str], str]:
-    """Return the encoder of names in a list: URL escapes if the client requests them, else XML escapes."""
+    """Return the function that encodes names in a listing: as a URL if the client requests it, otherwise as XML."""
     return quote if request.query.get("encoding-type") == "url" else escape
 
 
@@ -136,10 +136,10 @@ def _named_parts(body: bytes) -> list[tuple[int, str]]:
     """Parse the numbers and tags in the body of a request that completes an upload."""
     try:
         root = ElementTree.fromstring(body)
-        found = []
+        parts = []
         for part in root:
             fields = {_NAMESPACE.sub("", child.tag): child.text or "" for child in part}
-            found.append((int(fields["PartNumber"]), fields["ETag"]))
+            parts.append((int(fields["PartNumber"]), fields["ETag"]))
     except (ElementTree.ParseError, KeyError, ValueError) as error:
         raise invalid(f"The XML you provided was not well-formed: {error}", "MalformedXML") from error
-    return found
+    return parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pytest
 
-# Before the modules are imported, so that failed asserts show the compared values.
+# Register the modules before they are imported, so that failed asserts show the compared values.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"

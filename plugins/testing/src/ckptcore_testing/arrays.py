@@ -43,11 +43,11 @@ SHAPES: Final = ((), (1,), (7,), (0,), (5, 3), (3, 0, 2), (2, 3, 4), (1, 1, 1, 1
 
 
 def bit_patterns(spec: ArraySpec, seed: int = 0) -> HostArray:
-    """Return an array with random bits. The first four of five or more elements are special values.
+    """Return an array with random bits. In arrays of five or more elements, the first four are special values.
 
-    Special values are a NaN with a payload, minus zero or NaT, the smallest subnormal, and a signalling NaN or
-    infinity, as far as the dtype has them. Elements of bool, str and dtypes with fewer than eight bits are random valid
-    values. Equal arguments give equal arrays.
+    If the dtype has them, the special values are a NaN with a payload, minus zero or NaT, the smallest subnormal, and a
+    signalling NaN or infinity. Elements of bool, str and dtypes with fewer than eight bits are random valid values.
+    Equal arguments give equal arrays.
     """
     random = np.random.default_rng([seed, *spec.shape])
     dtype = spec.numpy_dtype

@@ -21,7 +21,7 @@ class CheckpointableExample:
         make: creates a new object, always with the same state.
         make_other: creates a compatible object with another state.
         fingerprint: returns the state of an object without the handler, in a form that can be compared with ``==``:
-            bytes, numbers, strings, tuples and dicts of them.
+            bytes, numbers and strings, or tuples and dicts of such values.
     """
 
     name: str
@@ -44,10 +44,10 @@ class CheckpointableHandlerTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
-            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+            metafunc.parametrize("example", list(self.examples), ids=[example.name for example in self.examples])
 
     def copied(self, state: object) -> object:
-        """Return a deep copy of a state, like a loaded state."""
+        """Return a deep copy of a state, in place of a save and a load."""
         return copy.deepcopy(state)
 
     def test_there_are_examples(self) -> None:
@@ -76,7 +76,7 @@ class CheckpointableHandlerTests:
 
     def test_restoring_its_own_state_changes_nothing(self, example: CheckpointableExample) -> None:
         target = example.make()
-        # The state may contain the arrays of the target, like a load that filled them in place.
+        # The state may contain the arrays of the target, as after a load that filled them in place.
         self.handler.restore(target, self.handler.flatten(target))
         assert example.fingerprint(target) == example.fingerprint(example.make())
 

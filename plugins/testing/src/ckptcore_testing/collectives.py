@@ -41,14 +41,14 @@ class CollectivesTests:
         raise NotImplementedError("define the method `run`")
 
     def test_ranks_are_numbered_from_zero(self) -> None:
-        found = self.run(_rank_and_size, timeout_seconds=self.long_seconds)
-        assert list(found) == [(rank, self.size) for rank in range(self.size)]
+        results = self.run(_rank_and_size, timeout_seconds=self.long_seconds)
+        assert list(results) == [(rank, self.size) for rank in range(self.size)]
 
     @pytest.mark.parametrize("nbytes", [1, 64, 1000, 3_000_001])
     @pytest.mark.parametrize("sender", [0, 1])
     def test_every_rank_receives_a_broadcast(self, nbytes: int, sender: int) -> None:
-        found = self.run(_Send(nbytes, sender), timeout_seconds=self.long_seconds)
-        assert [np.array_equal(data, _elements(nbytes, sender)) for data in found] == [True] * self.size
+        received = self.run(_Send(nbytes, sender), timeout_seconds=self.long_seconds)
+        assert [np.array_equal(data, _elements(nbytes, sender)) for data in received] == [True] * self.size
 
     def test_memory_returns_a_writable_array_of_the_requested_size(self) -> None:
         assert list(self.run(_memory, timeout_seconds=self.long_seconds)) == [("uint8", (100,), True, True)] * self.size
@@ -59,20 +59,20 @@ class CollectivesTests:
             assert all(np.array_equal(data, _elements(5000, int(data[0]))) for data in received)
 
     def test_a_rank_can_broadcast_in_several_groups(self) -> None:
-        for rank, found in enumerate(self.run(_groups, timeout_seconds=self.long_seconds)):
-            assert found == {members: members[-1] for members in _groups_of(rank, self.size)}
+        for rank, senders in enumerate(self.run(_groups, timeout_seconds=self.long_seconds)):
+            assert senders == {members: members[-1] for members in _groups_of(rank, self.size)}
 
     def test_connections_can_be_opened_one_after_another(self) -> None:
-        for found in self.run(_again, timeout_seconds=self.long_seconds):
-            assert found == [0, 1, 2]
+        for senders in self.run(_again, timeout_seconds=self.long_seconds):
+            assert senders == [0, 1, 2]
 
     def test_two_open_connections_are_independent(self) -> None:
-        for found in self.run(_two, timeout_seconds=self.long_seconds):
-            assert found == [1, 0]
+        for senders in self.run(_two, timeout_seconds=self.long_seconds):
+            assert senders == [1, 0]
 
     def test_a_missing_rank_is_an_error_on_the_others(self) -> None:
-        found = self.run(_absent, timeout_seconds=self.short_seconds)
-        assert list(found[:-1]) == ["RankFailedError"] * (self.size - 1)
+        errors = self.run(_absent, timeout_seconds=self.short_seconds)
+        assert list(errors[:-1]) == ["RankFailedError"] * (self.size - 1)
 
 
 def _elements(nbytes: int, sender: int) -> HostArray:
@@ -116,9 +116,9 @@ class _Send:
 def _memory(collectives: Collectives) -> tuple[str, tuple[int, ...], bool, bool]:
     channels = collectives.connect("memory", [_everyone(collectives)])
     data = channels.memory(100)
-    found = data.dtype.name, data.shape, bool(data.flags.c_contiguous), bool(data.flags.writeable)
+    properties = data.dtype.name, data.shape, bool(data.flags.c_contiguous), bool(data.flags.writeable)
     channels.close()
-    return found
+    return properties
 
 
 def _turns(collectives: Collectives) -> list[HostArray]:
@@ -151,34 +151,36 @@ def _groups_of(rank: int, size: int) -> list[tuple[int, ...]]:
 def _groups(collectives: Collectives) -> dict[tuple[int, ...], int]:
     groups = _groups_of(collectives.rank, collectives.size)
     channels = collectives.connect("groups", groups)
-    found = {
+    senders = {
         members: int(_send(channels, number, collectives.rank, members[-1], 100)[0])
         for number, members in enumerate(groups)
     }
     channels.close()
-    return found
+    return senders
 
 
 def _again(collectives: Collectives) -> list[int]:
-    found = []
+    senders = []
     for sender in range(3):
         channels = collectives.connect(f"again {sender}", [_everyone(collectives)])
-        found.append(int(_send(channels, 0, collectives.rank, sender, 10)[0]))
+        senders.append(int(_send(channels, 0, collectives.rank, sender, 10)[0]))
         channels.close()
-    return found
+    return senders
 
 
 def _two(collectives: Collectives) -> list[int]:
     """Use two connections, and receive from the second one first."""
     first, second = [collectives.connect(key, [_everyone(collectives)]) for key in ("first", "second")]
-    found = [int(_send(channels, 0, collectives.rank, sender, 10)[0]) for channels, sender in ((second, 1), (first, 0))]
+    senders = [
+        int(_send(channels, 0, collectives.rank, sender, 10)[0]) for channels, sender in ((second, 1), (first, 0))
+    ]
     first.close()
     second.close()
-    return found
+    return senders
 
 
 def _absent(collectives: Collectives) -> str | None:
-    """Run a broadcast without the last rank. Return the type of this rank's error, None without an error."""
+    """Run a broadcast without the last rank. Return the name of this rank's error, or None if no error was raised."""
     if collectives.rank == collectives.size - 1:
         return None
     try:

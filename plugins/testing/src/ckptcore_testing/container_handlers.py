@@ -45,7 +45,7 @@ class ContainerHandlerTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
-            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+            metafunc.parametrize("example", list(self.examples), ids=[example.name for example in self.examples])
 
     def replacement(self, child: object) -> object:
         """Return another child for the same position. Default: a new array."""

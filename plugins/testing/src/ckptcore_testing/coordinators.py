@@ -87,7 +87,7 @@ class CoordinatorTests:
 
     def test_the_error_of_the_leader_names_missing_ranks(self, several: int, tmp_path: Path) -> None:
         job = _AbsentFromGather(several - 1, str(tmp_path), self.long_seconds)
-        # Long, because the server of the exchange can be another process, which a busy machine delays.
+        # This timeout is long, because the server of the exchange can be another process, which a busy machine delays.
         outcomes = self.run(several, job, timeout_seconds=max(5.0, self.short_seconds))
         assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
 
@@ -96,12 +96,12 @@ class CoordinatorTests:
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
 
     def test_the_leader_reports_the_ranks_that_it_waits_for(self, several: int) -> None:
-        """While the last rank has not sent its payload, if the coordinator supports that."""
-        found = self.run(several, _awaited_in_gather, timeout_seconds=self.long_seconds)[0]
-        assert found in (None, [several - 1])
+        """The leader reports the last rank until that rank sends its payload, if the coordinator supports reports."""
+        awaited = self.run(several, _awaited_in_gather, timeout_seconds=self.long_seconds)[0]
+        assert awaited in (None, [several - 1])
 
     def test_a_broadcast_can_be_repeated_after_a_timeout(self, several: int) -> None:
-        """The leader can be later than the others by one deadline, if it has waited for missing ranks before."""
+        """The leader can be one deadline later than the others, if it has waited for missing ranks before."""
         received = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
         assert received == [b"late"] * several
 
@@ -169,7 +169,7 @@ class _Gather:
 
 
 def _awaited_in_gather(coordinator: Coordinator) -> list[int] | None:
-    """Gather. The last rank waits until the leader has seen that only this rank is missing."""
+    """Gather, with the last rank late. The last rank starts once the leader has reported that only it is missing."""
     if not isinstance(coordinator, ReportsAwaited):
         return None
     last = coordinator.size - 1
@@ -182,13 +182,13 @@ def _awaited_in_gather(coordinator: Coordinator) -> list[int] | None:
         return None
     gathering = threading.Thread(target=coordinator.gather, args=("late", b""))
     gathering.start()
-    found: list[int] = []
-    while found != [last]:
-        found = list(coordinator.awaited("late"))
+    awaited: list[int] = []
+    while awaited != [last]:
+        awaited = list(coordinator.awaited("late"))
         time.sleep(0.005)
     coordinator.broadcast("seen", b"")
     gathering.join()
-    return found
+    return awaited
 
 
 def _many_exchanges(coordinator: Coordinator) -> list[bytes]:
@@ -210,7 +210,7 @@ def _backwards(coordinator: Coordinator) -> list[bytes]:
 
 
 def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
-    """Run several exchanges concurrently on other threads than the main thread."""
+    """Run several exchanges concurrently, on threads other than the main thread."""
     results: dict[str, bytes] = {}
 
     def exchange(number: int) -> None:
@@ -290,7 +290,7 @@ def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, byt
 def _absent_from_group(coordinator: Coordinator) -> list[int] | None:
     """Gather in a group of the first and the last rank, without the last. Return the missing ranks of the error.
 
-    Returns None on other ranks, and if groups are not supported. Returns an empty list without an error.
+    Returns an empty list if no error was raised. Returns None on other ranks, and if groups are not supported.
     """
     if coordinator.rank or not isinstance(coordinator, GathersInGroups):
         return None

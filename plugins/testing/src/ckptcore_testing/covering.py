@@ -1,4 +1,4 @@
-"""Covering arrays: few combinations that contain each pair, or each triple, of values of different parameters."""
+"""Covering arrays: few combinations of parameter values that contain every pair, or every triple, of values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Values: TypeAlias = tuple[tuple[int, str], ...]
 
 
 def covering(*parameters: Sequence[str], strength: int) -> list[tuple[str, ...]]:
-    """Return combinations that contain each choice of values of `strength` parameters at least once.
+    """Return combinations of parameter values. Any values of any `strength` parameters occur together at least once.
 
-    Most defects depend on one or two values, and a full product of four parameters is many times longer. Equal
-    arguments give equal combinations. With at most `strength` parameters the result is their product.
+    Most defects depend on one or two values, and the full product of four parameters is many times longer. Equal
+    arguments give equal combinations. If there are at most `strength` parameters, the result is their full product.
     """
     if len(parameters) <= strength or not all(parameters):
         return list(itertools.product(*parameters))

@@ -17,7 +17,7 @@ FarRequestKind: TypeAlias = Literal["get", "head", "put", "begin", "part", "comp
 """Kinds of requests. Objects that are written in parts have "begin", "part", "complete" and "abort"."""
 
 _KEYS_PER_REQUEST: Final = 1000
-"""Keys per request for listing and deleting, like object stores."""
+"""Keys per request for listing and deleting, as in object stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FarStorage(StorageBackend):
     """A storage that behaves like a client of an object store. Thread-safe.
 
     Objects are uploaded in parts. A write of whole parts is sent before `write_at` returns. Other writes are buffered
-    until a part is complete. An object that is smaller than one part is sent by `finish` in one request.
+    until a part is complete. If no part has been sent, and the object fits in one, `finish` sends it in one request.
 
     Attributes:
         concurrency, part_bytes, request_bytes: the capabilities.
@@ -50,7 +50,7 @@ class FarStorage(StorageBackend):
         requests: all requests since the last `forget`, in order of their start.
         refused: number of throttled attempts. A request can be throttled several times.
         peak_at_once: peak number of concurrent requests.
-        held_bytes: buffered bytes: of incomplete parts, and of buffered parts until they are sent.
+        held_bytes: number of buffered bytes, in incomplete parts and in complete parts that are not yet sent.
         peak_held_bytes: peak of `held_bytes`.
     """
 
@@ -223,7 +223,7 @@ class _FarWriter:
         self._lock = threading.Lock()
         self._begun = False
         self._ended = False
-        self._held: dict[int, dict[int, bytes]] = {}  # by part, by offset
+        self._held: dict[int, dict[int, bytes]] = {}  # pieces by offset in the object, by part number
         self._stop = 0
 
     def write_at(self, offset: int, data: Buffer) -> None:

@@ -40,7 +40,7 @@ PLAIN_HTTP: Final = StoreDialect(
 """A service without list requests."""
 
 _SECONDS: Final = 60.0
-"""Timeout in seconds: of connecting to, sending to and receiving from the server, and of joining threads."""
+"""Timeout in seconds for connecting to, sending to and receiving from the server, and for joining threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class LoggedRequest:
     Attributes:
         request: the request.
         faults: the injected faults.
-        status: status of the answer for the client, even if a fault changed or lost this answer on its way. None if
-            there was no answer, for example because of a fault before it.
-        answered: number of bytes of that answer's body, before a fault changed it.
+        status: status of the answer, even if a fault then shortened the answer or kept it from the client. None if
+            there was no answer, for example because the proxy did not forward the request.
+        answered: size of the answer's body in bytes, before a fault shortened it. 0 if there was no answer.
     """
 
     request: ProxiedRequest
@@ -135,10 +135,10 @@ class FaultProxy:
     def settle(self) -> None:
         """Close all client connections, and forward the requests that are complete or delayed.
 
-        A complete request of a client that has exited is forwarded, as a network would. New connections are accepted
+        A complete request of a client that has exited is forwarded, as on a real network. New connections are accepted
         afterwards.
         """
-        # Connections are accepted in order: after this one, no earlier connection of an exited client is pending.
+        # Connections are accepted in order: when this one is accepted, no earlier connection of a client is pending.
         with socket.create_connection(self._listener.getsockname(), _SECONDS) as last, self._lock:
             port = last.getsockname()[1]
             self._has_accepted.wait_for(lambda: self._accepted == port, _SECONDS)
@@ -226,15 +226,15 @@ class FaultProxy:
         with self._lock:
             self._connections.discard(connection)
 
-    def _deliver(self, late: Sequence[_DelayedRequest]) -> None:
-        for one in late:
+    def _deliver(self, requests: Sequence[_DelayedRequest]) -> None:
+        for request in requests:
             try:
                 upstream = self.connect()
             except ConnectionLost:
                 return  # the server has stopped, so delayed requests are lost
             try:
-                upstream.send(one.message)
-                upstream.read_answer(one.method)
+                upstream.send(request.message)
+                upstream.read_answer(request.method)
             except ConnectionLost:
                 continue  # the answer is not needed
             finally:

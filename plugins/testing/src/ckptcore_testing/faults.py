@@ -97,10 +97,10 @@ Fault: TypeAlias = CrashAt | FailAt | FullAfter | ShortReadAt | FlipBitAt
 
 
 class FaultPlan:
-    """A schedule of faults for all storages with this plan. Thread-safe.
+    """A schedule of faults, which several storages can share. Thread-safe.
 
     Operations of all storages, writers and threads are numbered from 0 in the order of their start. Run the code once
-    without faults, read `operations`, and run it again with a fault at each of them.
+    without faults and read `operations`. Then run the code once for each operation, with a fault there.
     """
 
     def __init__(self, *faults: Fault) -> None:
@@ -182,10 +182,10 @@ class FaultPlan:
     def let_go(self, lock: DirectoryLock) -> None:
         """Release a lock, unless a crash has released it."""
         with self._lock:
-            found = lock in self._held
-            if found:
+            is_held = lock in self._held
+            if is_held:
                 self._held.remove(lock)
-        if found:
+        if is_held:
             lock.__exit__(None, None, None)
 
 

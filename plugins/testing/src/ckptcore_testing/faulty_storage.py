@@ -46,7 +46,7 @@ class _PluginsWithStorage(Plugins):
 def with_storage(context: Context, scheme: str, opener: StorageOpener) -> Context:
     """Return a copy of a Context that opens URLs of a scheme with `opener`.
 
-    Faster than a Context with another plugin, whose first Runtime registers all plugins again, which takes
+    A Context with one more plugin would be slower: its first Runtime registers all plugins again, which takes
     milliseconds. Tests that interrupt each operation create thousands of Contexts.
     """
     return with_registry(context, _PluginsWithStorage(scheme, opener))
@@ -180,7 +180,7 @@ class FaultyDirectories(FaultyStorage):
         return self.plan.begin("lock_directory", [key]).run(lock)
 
     def has_locks(self) -> bool:
-        """See `AtomicDirectories`. Never fails: it is asked once for each directory and Context."""
+        """See `AtomicDirectories`. Not an operation of the plan, so it has no faults."""
         return self._directories.has_locks()
 
     def probe(self, key: str) -> DirectoryFeatures:

@@ -48,7 +48,7 @@ class FilesHandlerTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
-            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+            metafunc.parametrize("example", list(self.examples), ids=[example.name for example in self.examples])
 
     def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one FilesExample"
@@ -107,7 +107,7 @@ class FilesHandlerTests:
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 
     def _saved(self, value: object, tmp_path: Path) -> Path:
-        """Save a value, and move the files to another directory after the save. Return this directory."""
+        """Save a value, and move its files to another directory after the save. Return the new directory."""
         directory = _empty(tmp_path / "saved")
         _finish(self.handler.save(value, directory))
         return _stored(directory, tmp_path)

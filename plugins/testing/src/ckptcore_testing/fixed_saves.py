@@ -56,10 +56,10 @@ def fixed_saves(first: int = 1) -> Iterator[None]:
 
 
 def _fixed_timeline(events: Sequence[Event]) -> JSON:
-    """Return the phases of each rank by name, without times.
+    """Return a timeline without times, sorted by rank and name of the phase.
 
-    The phases are sorted, because two threads can end their phases in any order. The phase "blocking" is left out,
-    because it may end after the commit.
+    It is sorted, because two threads can end their phases in any order. The phase "blocking" is left out, because it
+    may end after the commit.
     """
     kept = sorted([event for event in events if event.phase != "blocking"], key=lambda event: (event.rank, event.phase))
     return timeline_to_json([dataclasses.replace(event, began=0.0, seconds=0.0) for event in kept])
@@ -71,6 +71,6 @@ def _replace(functions: Sequence[tuple[object, object]]) -> None:
         if module.__name__ == __name__:
             continue
         for name, value in list(vars(module).items()):
-            for found, replacement in functions:
-                if value is found:
+            for original, replacement in functions:
+                if value is original:
                     setattr(module, name, replacement)

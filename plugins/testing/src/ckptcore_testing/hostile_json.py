@@ -1,4 +1,4 @@
-"""Hostile variants of JSON documents, with unexpected values in one or two places, and correct checksums of roots."""
+"""Hostile variants of JSON documents: unexpected values in one or two places, and roots with correct checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTILE: Final[tuple[Any, ...]] = (
 
 
 def sealed(root: Mapping[str, Any] | bytes) -> bytes:
-    """Return the bytes of a root with a correct checksum. Replaces the checksum of a document; bytes must have none."""
+    """Return the bytes of a root with a correct checksum. A checksum in a mapping is replaced; bytes must have none."""
     if not isinstance(root, bytes):
         unsealed = {name: value for name, value in root.items() if name != "checksum"}
         root = json.dumps(unsealed, separators=(",", ":")).encode()
@@ -35,8 +35,8 @@ def sealed(root: Mapping[str, Any] | bytes) -> bytes:
 def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
     """Yield copies of a document with hostile changes. Equal arguments give equal copies.
 
-    First up to `count` copies with one hostile value in one place: all combinations, or a random choice if there are
-    more. Then ``count // 4`` copies with one or two random changes.
+    The first copies have one hostile value in one place: all combinations of places and values, or `count` random ones
+    if there are more. Then ``count // 4`` copies have one or two random changes.
     """
     choices = random.Random(seed)
     pairs = [(place, value) for place in range(len(list(_places([document])))) for value in range(len(HOSTILE))]

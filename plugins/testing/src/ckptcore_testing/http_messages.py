@@ -41,8 +41,8 @@ class HTTPHead:
         """Return the value of a header. The first value if it is repeated, None if it is missing."""
         wanted = name.lower().encode("ascii")
         for line in self.fields:
-            found, _, value = line.partition(b":")
-            if found.strip().lower() == wanted:
+            field, _, value = line.partition(b":")
+            if field.strip().lower() == wanted:
                 return value.strip().decode("latin-1")
         return None
 
@@ -188,8 +188,8 @@ class HTTPStream:
             ConnectionLost: if the connection ends before them.
         """
         if nbytes <= len(self._left):
-            found, self._left = self._left[:nbytes], self._left[nbytes:]
-            return found
+            data, self._left = self._left[:nbytes], self._left[nbytes:]
+            return data
         whole = bytearray(nbytes)
         filled = len(self._left)
         whole[:filled] = self._left
@@ -233,8 +233,8 @@ class HTTPStream:
 
     def _receive_left(self) -> bytes:
         if self._left:
-            found, self._left = self._left, b""
-            return found
+            data, self._left = self._left, b""
+            return data
         return self._receive()
 
     def _receive(self) -> bytes:
@@ -263,6 +263,7 @@ class HTTPStream:
 
     def reset(self) -> None:
         """Reset the connection (RST). The last sent data may be lost."""
+        # With SO_LINGER on and a timeout of 0, close() discards unsent data and sends RST instead of FIN.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._connection.close()
 

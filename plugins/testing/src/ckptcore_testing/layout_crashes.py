@@ -52,8 +52,8 @@ class _TrialLocation:
 class LayoutCrashTests:
     """Tests that a failed save leaves the old or the new checkpoint. Subclass it and define `layout`.
 
-    On a local file system the save replaces a checkpoint. In memory, which behaves like an object store, it is the
-    first save to its location, and the old state is that there is no checkpoint.
+    On a local file system, the save replaces a checkpoint. In memory, which behaves like an object store, the save is
+    the first one to its location. "Old" then means that the location has no checkpoint.
 
     Attributes:
         faults: approximate number of faults per test, including the first and the last. None: all.
@@ -79,14 +79,16 @@ class LayoutCrashTests:
     def trials(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
         """Return an endless iterator of new locations."""
         with storage.open(tmp_path) as location:
-            scheme, found, rest = location.rpartition("://")
-            yield _trials(scheme if found else "file", rest.rpartition("/")[0])
+            scheme, separator, rest = location.rpartition("://")
+            yield _trials(scheme if separator else "file", rest.rpartition("/")[0])
 
     def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         self, trials: Iterator[_TrialLocation]
     ) -> None:
         operations = self._operations(next(trials))
-        crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
+        crashes = [
+            CrashAt(operation.number, moment) for operation in operations if operation.changes for moment in _MOMENTS
+        ]
         crashes.append(CrashAt(len(operations) - 1, "after"))
         outcomes = set()
         for crash in self._chosen(crashes):
@@ -121,7 +123,7 @@ class LayoutCrashTests:
         trial = next(trials)
         self._prepare(trial)
         self._save(trial, _new_state(), plan)
-        # The size of a root, which contains times and names, varies by some bytes.
+        # Leave some room, because the size of a root, which contains times and names, varies by some bytes.
         for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
             trial = next(trials)
             self._prepare(trial)

@@ -29,7 +29,7 @@ _RANDOM: Final = re.compile(r"[0-9a-f]{16,}")
 """Random parts of names."""
 
 _ABOUT_BYTES: Final = 8192
-"""Tolerance of sizes that depend on the duration of the save, in bytes."""
+"""Tolerance, in bytes, for sizes that depend on the duration of the save."""
 
 _KINDS: Final[Mapping[str, str]] = {
     "put": "puts",
@@ -84,15 +84,15 @@ class LayoutForecastTests:
             plan = ckptcore.plan(state, layout=layout, context=context)
             assert not storage.asked.operations
             ckptcore.save("counted://store/c", state, layout=layout, context=context)
-            asked = [_KINDS[one.name] for one in storage.asked.operations if one.name in _KINDS]
+            asked = [_KINDS[operation.name] for operation in storage.asked.operations if operation.name in _KINDS]
             return plan, Counter(asked)
 
-        found = ThreadJob(size).run(job)
-        plan = found[0][0]
-        assert all(other == plan for other, _ in found)
+        results = ThreadJob(size).run(job)
+        plan = results[0][0]
+        assert all(other == plan for other, _ in results)
         bounded = any(planned.certainty == "at most" for process in plan.processes for planned in process.objects)
         _expect_objects(plan, _objects_of(stores))
-        for process, (_, asked) in zip(plan.processes, found, strict=True):
+        for process, (_, asked) in zip(plan.processes, results, strict=True):
             if bounded:
                 assert all(asked[kind] <= count for kind, count in _counts(process).items())
             else:
@@ -130,7 +130,7 @@ class LayoutForecastTests:
 
 
 def _state(rank: int, size: int) -> dict[str, Any]:
-    """Return sharded, partly replicated and replicated arrays and values, with one more array on the last rank."""
+    """Return values and arrays: sharded, partly replicated, fully replicated, and one array only on the last rank."""
     wide = np.arange(300 * 500, dtype=np.float32).reshape(300, 500)
     edges = [300 * part // size for part in range(size + 1)]
     rows = ShardedArray.part(wide[edges[rank] : edges[rank + 1]], (edges[rank], 0), wide.shape, cuts=[edges[1:-1], []])
@@ -171,25 +171,25 @@ def _counts(process: ProcessPlan) -> dict[str, int]:
     return {field.name: getattr(process.requests, field.name) for field in fields(process.requests)}
 
 
-def _expect_objects(plan: SavePlan, found: Mapping[str, int]) -> None:
-    planned = [one for process in plan.processes for one in process.objects]
-    assert len({one.key for one in planned}) == len(planned)
-    exact = Counter([(_RANDOM.sub("*", one.key), one.nbytes) for one in planned if one.certainty == "exact"])
-    stored = Counter([(_RANDOM.sub("*", key), size) for key, size in found.items()])
+def _expect_objects(plan: SavePlan, sizes: Mapping[str, int]) -> None:
+    planned = [entry for process in plan.processes for entry in process.objects]
+    assert len({entry.key for entry in planned}) == len(planned)
+    exact = Counter([(_RANDOM.sub("*", entry.key), entry.nbytes) for entry in planned if entry.certainty == "exact"])
+    stored = Counter([(_RANDOM.sub("*", key), size) for key, size in sizes.items()])
     assert not exact - stored, "an object differs from the plan"
     left = stored - exact
-    for one in sorted(planned, key=lambda one: -one.nbytes):
-        if one.certainty == "exact":
+    for entry in sorted(planned, key=lambda entry: -entry.nbytes):
+        if entry.certainty == "exact":
             continue
-        fitting = [key for key in left if key[0] == _RANDOM.sub("*", one.key) and left[key]]
-        if not fitting and one.certainty == "at most":
+        fitting = [key for key in left if key[0] == _RANDOM.sub("*", entry.key) and left[key]]
+        if not fitting and entry.certainty == "at most":
             continue  # compressed data can need fewer files
-        assert fitting, f"{one.key} was not written"
+        assert fitting, f"{entry.key} was not written"
         key = max(fitting, key=lambda key: key[1])
-        if one.certainty == "at most":
-            assert key[1] <= one.nbytes
+        if entry.certainty == "at most":
+            assert key[1] <= entry.nbytes
         else:
-            assert abs(key[1] - one.nbytes) <= _ABOUT_BYTES
+            assert abs(key[1] - entry.nbytes) <= _ABOUT_BYTES
         left -= Counter([key])
     assert not left, "an object was not planned"
 
@@ -207,7 +207,7 @@ def _without_random_names(plan: SavePlan) -> list[Any]:
 
 def _renamed(objects: Sequence[ObjectPlan]) -> list[ObjectPlan]:
     renamed = [
-        replace(one, key=_RANDOM.sub("*", one.key), nbytes=0 if one.certainty == "about" else one.nbytes)
-        for one in objects
+        replace(entry, key=_RANDOM.sub("*", entry.key), nbytes=0 if entry.certainty == "about" else entry.nbytes)
+        for entry in objects
     ]
-    return sorted(renamed, key=lambda one: (one.key, one.nbytes))
+    return sorted(renamed, key=lambda entry: (entry.key, entry.nbytes))

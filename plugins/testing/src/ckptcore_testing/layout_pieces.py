@@ -51,7 +51,7 @@ class _CutTrial(Trial):
 
 
 def _pieces(spec: ArraySpec, most_bytes: int) -> list[Box]:
-    """Cut an array into boxes of at most `most_bytes`, each one run of elements in C order."""
+    """Cut an array into boxes of at most `most_bytes`, each of which is a contiguous run of elements in C order."""
     if not spec.shape or spec.nbytes <= most_bytes:
         return [Box.whole(spec.shape)]
     step = max(1, most_bytes // spec.numpy_dtype.itemsize)
@@ -68,9 +68,9 @@ class LayoutPiecesTests:
 
     def _arrays_by_object(self, trial: Trial) -> Sequence[Sequence[int]]:
         layout = self.layout()
-        found = layout.arrays_by_object(trial.tree)
-        assert found is not None, f"{layout.name} does not support pieces"
-        return found
+        objects = layout.arrays_by_object(trial.tree)
+        assert objects is not None, f"{layout.name} does not support pieces"
+        return objects
 
     def _trial(self) -> Trial:
         leaves = (*_SPECS, ValueRecord("int", 1))
@@ -78,10 +78,10 @@ class LayoutPiecesTests:
         return tree_trial(skeleton, leaves, aliases=_TIED)
 
     def test_every_array_belongs_to_one_object(self) -> None:
-        found = self._arrays_by_object(self._trial())
-        assert found == self._arrays_by_object(self._trial())
+        objects = self._arrays_by_object(self._trial())
+        assert objects == self._arrays_by_object(self._trial())
         expected = [leaf for leaf in range(len(_SPECS)) if leaf not in _TIED]
-        assert sorted(leaf for leaves in found for leaf in leaves) == expected
+        assert sorted(leaf for leaves in objects for leaf in leaves) == expected
 
     @pytest.mark.parametrize("most_bytes", [16, 1000, 1 << 20])
     def test_writing_in_pieces_gives_the_same_files(self, most_bytes: int, tmp_path: Path) -> None:

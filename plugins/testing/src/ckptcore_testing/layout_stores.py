@@ -183,13 +183,13 @@ class StrictReadStore:
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """Read ranges of objects, the last one first. Return None for missing objects."""
-        found: list[bytes | None] = []
+        contents: list[bytes | None] = []
         for key, start, stop in reversed(ranges):
             try:
-                found.append(self.get(key, start, stop))
+                contents.append(self.get(key, start, stop))
             except ObjectNotFoundError:
-                found.append(None)
-        return found[::-1]
+                contents.append(None)
+        return contents[::-1]
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
@@ -248,11 +248,11 @@ class StrictReadStore:
                 f"{read.key} ends at byte {stop + len(stored)}, expected {checksum.name} in bytes {stop} to {end}",
                 key=read.key,
             )
-        found = checksum.encode(checksum.of(memoryview(data)))
-        if stored != found:
+        actual = checksum.encode(checksum.of(memoryview(data)))
+        if stored != actual:
             raise ChecksumError(
                 f"{read.key} is damaged in bytes {read.offset} to {end}: expected {checksum.name} "
-                f"{stored.hex()}, found {found.hex()}",
+                f"{stored.hex()}, found {actual.hex()}",
                 key=read.key,
                 start=read.offset,
                 stop=end,
@@ -317,7 +317,7 @@ def objects_below(storage: StorageBackend) -> dict[str, MutableObject]:
 
 
 class WatchedIndex(ChunkIndex):
-    """An index whose reads call a function, so that tests can count or damage them. A `NativeReader`."""
+    """An index whose reads call a function, so that tests can count or damage them. Implements `NativeReader`."""
 
     def __init__(
         self,

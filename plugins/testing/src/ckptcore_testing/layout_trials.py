@@ -156,7 +156,7 @@ class WrittenTrial:
         """Read boxes of leaves, and check that the layout follows the protocol.
 
         Args:
-            wanted: numbers of leaves, and boxes. None: all arrays.
+            wanted: numbers of leaves, and boxes. None: all arrays but aliases.
             state, tree: the state and the tree to read with, by default the written ones.
             verified: True if the default store verifies objects.
             store: the store to read from. None: a `StrictReadStore`.
@@ -203,8 +203,8 @@ class WrittenTrial:
                 if leaf not in self.trial.tree.aliases
             ]
         for store in stores or self.stores():
-            for (leaf, box), found in zip(wanted, self.read(wanted, store=store), strict=True):
-                assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
+            for (leaf, box), elements in zip(wanted, self.read(wanted, store=store), strict=True):
+                assert_same_bits(elements, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
 
     def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
         """Return a strict store, and a store as in `ckptcore.load`."""
@@ -215,9 +215,10 @@ class WrittenTrial:
 
 
 def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> WrittenTrial:
-    """Check a trial, write the part of each process, finish it, and write metadata files unless the trial is named.
+    """Write a trial like a save: check it, write the part of each process, and call the layout's `finish`.
 
-    Receipts and states are encoded and decoded as in a job. Plans must be picklable.
+    If the trial has no name, also write metadata files. Receipts and states are encoded and decoded as in a job. Plans
+    must be picklable.
     """
     return _finish(layout, trial, _write(layout, trial, storage), storage)
 

@@ -88,8 +88,8 @@ class LayoutTests:
         composites: True if `Layout.inspect_composite` recognises several checkpointables of this layout.
         refused_dtypes: dtypes that `Layout.check` refuses. All others must be supported.
         tampered_states: approximate number of tampered states to test.
-        refused_characters: characters that names of objects must not contain on `storage`. Tests then do not use them
-            in names of leaves. Needed only for layouts that name objects after leaves.
+        refused_characters: characters that names of objects must not contain on `storage`. Tests do not use these
+            characters in names of leaves. Needed only for layouts that name objects after leaves.
         most_damages: maximum number of damaged variants per object and test. None: all variants. Limit it for slow
             storages.
     """
@@ -131,7 +131,7 @@ class LayoutTests:
         assert type(name) is str and name
 
     def test_the_layout_can_be_pickled(self, storage: StorageBackend) -> None:
-        """A pickled layout has its options, but no caches of checkpoints."""
+        """A pickled layout contains its options, but nothing that it has cached about checkpoints."""
         layout = self.layout()
         sent = len(pickle.dumps(layout))
         trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
@@ -159,7 +159,7 @@ class LayoutTests:
         write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), storage).assert_reads_back()
 
     def test_arrays_can_cross_checksum_blocks(self, storage: StorageBackend) -> None:
-        """Arrays larger than a block of checksums, at odd offsets."""
+        """Some arrays are larger than the block of a checksum, and some start at odd offsets."""
         specs: dict[Key, ArraySpec] = {
             "odd": ArraySpec((7,), "uint8"),
             "large": ArraySpec((1031, 773), "float32"),
@@ -194,7 +194,7 @@ class LayoutTests:
         try:
             self.layout().check(trial.tree, 1)
         except _REFUSALS:
-            return  # refusing before a byte is written is allowed
+            return  # a layout may refuse names before it writes anything
         write_trial(self.layout(), trial, storage).assert_reads_back()
 
     def test_shared_arrays_are_stored_once(self, storage: StorageBackend) -> None:
@@ -341,7 +341,8 @@ class LayoutTests:
         second.assert_reads_back()
 
     def test_names_in_keys_are_those_that_some_file_systems_take_for_one(self, storage: StorageBackend) -> None:
-        """The core refuses such names before a save writes, so `names_in_keys` must return all of them."""
+        """Some file systems treat names that differ only in case as equal. The core refuses such names before it writes
+        anything, so `names_in_keys` must return all of them."""
         layout = self.layout()
         trial = flat_trial({name: ArraySpec((5,), "float32") for name in ("W", "w", "other")})
         written = write_trial(layout, trial, storage)
@@ -354,7 +355,8 @@ class LayoutTests:
                 assert below, f"{key} and {folds[key.lower()]} differ in case only: names_in_keys must have their names"
 
     def test_names_of_their_own_do_not_collide_with_others(self, storage: StorageBackend) -> None:
-        """Two saves in one directory share only the name of the index, so that renames can replace one by the other."""
+        """Two saves in one directory have only the name of the index in common, so that a rename of the index replaces
+        one save by the other."""
         layout = self.layout()
         assert layout.index_name is None
         first, second = layout.with_own_names("aa"), layout.with_own_names("bb")
@@ -364,8 +366,8 @@ class LayoutTests:
         for number, trial in enumerate([_small_trial(), tree_trial(LEAF, [ValueRecord("int", 1)])]):
             stores = [Subdirectory(storage, f"{kind}-{number}") for kind in ("plain", "first", "second")]
             layouts = [layout, first, pickle.loads(pickle.dumps(second))]
-            written = [write_trial(one, trial, store) for one, store in zip(layouts, stores, strict=True)]
-            plain, old, new = [set(one.digests) - {first.index_name} for one in written]
+            written = [write_trial(variant, trial, store) for variant, store in zip(layouts, stores, strict=True)]
+            plain, old, new = [set(result.digests) - {first.index_name} for result in written]
             assert not old & new and first.index_name in written[1].digests
             assert {key.replace(".aa", "") for key in old} == plain
             dataclasses.replace(written[1], layout=self.layout()).assert_reads_back()
@@ -475,17 +477,19 @@ class LayoutTests:
         specs["scalar"] = ArraySpec((), "float32")
         specs["none"] = ArraySpec((0, 4), "float32")
         written = write_trial(self.layout(), flat_trial(specs), storage)
-        found = self.layout().inspect(StrictReadStore(storage), None)
-        assert found is not None, "inspect does not recognise the written checkpoint"
-        assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
+        inspection = self.layout().inspect(StrictReadStore(storage), None)
+        assert inspection is not None, "inspect does not recognise the written checkpoint"
+        assert inspection.writer and json.loads(json.dumps(inspection.state, allow_nan=False)) == inspection.state
         composite = self.layout().inspect_composite(StrictReadStore(storage))
         keys, members = list(written.objects()), () if composite is None else tuple(composite.members)
         others = sorted({*keys} - {*self.layout().own_keys(keys, members)})
         assert not others, f"own_keys leaves out files of the layout, which a save would refuse to replace: {others}"
-        names = [str(path[-1]) for path in found.tree.paths]
+        names = [str(path[-1]) for path in inspection.tree.paths]
         assert sorted(names) == sorted(map(str, specs)), "inspect returns other names than were written"
         arrays = dict(zip(specs, written.trial.arrays.values(), strict=True))
-        for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
+        for name, elements in zip(
+            names, written.read(tree=inspection.tree, state=inspection.state, verified=False), strict=True
+        ):
             assert_same_bits(elements, arrays[name], name)
 
     def test_inspect_returns_none_for_other_files(self, storage: StorageBackend) -> None:
@@ -517,15 +521,15 @@ class LayoutTests:
         """Each checkpointable and the list of names can be inspected."""
         layout = self.layout()
         written = self._write_several(layout, storage)
-        for one in written.values():
-            one.assert_reads_back()
+        for member in written.values():
+            member.assert_reads_back()
         if not self.foreign:
             return
-        for name, one in written.items():
-            found = layout.inspect(StrictReadStore(Subdirectory(storage, name)), None)
-            assert found is not None, f"inspect does not recognise {name} in its directory"
-            assert len(found.tree.leaves) == len(one.trial.arrays)
-            one.assert_reads_back()
+        for name, member in written.items():
+            inspection = layout.inspect(StrictReadStore(Subdirectory(storage, name)), None)
+            assert inspection is not None, f"inspect does not recognise {name} in its directory"
+            assert len(inspection.tree.leaves) == len(member.trial.arrays)
+            member.assert_reads_back()
         if self.composites:
             several = layout.inspect_composite(StrictReadStore(storage))
             assert several is not None, "inspect_composite does not recognise the written checkpoint"
@@ -536,10 +540,10 @@ class LayoutTests:
     def test_a_single_tree_has_at_most_one_name(self, storage: StorageBackend) -> None:
         layout = self.layout()
         write_trial(layout, _small_trial(), storage)
-        found = layout.inspect_composite(StrictReadStore(storage))
-        if found is not None:
-            assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
-            (name,) = found.members
+        composite = layout.inspect_composite(StrictReadStore(storage))
+        if composite is not None:
+            assert len(composite.members) == 1, f"one tree has the names {list(composite.members)}"
+            (name,) = composite.members
             assert layout.inspect(StrictReadStore(Subdirectory(storage, name)), None) is not None, (
                 f"inspect does not recognise {name}"
             )
@@ -581,13 +585,13 @@ class LayoutTests:
         return written
 
     def _inspect_and_read(self, written: WrittenTrial, entry: str | None) -> object:
-        found = self.layout().inspect(StrictReadStore(written.storage), entry)
-        if found is None:
+        inspection = self.layout().inspect(StrictReadStore(written.storage), entry)
+        if inspection is None:
             return None
         file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
-        if found.tree.nbytes > 16 * file_bytes + 4096:
+        if inspection.tree.nbytes > 16 * file_bytes + 4096:
             return None  # the arrays are much larger than the files, and would need too much memory
-        return written.read(tree=found.tree, state=found.state, verified=False)
+        return written.read(tree=inspection.tree, state=inspection.state, verified=False)
 
 
 @st.composite
@@ -676,10 +680,10 @@ def _comes_back(written: WrittenTrial, leaf: int) -> bool:
     """Return True if a leaf is read back unchanged. False if it differs, or if a checksum in the file fails."""
     array = written.trial.arrays[leaf]
     try:
-        (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
+        (elements,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
     except ChecksumError:
         return False
-    return found.tobytes() == array.tobytes()
+    return elements.tobytes() == array.tobytes()
 
 
 def _extents(written: WrittenTrial, state: JSON) -> Iterator[tuple[int, str, int, int]]:
@@ -746,8 +750,8 @@ def _error_or_right(written: WrittenTrial, where: str) -> None:
 class _BoundedMemory:
     """Fails if the peak of allocated memory reaches `_EXAMPLE_BYTES`, far more than a correct read needs.
 
-    Does not stop the tracing, because in Python 3.11 this crashes a C++ thread that allocates at the same time. The
-    fixture `stops_tracing` stops it once per test.
+    The end of the context does not stop the tracing, because in Python 3.11 that crashes a C++ thread that allocates at
+    the same time. The fixture `stops_tracing` stops it once per test.
     """
 
     def __init__(self, where: str) -> None:

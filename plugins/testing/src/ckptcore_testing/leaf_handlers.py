@@ -53,7 +53,7 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
     """Turn a check into one test that runs it for every example of a kind, and raises all failures together.
 
     A handler can have a hundred examples, and each of the thirty checks takes about a millisecond. Separate tests would
-    take longer to collect than to run. If the test is called with arguments, it runs the check once with these.
+    take longer to collect than to run. If the test is called with arguments, it runs the check once, with them.
 
     Args:
         kind: the name of the argument for the example.
@@ -74,7 +74,7 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
 
             check_each(check_one, examples, *others.values())
 
-        # Not `functools.wraps`, with which pytest would treat the arguments of the check as fixtures.
+        # Do not use `functools.wraps`: pytest would then treat the arguments of the check as fixtures.
         test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
         return test
 
@@ -95,10 +95,10 @@ class LeafHandlerTests:
     unsupported: Sequence[Callable[[], Any]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise the tests of unsupported leaves, and tests with examples that a subclass adds or overrides."""
+        """Parametrise the tests of unsupported leaves, and the tests of a subclass that have an example argument."""
         for argument in _KINDS.intersection(metafunc.fixturenames):
             members = self._examples(argument)
-            metafunc.parametrize(argument, members, ids=[one.name for one in members])
+            metafunc.parametrize(argument, members, ids=[example.name for example in members])
         if "refused" in metafunc.fixturenames:
             metafunc.parametrize("refused", list(self.unsupported))
 
@@ -106,11 +106,11 @@ class LeafHandlerTests:
         """Return the examples for a test argument of this name."""
         if kind == "example":
             return list(self.examples)
-        of_arrays = [isinstance(self.handler.describe(one.make()), ArrayRecord) for one in self.examples]
+        of_arrays = [isinstance(self.handler.describe(example.make()), ArrayRecord) for example in self.examples]
         return [
-            one
-            for one, is_array in zip(self.examples, of_arrays, strict=True)
-            if is_array is (kind != "value_example") and (kind != "mutable_example" or one.mutate is not None)
+            example
+            for example, is_array in zip(self.examples, of_arrays, strict=True)
+            if is_array is (kind != "value_example") and (kind != "mutable_example" or example.mutate is not None)
         ]
 
     def _array_record(self, leaf: object) -> ArrayRecord:
@@ -257,10 +257,10 @@ class LeafHandlerTests:
     @_for_each("array_example", size=(1, 2, 3))
     def test_the_number_of_replicas_matches_the_shards(self, array_example: LeafExample, size: int) -> None:
         leaf = array_example.make()
-        found = self.handler.replicas(leaf, size)
+        replicas = self.handler.replicas(leaf, size)
         for rank in range(size):
             for shard in self._shards(leaf, rank, size):
-                assert found in (shard.replicas, 1, None), f"{shard}, but replicas returns {found}"
+                assert replicas in (shard.replicas, 1, None), f"{shard}, but replicas returns {replicas}"
 
     @_for_each("array_example", size=(1, 3))
     def test_a_dry_run_has_the_same_shards_as_a_save(self, array_example: LeafExample, size: int) -> None:
@@ -283,11 +283,11 @@ class LeafHandlerTests:
         leaf = array_example.make()
         record = self._array_record(leaf)
         for box in self._boxes(leaf):
-            found = self.handler.sample(leaf, record, box)
-            if found is not None:  # too large to transfer it from a device
+            parts = self.handler.sample(leaf, record, box)
+            if parts is not None:  # too large to transfer it from a device
                 expected = sampled(array_example.expected[box.slices])
-                assert len(found) == len(expected)
-                for part, elements in zip(found, expected, strict=True):
+                assert len(parts) == len(expected)
+                for part, elements in zip(parts, expected, strict=True):
                     assert_same_bits(part.result(), elements, "sample")
 
     @_for_each("array_example")
@@ -471,7 +471,7 @@ class LeafHandlerTests:
         if other is not target:
             others = self.handler.memory_to_fill(other)
             assert others is not None
-            assert not any(one.shares_bytes(two) for one in memory for two in others), (
+            assert not any(part.shares_bytes(other_part) for part in memory for other_part in others), (
                 "two leaves have memory of their own"
             )
         nbytes = sum(math.prod(part.shape) * part.itemsize for part in memory)

@@ -55,10 +55,10 @@ class StorageMatrixTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with a covering array of their arguments.
 
-        Quick tests contain every pair of values of any two arguments, except that costly storages are combined only
-        with the first framework, but with all values of the other arguments. Slow tests contain every triple, and with
-        the option `--full` every combination. If a `conftest.py` defines the option `--slow`, slow tests are generated
-        only with this option.
+        Quick tests contain every pair of values of any two arguments. Costly storages are an exception: they are
+        combined only with the first framework, but with all values of the other arguments. Slow tests contain every
+        triple of values, or every combination with the option `--full`. If a `conftest.py` defines the option `--slow`,
+        slow tests are generated only with this option.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -174,10 +174,10 @@ class StorageMatrixTests:
             storage.open(tmp_path) as location,
             _checkpoint(location, _make_arrays(saver, arrays), layout, storage, custom),
         ):
-            found = ckptcore.metadata(location)
-            assert found.layout == layout.name
-            assert found.custom == custom
-            specs = [record.spec for record in found.tree.leaves if isinstance(record, ArrayRecord)]
+            metadata = ckptcore.metadata(location)
+            assert metadata.layout == layout.name
+            assert metadata.custom == custom
+            specs = [record.spec for record in metadata.tree.leaves if isinstance(record, ArrayRecord)]
             assert specs == [ArraySpec(array.shape, dtype) for dtype, shapes in arrays.items() for array in shapes]
             report = ckptcore.verify(location)
             assert report.ok, report.problems
@@ -246,10 +246,10 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         assert type(abstract) is type(saved)
         loaded = ckptcore.load(tmp_path / "checkpoint", abstract)
         assert type(loaded) is type(saved)
-        found, values = container.children(loaded)
+        leaves, values = container.children(loaded)
         assert values == {"step": 7, "name": "run", "nothing": None}
         for dtype, shapes in arrays.items():
-            for leaf, expected in zip(found[dtype], shapes, strict=True):
+            for leaf, expected in zip(leaves[dtype], shapes, strict=True):
                 assert isinstance(leaf, saver.array_type)
                 assert_same_bits(saver.elements(leaf), expected, f"{dtype} {expected.shape}")
 
@@ -290,8 +290,8 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         for leaf, expected in zip(container.children(loaded), elements, strict=True):
             assert isinstance(leaf, loader.array_type)
             assert_same_bits(loader.elements(leaf), expected, container.name)
-        found = [leaf for leaf in _leaves(ckptcore.load(location)) if isinstance(leaf, np.ndarray | np.generic)]
-        for leaf, expected in zip(sorted(found, key=np.ndim, reverse=True), elements, strict=True):
+        leaves = [leaf for leaf in _leaves(ckptcore.load(location)) if isinstance(leaf, np.ndarray | np.generic)]
+        for leaf, expected in zip(sorted(leaves, key=np.ndim, reverse=True), elements, strict=True):
             assert_same_bits(np.asarray(leaf), expected, f"{container.name} without an abstract tree")
 
     def test_containers_can_be_nested_in_each_other(
@@ -335,14 +335,19 @@ class SaveLoadMatrixTests(StorageMatrixTests):
         spec = ArraySpec((5,), dtype)
         elements = bit_patterns(spec)
         containers = [container for framework in self.frameworks().values() for container in framework.containers]
-        state = {one.name: one.make([saver.make(elements), saver.make(elements)]) for one in containers}
+        state = {
+            container.name: container.make([saver.make(elements), saver.make(elements)]) for container in containers
+        }
         with storage.open(tmp_path) as location, _checkpoint(location, state, layout, storage):
-            abstract = {one.name: one.make([loader.abstract(spec), loader.abstract(spec)]) for one in containers}
+            abstract = {
+                container.name: container.make([loader.abstract(spec), loader.abstract(spec)])
+                for container in containers
+            }
             loaded = ckptcore.load(location, abstract)
-            for one in containers:
-                assert type(loaded[one.name]) is type(state[one.name])
-                for leaf in one.children(loaded[one.name]):
-                    assert_same_bits(loader.elements(leaf), elements, f"{dtype} in {one.name}")
+            for container in containers:
+                assert type(loaded[container.name]) is type(state[container.name])
+                for leaf in container.children(loaded[container.name]):
+                    assert_same_bits(loader.elements(leaf), elements, f"{dtype} in {container.name}")
 
 
 def _common_dtypes(saver: FrameworkSample, loader: FrameworkSample, layout: LayoutSample) -> list[str]:

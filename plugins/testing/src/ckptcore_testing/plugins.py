@@ -43,7 +43,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.training",
     "ckptcore_testing",
 )
-"""Modules of this project that plugins may import. Of submodules, plugins may import only those of `ckptcore.model` and
+"""Modules of this project that plugins may import, in addition to the submodules of `ckptcore.model` and
 `ckptcore_testing`."""
 
 _TYPE_HOOKS: Final = (
@@ -61,7 +61,7 @@ def hide_distributions(
 
     Args:
         patch: undoes the change after the test.
-        plugins: by name. More can be registered in the result.
+        plugins: the other plugins, by name. More can be registered with the result.
         installed: packages of distributions that count as installed.
     """
     manager = pluggy.PluginManager(PROJECT_NAME)
@@ -78,8 +78,8 @@ class PluginTests:
 
     Attributes:
         entry_point: the name of the plugin's entry point in the group ``ckptcore``.
-        heavy: packages that the entry module must not import. None: the requirements of the plugin's distribution that
-            the core does not require.
+        heavy: packages that the entry module must not import. None: the packages that the plugin's distribution
+            requires, and that the core does not require.
         inner: names (without packages) of the plugin's modules that may import any module of ckptcore. Only for
             distributions that are released together with ckptcore.
     """
@@ -91,11 +91,11 @@ class PluginTests:
     # --- the installed plugin
 
     def _entry(self) -> importlib.metadata.EntryPoint:
-        found = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
-        assert len(found) == 1, (
-            f"{len(found)} distributions have an entry point {self.entry_point!r} in {PROJECT_NAME!r}"
+        entry_points = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
+        assert len(entry_points) == 1, (
+            f"{len(entry_points)} distributions have an entry point {self.entry_point!r} in {PROJECT_NAME!r}"
         )
-        return next(iter(found))
+        return next(iter(entry_points))
 
     def _distribution(self) -> importlib.metadata.Distribution:
         distribution = self._entry().dist
@@ -165,8 +165,8 @@ class PluginTests:
 
     def test_the_plugin_imports_only_public_modules(self) -> None:
         top = self._entry().module.partition(".")[0]
-        found = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
-        assert found == [], "import only public modules of ckptcore: " + "; ".join(found)
+        imports = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
+        assert imports == [], "import only public modules of ckptcore: " + "; ".join(imports)
 
     # --- hooks
 
@@ -236,7 +236,7 @@ class _UnknownType:
 
 
 def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
-    """Return the names of layouts or schemes that other installed plugins offer, mapped to the plugin's name."""
+    """Return the layouts or schemes that other installed plugins offer, each with the name of its plugin."""
     from ckptcore.plugins import installed_plugins
 
     attribute = "layouts" if hook == "ckpt_layouts" else "storages"
@@ -267,7 +267,7 @@ def _sources(package: str) -> Iterator[Path]:
 
 def internal_imports(path: Path) -> list[str]:
     """Return the imports of internal modules of ckptcore in a source file, with their lines."""
-    found = []
+    imports = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -276,8 +276,8 @@ def internal_imports(path: Path) -> list[str]:
             modules = [node.module]
             if node.module == PROJECT_NAME:
                 modules = [_member(alias.name) for alias in node.names]
-        found += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # imports have lines
-    return found
+        imports += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # imports have lines
+    return imports
 
 
 def _member(name: str) -> str:
@@ -289,4 +289,4 @@ def _member(name: str) -> str:
 def _is_public(module: str) -> bool:
     if module.partition(".")[0] != PROJECT_NAME or module in PUBLIC_MODULES:
         return True
-    return module.startswith((f"{PROJECT_NAME}.model.", f"{PROJECT_NAME}.testing."))
+    return module.startswith(f"{PROJECT_NAME}.model.")

@@ -112,8 +112,8 @@ class TruncateAnswer:
 class CutContent:
     """Remove bytes from the end of an answer, and reduce its Content-Length.
 
-    Networks do not do this, but defective caches and proxies do. Clients detect it only with a known size or a
-    checksum. Chunked answers and answers without a body are not changed.
+    Networks do not do this, but defective caches and proxies do. Clients can detect it only if they know the size or a
+    checksum of the object. Chunked answers and answers without a body are not changed.
     """
 
     nbytes: int = 1
@@ -175,7 +175,7 @@ class RequestPlan(Protocol):
     """Chooses the faults of requests. Thread-safe."""
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
-        """Return the faults of a request: any number of `Wait`, and at most one other."""
+        """Return the faults of a request: any number of `Wait`, and at most one fault of another kind."""
         ...
 
 
@@ -188,8 +188,8 @@ class RequestsFailing:
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
-        found = self._faults.get(request.number)
-        return () if found is None else (found,)
+        fault = self._faults.get(request.number)
+        return () if fault is None else (fault,)
 
 
 class Refusing:
@@ -205,8 +205,8 @@ class Refusing:
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
-        found = self.refusal(request)
-        return () if found is None else (found if isinstance(found, Refuse) else Refuse(found),)
+        refusal = self.refusal(request)
+        return () if refusal is None else (refusal if isinstance(refusal, Refuse) else Refuse(refusal),)
 
 
 _UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")
@@ -221,8 +221,8 @@ class SeededFaults:
     """A plan with random but reproducible faults.
 
     The faults of a request depend on the seed, its method, its path without random ids, the names of its parameters,
-    and the number of earlier equal requests. They do not depend on the order in which threads send different requests,
-    except for the limit `most` and bursts: after a throttled request, the next ones of any kind may be throttled too.
+    and the number of earlier equal requests. The order in which threads send different requests matters only for the
+    limit `most` and for bursts: after a throttled request, the next requests of any kind may be throttled, too.
     """
 
     def __init__(

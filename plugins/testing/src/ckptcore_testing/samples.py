@@ -1,4 +1,4 @@
-"""Samples of frameworks, layouts and storages, with which the matrix tests all installed plugins together.
+"""Samples of frameworks, layouts and storages. `ckptcore_testing.matrix` tests combinations of all installed samples.
 
 A distribution offers samples by entry points in the group ``ckptcore_testing``, one per sample::
 
@@ -99,7 +99,7 @@ class LayoutSample:
     Attributes:
         name: the name of the layout.
         refused_dtypes: dtypes that the layout does not support.
-        saves: False if the layout can only read checkpoints of other software. The matrix leaves it out.
+        saves: False if the layout can only read checkpoints of other software. The matrix then leaves the layout out.
     """
 
     name: str

@@ -90,8 +90,8 @@ def serve(
         timeout_seconds: maximum time until the server is ready.
 
     Raises:
-        RuntimeError: if the server exits at its start in each of three attempts (contains the end of the log), or if it
-            is not ready in time.
+        RuntimeError: if the server exits at its start in each of three attempts, or if it is not ready in time. After
+            three attempts, the message contains the end of the log.
     """
     for tries_left in reversed(range(_TRIES)):
         port = free_port()
@@ -132,19 +132,19 @@ def _answers(process: subprocess.Popen[bytes], port: int, path: str, timeout_sec
         RuntimeError: if it does not answer in time.
     """
     deadline = time.monotonic() + timeout_seconds
-    found: object = "no answer"
+    result: object = "no answer"
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return False
         connection = http.client.HTTPConnection(_HOST, port, timeout=5)
         try:
             connection.request("GET", path)
-            found = connection.getresponse().status
-            if isinstance(found, int) and found < 500:
+            result = connection.getresponse().status
+            if isinstance(result, int) and result < 500:
                 return True
         except (OSError, http.client.HTTPException) as error:
-            found = error
+            result = error
         finally:
             connection.close()
         time.sleep(_POLL_SECONDS)
-    raise RuntimeError(f"the server on port {port} is not ready after {timeout_seconds} seconds: {found}")
+    raise RuntimeError(f"the server on port {port} is not ready after {timeout_seconds} seconds: {result}")

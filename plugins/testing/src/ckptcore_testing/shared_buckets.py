@@ -47,7 +47,7 @@ class SharedBucket:
             if self._found is None:
                 stack = ExitStack()
                 atexit.register(stack.close)
-                # Not a directory of pytest, whose path can be too long for a Unix socket.
+                # Do not use a directory of pytest, because its path can be too long for a Unix socket.
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptcore-")))
                 server = stack.enter_context(self._serve(directory))
                 self._found = server, server.create_bucket()

@@ -161,8 +161,8 @@ class SimulatedDisk:
     def after_power_loss(self, chance: random.Random, count: int = 8) -> Iterator[SimulatedDisk]:
         """Yield possible disks after a power loss. All their data is durable.
 
-        First a disk with only synced data, then one with all data, then one with all names but only synced data, then
-        `count` disks with random parts of the unsynced names and data.
+        The first disk has only the synced names and data, the second one all names and data, and the third one all
+        names but only the synced data. `count` disks with random parts of the unsynced names and data follow.
         """
         yield self._survivor(chance, names=0.0, data="none")
         yield self._survivor(chance, names=1.0, data="all")
@@ -185,7 +185,7 @@ class SimulatedDisk:
             for change in self._pending:
                 if chance.random() < names:
                     _apply(_Change(change.number, tuple([(mutable(at), name, to) for at, name, to in change.names])))
-            found = SimulatedDisk()
+            disk = SimulatedDisk()
             nodes: dict[int, DiskNode] = {}
 
             def restore(node: DiskNode) -> DiskNode:
@@ -203,8 +203,8 @@ class SimulatedDisk:
 
             root = restore(self.root)
             assert isinstance(root, DiskDirectory)
-            found.root = root
-            return found
+            disk.root = root
+            return disk
 
 
 def _apply(change: _Change) -> None:

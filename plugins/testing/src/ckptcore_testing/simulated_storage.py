@@ -37,8 +37,8 @@ def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> Si
 
     A plugin can use ``functools.partial(open_simulated, disk)`` as a storage opener.
     """
-    _, found, rest = url.partition("://")
-    path = unquote(rest if found else url)
+    _, separator, rest = url.partition("://")
+    path = unquote(rest if separator else url)
     return SimulatedStorage(disk, tuple([part for part in path.split("/") if part]), durable=options.durable)
 
 
@@ -185,16 +185,16 @@ class SimulatedStorage(StorageBackend):
         with self._disk.lock:
             path = self._directory_path(prefix)
             start = "".join([part + "/" for part in path[len(self._root) :]])
-            found = self._find(path)
-            return iter(sorted(_files(found, start)) if isinstance(found, DiskDirectory) else [])
+            node = self._find(path)
+            return iter(sorted(_files(node, start)) if isinstance(node, DiskDirectory) else [])
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         with self._disk.lock:
-            found = self._find(self._directory_path(prefix))
-            if not isinstance(found, DiskDirectory):
+            directory = self._find(self._directory_path(prefix))
+            if not isinstance(directory, DiskDirectory):
                 return []
-            names = [name + "/" if isinstance(node, DiskDirectory) else name for name, node in found.names.items()]
+            names = [name + "/" if isinstance(node, DiskDirectory) else name for name, node in directory.names.items()]
             return sorted([name for name in names if not name.startswith(_TEMPORARY_PREFIX)])
 
     # --- AtomicDirectories --------------------------------------------------------------------------------------------
@@ -246,19 +246,19 @@ class SimulatedStorage(StorageBackend):
 
     def exchange(self, first: str, second: str) -> None:
         """See `AtomicDirectories`."""
-        one, other = self._path(first), self._path(second)
+        path, other_path = self._path(first), self._path(second)
         with self._disk.lock:
-            directory, replacement = self._directory(one), self._directory(other)
-            if one[: len(other)] == other or other[: len(one)] == one:
+            directory, replacement = self._directory(path), self._directory(other_path)
+            if path[: len(other_path)] == other_path or other_path[: len(path)] == path:
                 raise StorageError(f"cannot exchange {first} and {second}: one is within the other")
             self._disk.change(
                 f"exchange {first} and {second}",
-                (self._directory(one[:-1]), one[-1], replacement),
-                (self._directory(other[:-1]), other[-1], directory),
+                (self._directory(path[:-1]), path[-1], replacement),
+                (self._directory(other_path[:-1]), other_path[-1], directory),
             )
             if self._durable:
-                self._make_durable(one[:-1])
-                self._make_durable(other[:-1])
+                self._make_durable(path[:-1])
+                self._make_durable(other_path[:-1])
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
         """See `AtomicDirectories`."""
@@ -295,19 +295,19 @@ class SimulatedStorage(StorageBackend):
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
         """See `AtomicDirectories`."""
         with self._disk.lock:
-            found = {key: self._find(self._path(key)) for key in keys}
+            nodes = {key: self._find(self._path(key)) for key in keys}
         return {
-            key: f"{id(file)}-{_tag(bytes(file.data))}" for key, file in found.items() if isinstance(file, DiskFile)
+            key: f"{id(file)}-{_tag(bytes(file.data))}" for key, file in nodes.items() if isinstance(file, DiskFile)
         }
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
         """See `AtomicDirectories`."""
         with self._disk.lock:
-            found = self.stamps(list(stamps))
-            self.delete([key for key, stamp in stamps.items() if found.get(key) == stamp])
+            current = self.stamps(list(stamps))
+            self.delete([key for key, stamp in stamps.items() if current.get(key) == stamp])
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """See `AtomicDirectories`. Does nothing else than `keep_attributes`."""
+        """See `AtomicDirectories`. Does the same as `keep_attributes`."""
         self.keep_attributes(old, new)
 
     def keep_attributes(self, old: str, new: str) -> None:
@@ -362,16 +362,16 @@ class SimulatedStorage(StorageBackend):
         return node
 
     def _file(self, key: str) -> DiskFile:
-        found = self._find(self._path(key))
-        if not isinstance(found, DiskFile):
+        node = self._find(self._path(key))
+        if not isinstance(node, DiskFile):
             raise ObjectNotFoundError(f"no file {key} in {_path_text(self._root)}")
-        return found
+        return node
 
     def _directory(self, path: _Path) -> DiskDirectory:
-        found = self._find(path)
-        if not isinstance(found, DiskDirectory):
+        node = self._find(path)
+        if not isinstance(node, DiskDirectory):
             raise ObjectNotFoundError(f"no directory {_path_text(path)}")
-        return found
+        return node
 
     def _make_directories(self, path: _Path) -> DiskDirectory:
         self._disk.expect_power()
@@ -451,9 +451,9 @@ def _check(key: str, current: DiskNode | None, condition: PutCondition | None) -
         if current is not None:
             raise ConditionFailedError(f"cannot create {key}: it already exists")
         return
-    found = _tag(bytes(current.data)) if isinstance(current, DiskFile) else None
-    if found != condition.tag:
-        raise ConditionFailedError(f"cannot replace {key}: expected tag {condition.tag}, found {found}")
+    tag = _tag(bytes(current.data)) if isinstance(current, DiskFile) else None
+    if tag != condition.tag:
+        raise ConditionFailedError(f"cannot replace {key}: expected tag {condition.tag}, found {tag}")
 
 
 def _files(directory: DiskDirectory, start: str) -> Iterator[str]:

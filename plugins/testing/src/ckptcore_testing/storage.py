@@ -228,7 +228,7 @@ class StorageBackendTests(DirectoryTests):
         storage.put("data", b"newer" * 1000)
         reader.get_into([(1, memoryview(memory))])
         assert memory == b"ldoldo" and reader.size() == 3000
-        # Not compared, because a replacement may change the stamp of the old object, too.
+        # The value of the stamp is not checked, because a replacement may change the stamp of the old object, too.
         assert stamp is None or isinstance(hash(stamp), int)
         mapped = reader.memory()
         assert mapped is None or (mapped.readonly and mapped[:3000] == b"old" * 1000)
@@ -648,8 +648,8 @@ class StorageBackendTests(DirectoryTests):
                     storage.get_into(known, [(0, memoryview(memory))])
                     assert memory == expected
                     assert storage.size(known) == len(expected)
-            found = [key for key in storage.list("shared") if key.endswith(f"/{worker}")]
-            assert found == sorted(mine)
+            keys = [key for key in storage.list("shared") if key.endswith(f"/{worker}")]
+            assert keys == sorted(mine)
 
         self._at_once(work)
 

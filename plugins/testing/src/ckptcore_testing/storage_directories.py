@@ -142,16 +142,16 @@ class AtomicDirectoriesTests(DirectoryTests):
         assert lock is not None
         with lock:
             storage.put("a/File", b"1")
-            found = storage.probe("a")
+            features = storage.probe("a")
             assert list(storage.list_names("a")) == ["File"]
             try:
                 storage.size("a/file")
                 is_one = True
             except ObjectNotFoundError:
                 is_one = False
-            assert ("case" in found.merges) == is_one
+            assert ("case" in features.merges) == is_one
         storage.put("b/1", b"1")
-        if found.exchanges:
+        if features.exchanges:
             storage.exchange("a", "b")
             assert list(storage.list("b")) == ["b/File"]
         else:
@@ -291,7 +291,9 @@ class AtomicDirectoriesTests(DirectoryTests):
             storage.place("new", "old", ["d"])
         objects = {key: storage.get(key) for key in storage.list()}
         assert objects == {"new/d": b"3", "old/a": b"1", "old/b/c": b"2", "old/d": b"4", "old/e": b"5"}
-        assert storage.stamps(["old/a", "old/b/c"]) == {key.replace("new", "old"): one for key, one in stamps.items()}
+        assert storage.stamps(["old/a", "old/b/c"]) == {
+            key.replace("new", "old"): stamp for key, stamp in stamps.items()
+        }
 
     def test_a_changed_object_has_another_stamp(self, storage: DirectoryStorage) -> None:
         storage.put("a/b", b"1")

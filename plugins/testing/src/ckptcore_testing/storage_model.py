@@ -94,11 +94,11 @@ def storage_machine(
         def get(self, key: str, start: int, length: int | None) -> None:
             stop = None if length is None else start + length
             try:
-                found = self.storage.get(key, start, stop)
+                data = self.storage.get(key, start, stop)
             except ObjectNotFoundError:
                 assert key not in self.model
             else:
-                assert found == self.model[key][start:stop]
+                assert data == self.model[key][start:stop]
 
         @rule(key=_KEYS, ranges=st.lists(st.tuples(_PLACES, _PLACES), max_size=4))
         def get_into(self, key: str, ranges: list[tuple[int, int]]) -> None:
@@ -116,18 +116,18 @@ def storage_machine(
         @rule(key=_KEYS)
         def size(self, key: str) -> None:
             try:
-                found = self.storage.size(key)
+                nbytes = self.storage.size(key)
             except ObjectNotFoundError:
                 assert key not in self.model
             else:
-                assert found == len(self.model[key])
+                assert nbytes == len(self.model[key])
 
         @rule(directory=_DIRECTORIES)
         def list(self, directory: str) -> None:
             below = directory + "/" if directory else ""
             expected = sorted([key for key in self.model if key.startswith(below)])
-            found = [*self.storage.list(directory)]
-            assert found == expected
+            keys = [*self.storage.list(directory)]
+            assert keys == expected
             names = {key[len(below) :].partition("/")[:2] for key in expected}
             assert [*self.storage.list_names(directory)] == sorted([name + slash for name, slash in names])
 

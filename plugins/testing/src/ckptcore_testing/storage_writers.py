@@ -182,12 +182,12 @@ class UploadsTests(DirectoryTests):
 
     def _abort(self, storage: StorageBackend, prefix: str, expected: int) -> None:
         """Abort the expected number of uploads, which may still be starting."""
-        found = storage.abort_uploads(prefix)
+        aborted = storage.abort_uploads(prefix)
         deadline = time.monotonic() + _SECONDS
-        while found < expected and time.monotonic() < deadline:
+        while aborted < expected and time.monotonic() < deadline:
             time.sleep(0.05)
-            found += storage.abort_uploads(prefix)
-        assert found == expected
+            aborted += storage.abort_uploads(prefix)
+        assert aborted == expected
 
 
 def _write_pieces(writer: ObjectWriter, data: bytes) -> None:

@@ -89,7 +89,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_parts: int = 6) -> t
 
 
 def keys() -> st.SearchStrategy[Key]:
-    """Keys of mappings: ints, bools, strs, including strs that layouts must escape, and tuples of them."""
+    """Keys of mappings: ints, bools, strs (some of which layouts must escape), and tuples of such keys."""
     awkward = st.sampled_from(
         [
             "",

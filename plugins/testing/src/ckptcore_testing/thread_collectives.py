@@ -48,10 +48,10 @@ class ThreadNetwork:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise RankFailedError(f"rank {sender} did not send {place} in {self.timeout_seconds:g} s")
-            found, given = self._given[place]
-        if found != sender or len(given) != data.nbytes:
+            origin, given = self._given[place]
+        if origin != sender or len(given) != data.nbytes:
             raise PluginError(
-                f"{place} has {len(given)} bytes from rank {found}, expected {data.nbytes} bytes from rank {sender}. "
+                f"{place} has {len(given)} bytes from rank {origin}, expected {data.nbytes} bytes from rank {sender}. "
                 "All members must call it with the same arguments"
             )
         data[:] = np.frombuffer(given, np.uint8)

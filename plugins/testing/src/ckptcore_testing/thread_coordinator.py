@@ -97,7 +97,7 @@ def run_ranks(
 
     Args:
         size: the number of ranks.
-        work: called with a Context of its rank.
+        work: called on each rank, with the rank and a Context for it.
         timeout_seconds: how long a rank waits for the others in one exchange.
         options: more options of each Context.
     """

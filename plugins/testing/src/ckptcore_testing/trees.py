@@ -35,7 +35,7 @@ def assert_same_tree(found: Any, expected: Any, where: str = "the tree") -> None
 
 
 def assert_same_value(found: Any, expected: Any, where: str) -> None:
-    """Fail unless two arrays or values are exactly equal. NaNs of float values are equal; NaNs in arrays by bits."""
+    """Fail unless two arrays or values are equal. Arrays are compared bitwise; all NaNs of Python floats are equal."""
     if isinstance(expected, np.ndarray):
         assert isinstance(found, np.ndarray), f"{where}: expected a NumPy array, found {type(found)}"
         assert_same_bits(found, expected, where)

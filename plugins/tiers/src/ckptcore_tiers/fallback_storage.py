@@ -130,20 +130,20 @@ class FallbackStorage(StorageBackend):
     def open_reader(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
 
-        def open_found(store: StorageBackend, location: str) -> RangeReader:
+        def open_existing(store: StorageBackend, location: str) -> RangeReader:
             store.size(location)  # some storages do not detect a missing object before it is read
             return store.open_reader(location)
 
-        return self._read(key, open_found)
+        return self._read(key, open_existing)
 
     def open_stamped(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
 
-        def hold_found(store: StorageBackend, location: str) -> RangeReader:
+        def hold_existing(store: StorageBackend, location: str) -> RangeReader:
             store.size(location)  # some storages do not detect a missing object before it is read
             return store.open_stamped(location)
 
-        return self._read(key, hold_found)
+        return self._read(key, hold_existing)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`. For a missing object, return the size that the near root states.

@@ -147,8 +147,8 @@ def copied_boxes(
 ) -> Iterator[tuple[int, Box]]:
     """Yield the boxes that one process copies for its host, each with its leaf.
 
-    These are boxes of its own shards that no process of its host writes to the checkpoint.
-    Processes of the host with the same shard share the work.
+    The boxes are parts of the shards of this process that no process of its host writes to the
+    checkpoint. Processes of the host with the same shard share the work.
 
     Args:
         tree: the tree of the whole job.
@@ -189,7 +189,7 @@ def _exchange_shards(
 ) -> Mapping[int, Mapping[int, ReplicaShards]]:
     """Return the replicated shards of every rank on this host, by rank and number of the part.
 
-    The processes exchange them as objects in the near directory, so that no data is sent to other
+    The processes exchange shards as objects in the near directory, so that no data is sent to other
     hosts.
 
     Args:

@@ -283,19 +283,19 @@ class LeaderSender:
         """
         for key, size in part.expected.items():
             try:
-                found: int | None = store.size(key)
+                stored: int | None = store.size(key)
             except ObjectNotFoundError:
-                found = None
-            if found != size:
+                stored = None
+            if stored != size:
                 marks = [_mark_key(part.manifest.copy_id, rank) for rank in self._others]
                 self._store.delete(marks)  # so that every host sends its part again
                 raise StorageError(
-                    f"{key} in {self._far.display} {'is missing' if found is None else f'has {found} bytes'}: expected "
-                    f"{size} bytes from the host that wrote it; the hosts send the step again"
+                    f"{key} in {self._far.display} {'is missing' if stored is None else f'has {stored} bytes'}: "
+                    f"expected {size} bytes from the host that wrote it; the hosts send the step again"
                 )
 
     def close(self, run: str, until: Deadline) -> None:
-        """Write a message for the other hosts: this run sends no more steps."""
+        """Notify the other hosts that this run sends no more steps."""
         call_within(until.left_to_stop(), partial(self._close, run))
 
     def _close(self, run: str) -> None:

@@ -90,15 +90,15 @@ def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:
         with agreement.stage("put"):
             store.put(key, b"")
         with agreement.stage("seen") as stage:
-            probes = [found for found in store.list(INTERNAL_DIRECTORY) if found.startswith(_HOST_PROBES)]
+            probes = [probe for probe in store.list(INTERNAL_DIRECTORY) if probe.startswith(_HOST_PROBES)]
             stage.payload = sorted(
-                int(found.rpartition(".")[2]) for found in probes if found.startswith(f"{_HOST_PROBES}{token}.")
+                int(probe.rpartition(".")[2]) for probe in probes if probe.startswith(f"{_HOST_PROBES}{token}.")
             )
         seen = stage.payloads
         groups: list[list[int]] = agreement.lead("hosts", lambda: _group_ranks(seen))
         if agreement.rank == next(group[0] for group in groups if agreement.rank in group):
             # Remove the objects of killed jobs.
-            store.delete([found for found in probes if f"{_HOST_PROBES}{token}." not in found])
+            store.delete([probe for probe in probes if f"{_HOST_PROBES}{token}." not in probe])
         return Hosts(tuple([tuple(group) for group in groups]))
     finally:
         store.delete([key])
@@ -188,8 +188,8 @@ class HostSteps:
         newest = self._steps.latest()
         if newest is None:
             return
-        for text, found in self.list_local().items():
-            step, name = int(text), str(found[0])  # type: ignore[index]  # a list, from `list_local`
+        for text, entry in self.list_local().items():
+            step, name = int(text), str(entry[0])  # type: ignore[index]  # a list, from `list_local`
             if step < newest and step not in self._steps.candidates() and not self._steps.is_hidden(step):
                 logger.info("removing step %d from %s: other hosts lack it", step, self._steps.display)
                 path = SubPath(self._steps.directory, name)

@@ -16,7 +16,7 @@ _STOP_SECONDS: Final = 5.0
 """Time in seconds after the deadline to stop threads and to release the directories."""
 
 _RELEASE_SECONDS: Final = 1.0
-"""Minimum time in seconds to release one directory, even if another one that does not answer took all the time."""
+"""Minimum time in seconds to release a directory, even if the other directory does not answer and used up the time."""
 
 
 class Deadline:
@@ -41,7 +41,7 @@ class Deadline:
 
 
 SeenBy: TypeAlias = Literal["job", "host"]
-"""Which processes share one near directory: all processes of the job, or those on one host."""
+"""The processes that share one near directory: all processes of the job, or those on one host."""
 
 _SEEN_BY: Final[tuple[SeenBy, ...]] = ("job", "host")
 

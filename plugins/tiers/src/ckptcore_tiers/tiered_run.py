@@ -376,7 +376,7 @@ class TieredRun:
             self.uploads.stop(until)
             self._deletions.close(until.left_to_stop())
         finally:
-            for owned in self._owned:  # the near one first: the far one may not answer
+            for owned in self._owned:  # the near directory first, because the far one may not answer
                 owned.close(until.left_to_release())
 
     def _begin_to_close(self) -> Deadline:
@@ -437,7 +437,7 @@ class TieredDirectory:
         return UploadStatus() if self._run is None else self._run.uploads.status
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
-        """Wait until all saves are done, and all uploads that the upload policy chose.
+        """Wait until all saves are done, and all steps that the upload policy chose are uploaded.
 
         In a job only the leader waits for uploads; the other processes wait only for saves.
 

@@ -161,7 +161,7 @@ class TieredSteps:
         return [number for number in numbers if saves.get(number, valid) == valid]
 
     def _warn_of_abandoned(self, step: int, order: SaveOrder, number: int) -> None:
-        """Warn of a step of one directory that was saved before an earlier step in the other one."""
+        """Warn of a step in one directory if the other directory has an earlier step that was saved after it."""
         tier, other = self.directories[number], self.directories[1 - number]
         newest = next(reversed(other.candidates()), step)
         if newest >= step:

@@ -95,7 +95,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._is_clean = False
-        self._closed: set[int] = set()  # steps that failed by themselves in the far directory; retried after all others
+        self._closed: set[int] = set()  # steps whose last error concerned only that step; retried after all others
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         reset_in_children(self)

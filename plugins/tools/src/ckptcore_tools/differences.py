@@ -42,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Differences(ShownInNotebooks, Sequence[Difference]):
-    """All differences between two checkpoints. It is empty, and therefore false, if they are the same.
+    """All differences between two checkpoints: a sequence that is empty, and so false, if the checkpoints are the same.
 
     Attributes:
         a, b: the locations.

@@ -72,12 +72,12 @@ _MAX_WORST: Final = 10
 
 
 class WorstElement(NamedTuple):
-    """An element that differs much between two arrays.
+    """One of the elements that differ most between two arrays.
 
     Attributes:
         position: its index in the arrays.
         a, b: the element in each array.
-        error: the absolute difference; NaN if one of them is NaN.
+        error: the absolute difference; NaN if the element is NaN in one array only.
     """
 
     position: tuple[int, ...]
@@ -120,7 +120,7 @@ class Distance:
         return Distance(self.differing + other.differing, largest, self.squares + other.squares, worst)
 
     def within(self, box: Box) -> Distance:
-        """Return the same difference with positions in larger arrays, in which the compared arrays are `box`."""
+        """Return the same difference, with positions in larger arrays. `box` is the compared part of these arrays."""
         shifted = [
             worst._replace(position=tuple([start + at for start, at in zip(box.start, worst.position, strict=True)]))
             for worst in self.worst
@@ -171,7 +171,7 @@ def distance(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
 def _slice_distance(
     a: HostArray, b: HostArray, indices: npt.NDArray[np.int64], shape: tuple[int, ...], tolerance: Tolerance
 ) -> Distance:
-    """Compare elements. `indices` are their positions in flat arrays of a shape."""
+    """Compare elements. `indices` are their positions in the flattened arrays; `shape` is the shape of the arrays."""
     if a.dtype == b.dtype:
         # Fast path: elements with equal bits are equal, so only the others are compared as numbers.
         differing_bits = _differing_bits(a, b)
@@ -203,7 +203,7 @@ def _slice_distance(
     ]
     with np.errstate(over="ignore"):
         squares = float(np.square(errors).sum())
-    return Distance(differing, float(errors.max()), squares, tuple(worst))  # the maximum is NaN if one element is
+    return Distance(differing, float(errors.max()), squares, tuple(worst))  # the maximum is NaN if one error is
 
 
 def _largest(errors: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
@@ -226,7 +226,7 @@ def _differing_bits(a: HostArray, b: HostArray) -> npt.NDArray[np.bool_]:
 
 
 def _absolute_differences(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]:
-    """Return the absolute differences of numbers. 0 for two NaNs and for equal infinities."""
+    """Return the absolute differences of numbers. Two NaNs, and two equal infinities, have the difference 0."""
     if a.dtype.kind in "iu" and a.dtype == b.dtype:
         # Subtract as uint64: float64 would round large integers first, and int64 could overflow. Subtraction of uint64
         # wraps, so the larger minus the smaller element is exact for int64 too.

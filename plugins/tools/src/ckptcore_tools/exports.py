@@ -64,9 +64,9 @@ class Export:
         location: a path or URL.
         layout: the name of a layout, or a layout object with options.
         subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``. Paths in the export are
-            relative to it. With several checkpointables it starts with the name of one. Empty: everything. None, the
-            default: everything, but an optimizer state in safetensors is an error, because other software expects only
-            weights in such files.
+            relative to it. With several checkpointables it is required, and starts with the name of one. Empty:
+            everything. None, the default: everything, but an optimizer state in safetensors is an error, because other
+            software expects only weights in such files.
     """
 
     location: AnyLocation
@@ -167,8 +167,8 @@ class WithExports:
     def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
         """Write and commit the exports one after another.
 
-        If one fails, the others are still written, except after an interruption such as
-        KeyboardInterrupt, which fails the remaining exports on all processes.
+        If an export fails, the others are still written. An interruption, such as KeyboardInterrupt, fails the
+        remaining exports on all processes.
 
         Raises:
             Exception: the first error of an export, with a note that the save is committed.
@@ -334,7 +334,7 @@ class _SubtreeSource(NamedTuple):
 
     Attributes:
         whole: the arrays of the whole tree.
-        leaves: for each leaf of the subtree, the number of the leaf of the whole tree with its elements.
+        leaves: for each leaf of the subtree, the number of the leaf of the whole tree that has the same elements.
     """
 
     whole: ArraySource
@@ -400,9 +400,9 @@ def _plan_export(
 
 
 def _refuse_overlaps(locations: Sequence[Location]) -> None:
-    """Refuse two checkpoints with one location, and an export whose directory contains the save or another export.
+    """Refuse two checkpoints with one location, and an export whose directory contains the save or an earlier export.
 
-    The outer checkpoint is written after the inner one, and would not contain it.
+    The outer checkpoint would be written after the inner one, and would not contain it.
     """
     for number, location in enumerate(locations):
         for other in locations[:number]:
@@ -426,12 +426,12 @@ def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget
     """
     locations = [target.location, *(export.location for export in exports)]
     for export in exports:
-        # The directory of the save does not exist yet, so an export inside it is tested next to it.
+        # The directory of the save does not exist yet, so test an export inside it in the parent directory.
         location = target.location if export.location.is_within(target.location) else export.location
         if location.commit_method.claims_by_root:
             continue  # object stores compare the bytes of keys
         parent = location.identity.rpartition("/")[0]
-        names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
+        names = [other.name for other in locations if other.identity.rpartition("/")[0] == parent]
         # Use a separate name, because another save to the location may be running.
         place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
         trial = place.commit_method.begin(place, Claim(save_id, save_created()), overwrite=False)
@@ -459,7 +459,7 @@ def _refuse_member_directories(
 
 
 def _fail_remaining(exports: Sequence[Save], interruption: BaseException) -> None:
-    """Fail the exports that this process does not write, because the other ranks would wait for it."""
+    """Fail the exports that this process no longer writes, because the other ranks would wait for this process."""
     for export in exports:
         try:
             with failing_before_claim(export.agreement):

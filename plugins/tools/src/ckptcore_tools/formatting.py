@@ -28,7 +28,7 @@ def format_size(nbytes: int) -> str:
 
 
 def format_leaf_type(record: LeafRecord) -> str:
-    """Return the type of a leaf: ``float32[64, 48]``, ``int``. An unusual kind of array precedes the dtype."""
+    """Return the type of a leaf: ``float32[64, 48]``, ``int``. An unusual kind precedes the dtype of an array."""
     if not isinstance(record, ArrayRecord):
         return record.kind
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"

@@ -70,8 +70,8 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
 def first_directories(location: AnyLocation, context: Context) -> Mapping[str, str]:
     """Return the directory of each checkpointable, within a checkpoint of several. Reads no tree.
 
-    If every process saved its own state, a checkpointable has a directory for each process. The result is the first
-    one that exists, which `describe_and_check` describes.
+    If every process saved its own state, a checkpointable has a directory for each process. The result has the first of
+    them that exists, which `describe_and_check` describes.
 
     Raises:
         CheckpointError: see `ckptcore.metadata`.

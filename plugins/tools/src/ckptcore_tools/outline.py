@@ -56,7 +56,7 @@ class Outline:
             child = self.stops[child]
 
     def rows(self, depth: int | None = None) -> Iterator[int]:
-        """Yield the rows with at most `depth` rows above them. None: all rows."""
+        """Yield the rows that at most `depth` other rows contain. None: all rows."""
         row = 0
         while row < len(self):
             yield row
@@ -101,7 +101,7 @@ def outline_of(tree: TreeMetadata) -> Outline:
 
 
 def _count_leaves(node: Skeleton, counts: dict[int, int]) -> int:
-    """Return the number of leaves. Add the count of each container to `counts` by `id`: shared nodes count once."""
+    """Return the number of leaves. Store the number of leaves of each container in `counts`, by its `id`."""
     if not isinstance(node, Node):
         return 1
     leaves = node.children.count(LEAF)
@@ -159,7 +159,7 @@ _Content: TypeAlias = int | tuple[Node, int] | _Group
 
 
 class _Rows:
-    """Rows under construction. Not recursive: names with dots add levels, which could exceed Python's stack.
+    """Rows under construction. Built without recursion, because names with dots add levels, and the stack is limited.
 
     Attributes:
         open: rows that have more children: the position of each, and an iterator of the children.
@@ -185,7 +185,7 @@ class _Rows:
         self.stops[position] = len(self.names)
 
     def add(self, name: str, content: _Content) -> bool:
-        """Add a row. Return True if it has children. A group with one child is one row."""
+        """Add a row. Return True if the row has children. A group with one child has the same row as this child."""
         while isinstance(content, _Group) and len(content.names) == 1:
             (inner,), (content,) = content.names, content.contents
             name = f"{name}.{inner}"

@@ -48,9 +48,9 @@ class DeletionPlan:
     """Decisions about a directory of steps.
 
     Attributes:
-        decisions: one per step, ascending.
-        leftovers: leftovers of saves and deletions. The list can include temporary files of running saves,
-            which the deletion recognises and keeps.
+        decisions: one per step, ascending. Uncommitted steps in object stores are leftovers instead.
+        leftovers: leftovers of saves and deletions. The list can include temporary files of running saves, which the
+            deletion recognises and keeps.
         broken: steps that cannot be loaded, such as those with a missing file, and steps of other software. Policies do
             not count them. Otherwise a policy could keep them and delete steps that can be loaded.
     """

@@ -46,10 +46,12 @@ class StepStatus:
 
     Attributes:
         step, name: the number, and the name of the directory.
-        state: the state. "incomplete": a file is missing or has another size than recorded. "other": neither a
-            checkpoint that can be loaded nor a save of ckptcore.
+        state: "committed": a checkpoint of ckptcore. "foreign": a checkpoint of other software. "incomplete": a file is
+            missing or has another size than recorded. "uncommitted": a save of ckptcore that is running or was
+            interrupted. "corrupt": its metadata is damaged. "unreadable": this process cannot read it, for example for
+            lack of a permission. "other": neither a checkpoint that can be loaded nor a save of ckptcore.
         created: start of the save, ISO 8601 in UTC; None if unknown.
-        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unreadable.
+        nbytes: bytes of the objects; for checkpoints of other software, bytes of the arrays. None if unknown.
         metrics: the metrics saved with the step.
         pinned: True if a reader has pinned the step; None if unknown.
         error: why the step is incomplete, corrupt or unreadable.
@@ -85,7 +87,7 @@ class RunOwner(NamedTuple):
     """The job that owns a directory of steps.
 
     Attributes:
-        alive: True if the job is running. None if only waiting would show it, as on storage without locks.
+        alive: True if the job is running. None if that is unknown until its lease expires, as on storage without locks.
         host, pid, since: the process, and the time when it became the owner, ISO 8601 in UTC; None if unknown.
         description: these facts as text, or the reason why they are unknown.
     """
@@ -203,7 +205,7 @@ def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: i
         status = _read_step_once(steps, context, check, step, version)
         if version is None and status.save_id is not None:
             continue  # a save has committed since the root was read
-        # A root of one tree was read with one request, so it is of one save. Other metadata may mix two saves.
+        # A root of one tree was read with one request, so it belongs to one save. Other metadata may mix two saves.
         is_one_tree = isinstance(version, bytes) and b'"members"' not in version
         if (is_one_tree and status.state == "committed") or root_version(store) == version:
             break

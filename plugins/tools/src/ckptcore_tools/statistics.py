@@ -26,7 +26,7 @@ _LEAST: Final = math.ldexp(1, _LEAST_EXPONENT)
 """The smallest positive float64."""
 
 _WIDER_BITS: Final = 7
-"""The bin of equal elements below 128 has a width of 2**-7 to 2**-6 of their value. For larger ones it is 1."""
+"""If all elements are equal, their bin has a width of 2**-7 to 2**-6 of their value; from 128 on, the width is 1."""
 
 _SLICE_ELEMENTS: Final = 1 << 18
 """Elements converted at a time. As float64 they take 2 MiB, which fits in the CPU cache."""
@@ -163,7 +163,7 @@ class _Summary:
         with np.errstate(over="ignore", invalid="ignore"):
             mean = low if low == high else float(numbers.mean())  # equal elements: deviation 0
             if not math.isfinite(mean):  # the sum overflowed float64
-                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding
+                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding can exceed both
             deviations = float(np.square(numbers - mean).sum())
             self._squares += float(np.square(numbers).sum())
         before, self._finite = self._finite, self._finite + numbers.size
@@ -200,7 +200,8 @@ class _Summary:
 class _GrowingHistogram:
     """Counts in bins that begin at multiples of their width, a power of two.
 
-    If an element is outside of the bins, the width doubles: pairs of bins are merged, and no element is read again.
+    If an element is outside of the bins, bins are added. If there would be more than `_MAX_BINS`, the width is doubled
+    and pairs of bins are merged. No element is read again.
     """
 
     def __init__(self) -> None:
@@ -246,7 +247,7 @@ class _GrowingHistogram:
 
 
 def _exponent_for(low: float, high: float) -> int:
-    """Return the exponent of the smallest width that gives few bins with exact bin numbers."""
+    """Return the exponent of the smallest width with at most `_MAX_BINS` bins, whose numbers float64 holds exactly."""
     largest = max(abs(low), abs(high))
     if not largest:
         return _LEAST_EXPONENT

@@ -16,7 +16,7 @@ from ckptcore.events import Event, logger_named
 __all__ = ["StepStatisticsObserver", "log_step_statistics"]
 
 _MAX_OPEN_OPERATIONS: Final = 64
-"""Maximum number of unfinished operations. Above it the oldest is dropped: its last event is probably lost."""
+"""Maximum number of unfinished operations. Beyond it, the oldest one is dropped: its last event is probably lost."""
 
 _COMMIT_PHASES: Final = ("write", "exchange", "commit")
 _SAVE_PHASES: Final = ("save", "blocking", "wait_for_previous", *_COMMIT_PHASES)
@@ -68,7 +68,7 @@ class StepStatisticsObserver:
     def _add_load_event(self, event: Event) -> Mapping[str, object] | None:
         phases = self._phases(event)
         if event.phase != "load":
-            # Kept because the record counts the checkpointer's own time from the start of this phase.
+            # Keep the first phase, because the record counts the checkpointer's own time from its start.
             phases.setdefault("first", event)
             return None
         del self._open[event.operation_id]
@@ -100,7 +100,7 @@ def _save_record(
     wait = phases.get("wait_for_previous")
     wait_start = blocking.began if wait is None else wait.began
     wait_seconds = 0.0 if wait is None else wait.seconds
-    # The caller first waits for the previous save. From here on, this save blocks it.
+    # The caller first waits for the previous save. After this wait, the new save blocks the caller.
     own_start = blocking.began if wait is None else wait.ended
     return {
         "step": whole.step,

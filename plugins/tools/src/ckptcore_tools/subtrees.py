@@ -18,7 +18,7 @@ _NAMES: Final = frozenset((
 """Usual names of optimizer states in programs, PyTorch Lightning, Flax, Keras and Megatron."""
 
 _AMBIGUOUS: Final = "opt"
-"""Name that models use too, for example for an optical tower. An optimizer state also has a name of `_ENTRIES`."""
+"""A name that models use, too, such as for an optical tower. It counts only with a name of `_ENTRIES` inside it."""
 
 _ENTRIES: Final = frozenset((
     "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "state", "param_groups", "mu", "nu", "trace",
@@ -72,14 +72,14 @@ def find_optimizers(tree: TreeMetadata) -> OptimizerParts | None:
         if not isinstance(node, Node) or len(path) == _DEEPEST:
             return False
         children = list(_children(node, path, first))
-        found = [visit(*child) for child in children]
-        if any(found):
+        have_optimizers = [visit(*child) for child in children]
+        if any(have_optimizers):
             others.extend(
                 below
-                for (child, below, start), holds in zip(children, found, strict=True)
+                for (child, below, start), holds in zip(children, have_optimizers, strict=True)
                 if not holds and isinstance(child, Node) and any(has_array[start : start + leaf_count(child)])
             )
-        return any(found)
+        return any(have_optimizers)
 
     if not visit(tree.skeleton, (), 0):
         return None
@@ -89,8 +89,8 @@ def find_optimizers(tree: TreeMetadata) -> OptimizerParts | None:
 
 
 def _is_optimizer(node: Skeleton, path: TreePath) -> bool:
-    """Return True for a node with the name or the form of an optimizer state. In names with dots, the first part
-    counts."""
+    """Return True for a node with the name or the form of an optimizer state. In a name with dots, only the first part
+    is compared with the names of states."""
     first, *rest = _name(path).lower().split(".") if path else [""]
     if first in _NAMES and (isinstance(node, Node) or rest):
         return first != _AMBIGUOUS or not _ENTRIES.isdisjoint(rest) or _has_entry(node)
@@ -126,7 +126,7 @@ def _pattern(path: TreePath) -> str:
 
 
 def _text(path: TreePath) -> str:
-    """Return a path as text. Only the first part of a key with dots is used."""
+    """Return a path as text. If the last key has dots, only its first part is used."""
     return "/".join([*map(str, path[:-1]), *[str(key).partition(".")[0] for key in path[-1:]]])
 
 

@@ -79,8 +79,8 @@ def abstract_subclass(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         like: an instance of a subclass over plain memory.
 
     Raises:
-        UnsupportedLeafError: if `like` is not on the CPU. Other devices need a FakeTensor, which
-            cannot also have the class of `like`.
+        UnsupportedLeafError: if `like` is neither on the CPU nor on the meta device. Other devices need
+            a FakeTensor, which cannot also have the class of `like`.
     """
     if plain.device.type not in ("cpu", "meta"):
         raise UnsupportedLeafError(

@@ -29,7 +29,7 @@ _OBJECTS: Final = OptimizerObjectHandler()
 
 
 def container_handler_of_type(value_type: type) -> ContainerHandler | None:
-    """Return the handler for a type, or None for types that are not PyTorch's."""
+    """Return the handler of `torch.Size` or `OptimizerObject`, or None for other types."""
     if value_type is torch.Size:
         return _SIZES
     return _OBJECTS if value_type is OptimizerObject else None

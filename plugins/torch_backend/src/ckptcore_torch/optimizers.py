@@ -31,8 +31,8 @@ class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
     ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, which can
-    be new and without state. If no state was saved, it removes the optimizer's state. The state is
-    not cast: float32 moments stay float32, even for bfloat16 parameters. If a parameter is a
+    be new and without state. If no state was saved, ``load_into`` removes the optimizer's state. The
+    state is not cast: float32 moments stay float32, even for bfloat16 parameters. If a parameter is a
     DTensor, its state tensors of the same shape are DTensors with the same placements.
 
     If the checkpoint and the optimizer have ``param_names``, parameters are matched by name,
@@ -158,7 +158,7 @@ class OptimizerHandler(CheckpointableHandler):
                 target.param_groups[number][name] = held
 
     def may_refuse(self, target: torch.optim.Optimizer, request: object) -> bool:
-        """Return True if the optimizer has hooks or a loader that is not PyTorch's.
+        """Return True if the optimizer has hooks, a loader that is not PyTorch's, or a state dict of another form.
 
         PyTorch's own loader refuses nothing, because all checks were made before.
         """
@@ -306,9 +306,9 @@ def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Ten
 
 
 _MANY: Final = 1000
-"""Number of parameters from which the core stores the parameter numbers of a group as one leaf.
+"""Minimum number of parameters of a group whose parameter numbers the core stores as one leaf.
 
-It does not compare the length of this leaf.
+The core does not compare the length of this leaf.
 """
 
 
@@ -351,7 +351,10 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
 
 
 def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
-    """Return a function that creates abstract tensors for the state of a parameter. They are plain if it is None."""
+    """Return a function that creates abstract tensors for the state of a parameter.
+
+    If `parameter` is None, they are plain.
+    """
     return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 

@@ -1,9 +1,8 @@
 """Adapters of models that PEFT created: PEFT selects, names and converts their parameters itself.
 
-PEFT has a rule for each of its methods. For prompt methods it computes the prompts. For AdaLoRA it
-saves the ranks that were kept, and for VB-LoRA the largest logits. For other methods it saves
-matrices that the whole model shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported
-only for models that have a config of PEFT.
+PEFT has a rule for each of its methods. For prompt methods, PEFT computes the prompts. For AdaLoRA, it saves the ranks
+that were kept, and for VB-LoRA the largest logits. For some other methods, it saves matrices that the whole model
+shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported only for models that have a config of PEFT.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class PeftAdapter:
     def tensors(self, biases: Biases | None = None) -> dict[str, torch.Tensor]:
         """Return the tensors that PEFT saves, by PEFT's names.
 
-        Gathers DTensors; most others share memory with the model.
+        Gathers DTensors. Most other tensors share memory with the model.
 
         Args:
             biases: biases of the base model to include. None means the choice in the config.
@@ -134,7 +133,7 @@ class PeftAdapter:
 
     def fill(self, tensors: Mapping[str, torch.Tensor], stored_config: Mapping[str, JSON]) -> None:
         """Copy the tensors of `current` into the adapter, with PEFT's own function."""
-        from peft import set_peft_model_state_dict  # see the first lines
+        from peft import set_peft_model_state_dict  # imported late: see the docstring of the module
 
         names = {self._stored_name(name): name for name in [*self.own, *self._saved()]}
         state = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
@@ -142,8 +141,8 @@ class PeftAdapter:
         with self._unchanged_config() as config:
             if config.peft_type == "ADALORA":
                 config.rank_pattern = None
-                found = self._saved()
-                if any(name in found and found[name].shape != tensor.shape for name, tensor in state.items()):
+                saved = self._saved()
+                if any(name in saved and saved[name].shape != tensor.shape for name, tensor in state.items()):
                     config.rank_pattern = stored_config["rank_pattern"]  # PEFT resizes the modules by it
             set_peft_model_state_dict(self.model, state, self.adapter_name, low_cpu_mem_usage=is_meta)
         if self.config.peft_type == "ADALORA":
@@ -152,7 +151,7 @@ class PeftAdapter:
     @property
     def _has_prefix(self) -> bool:
         """True if PEFT wraps the model. False if PEFT only added layers to a model of transformers."""
-        from peft import PeftMixedModel, PeftModel  # see the first lines
+        from peft import PeftMixedModel, PeftModel  # imported late: see the docstring of the module
 
         return isinstance(self.model, PeftModel | PeftMixedModel)
 
@@ -166,7 +165,7 @@ class PeftAdapter:
         "0", as in X-LoRA, PEFT would also drop ``layers.0``. To avoid this, PEFT gets only the
         config of this adapter, and a state without parameters of other adapters.
         """
-        from peft import get_peft_model_state_dict  # see the first lines
+        from peft import get_peft_model_state_dict  # imported late: see the docstring of the module
 
         configs = self.model.peft_config
         every = dict(configs)
@@ -217,7 +216,9 @@ class PeftAdapter:
         """Return True if PEFT saves a value that it computes from this parameter of the adapter."""
         segments = without_wrappers(name).split(".")
         stem = ".".join([segment for segment in segments if segment != self.adapter_name])
-        return segments[0] == "prompt_encoder" or any(without_wrappers(one).startswith(stem) for one in saved)
+        return segments[0] == "prompt_encoder" or any(
+            without_wrappers(saved_name).startswith(stem) for saved_name in saved
+        )
 
     def _check_prompts(self) -> None:
         if not self.config.is_prompt_learning or self.config.inference_mode:

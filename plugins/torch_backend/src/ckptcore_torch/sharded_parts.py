@@ -2,12 +2,13 @@
 
 An inner tensor is stored in one of four forms:
 
-- as a DTensor with the placements of the whole tensor, if both have the same shape; - as a grid of
-blocks, if each of its elements belongs to a block of the tensor and no shard boundary is inside a
-block. The grid is a DTensor with the same placements. It loads on every mesh whose shard boundaries
-are between blocks; - as tiles, one for each shard, if a shard boundary is inside a block. Tiles
-load only on a mesh that divides the tensor in the same way; - unchanged, if it is a single number
-or a table. Both are equal on all processes.
+- as a DTensor with the placements of the whole tensor, if both have the same shape;
+- as a grid of blocks, if each of its elements belongs to a block of the tensor and no shard boundary
+  is inside a block. The grid is a DTensor with the same placements. It loads on every mesh whose shard
+  boundaries are between blocks;
+- as tiles, one for each shard, if a shard boundary is inside a block. Tiles load only on a mesh that
+  divides the tensor in the same way;
+- unchanged, if it is a single number or a table. Both are equal on all processes.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ _DATA_LOADERS: Final = DataLoaderHandler()
 
 
 def checkpointable_handler_of_type(value_type: type) -> CheckpointableHandler | None:
-    """Return the handler for a type, or None for types that are not PyTorch's."""
+    """Return the handler for a type, or None for types that are not PyTorch's, and for Keras models."""
     if issubclass(value_type, torch.nn.Module):
         # A Keras model is saved by its state tree, which contains its optimizer; its state dict
         # does not.

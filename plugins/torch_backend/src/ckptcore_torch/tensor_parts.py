@@ -129,7 +129,7 @@ def is_composed(leaf: torch.Tensor) -> bool:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(leaf, distributed.DTensor):
         return False
-    return not leaf.is_nested and kind.__name__ != "AsyncCollectiveTensor"  # becomes one array
+    return not leaf.is_nested and kind.__name__ != "AsyncCollectiveTensor"  # the latter becomes one array
 
 
 def inner_tensor(leaf: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class TensorHandler(LeafHandler):
         return sparse_or_quantized_handler(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return address, shape, strides and dtype, or None for a tensor without elements.
+        """Return address, shape, strides and dtype, or None for a tensor without elements or a wrapper without memory.
 
         For a tensor that is not on the CPU, or that is lazily conjugated or negated, the result
         also contains the device and the flags for conjugation and negation. A meta tensor has no
@@ -229,7 +229,8 @@ class SubclassHandler(LeafHandler):
         """Return a meta tensor with the class and attributes of the leaf. Return a FakeTensor itself.
 
         Raises:
-            UnsupportedLeafError: if the leaf cannot be stored, or is not on the CPU.
+            UnsupportedLeafError: if the leaf cannot be stored, or is on a device other than the CPU and the meta
+                device.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         if is_fake(leaf):
@@ -370,7 +371,7 @@ def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 
 def _without_elements(leaf: torch.Tensor, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-    """Return empty host arrays. PyTorch cannot copy empty meta tensors or view empty zero tensors."""
+    """Return empty host arrays. PyTorch cannot copy empty meta tensors, and has no NumPy views of empty ZeroTensors."""
     return [Ready(np.empty(box.shape, encoding_of(leaf.dtype).host)) for box in boxes]
 
 
@@ -435,7 +436,7 @@ def _check_has_memory(leaf: torch.Tensor) -> None:
 
 
 def overlaps_itself(target: torch.Tensor) -> bool:
-    """Return True if elements of a strided tensor share memory, as after ``expand``."""
+    """Return True if elements of a strided tensor may share memory, as after ``expand``."""
     if target.layout is not torch.strided or target.is_contiguous():
         return False
     reach = 1

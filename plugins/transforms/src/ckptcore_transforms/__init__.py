@@ -1,8 +1,9 @@
 """Transforms change a stored tree before a load matches it with the abstract tree.
 
 ``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. Transforms
-read no arrays: for each requested part of a result, a load reads only the required parts of the
-inputs. It is an error if a transform matches nothing or does not fit.
+read no arrays: for each requested part of a result, a load reads only the parts of the inputs that
+the transforms need. It is an error if a transform does not fit, or if it matches nothing. The
+exceptions are `Refuse`, `Default` and `IfPresent`, which may match nothing.
 
 - `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: change paths
 - `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: change
@@ -18,7 +19,17 @@ inputs. It is an error if a transform matches nothing or does not fit.
 
 from ckptcore.protocols import Transform, Transforms
 from ckptcore_transforms import maps as maps
-from ckptcore_transforms.arrays import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
+from ckptcore_transforms.array_transforms import (
+    Apply,
+    Cast,
+    MergeAxes,
+    Pad,
+    Reshape,
+    Scale,
+    Slice,
+    SplitAxis,
+    Transpose,
+)
 from ckptcore_transforms.dequantize import Dequantize, DequantizeAsConfigured, DequantizeMxfp4
 from ckptcore_transforms.joins import Fuse, Split, Stack, Unstack
 from ckptcore_transforms.merges import Average, MergeLora

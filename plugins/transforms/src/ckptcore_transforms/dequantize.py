@@ -73,14 +73,14 @@ def _dequantize(
     """
     all_problems = list(problems)
     replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
-    for one in matches:
+    for match in matches:
         try:
-            array = one.make(tree.array(one.values), tree.array(one.scales))
+            array = match.make(tree.array(match.values), tree.array(match.scales))
         except (ValueError, TransformError) as error:
-            all_problems.append(f"{format_path(one.values)}: {error}")
+            all_problems.append(f"{format_path(match.values)}: {error}")
             continue
-        replacements[one.scales] = {}
-        replacements[one.values] = {one.to: ArrayLeaf.of(array)}
+        replacements[match.scales] = {}
+        replacements[match.values] = {match.to: ArrayLeaf.of(array)}
     if all_problems:
         arrays = "1 array" if len(all_problems) == 1 else f"{len(all_problems)} arrays"
         raise TransformError(f"{arrays} cannot be dequantised:{format_problems(all_problems)}\nNothing was read")
@@ -106,8 +106,8 @@ class Dequantize(TreeTransform):
 
     Attributes:
         pattern: template of the quantised arrays.
-        scales: template of their scales, with the same fields. Scales are floats, or bytes with
-            exponents of two (E8M0).
+        scales: template of their scales, with the same fields. Scales are ``float32``,
+            ``bfloat16`` or ``float16``, or bytes with exponents of two (E8M0).
         block: extents of a block along the last axes; the last block of an axis can be smaller.
             None: one scale per array, or for each axis either one scale or one scale per index.
         dtype: name of the dtype of the results.
@@ -220,16 +220,16 @@ def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
 _CONFIG: Final = "config.json"
 
 _ACTIVATIONS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub", "qscale_act")
-"""Scales for activations of a quantised module.
+"""Names of scales for the activations of a quantised module.
 
-They are not used for weights, and a dequantised module has none.
+These scales do not change weights, and a dequantised module does not use them.
 """
 
 _CACHE: Final = (".k_scale", ".v_scale", ".q_scale")
-"""Scales for a key-value cache."""
+"""Suffixes of the names of scales for a key-value cache."""
 
 _UNKNOWN: Final = ("_zero_point", "_g_idx", "_global_scale", "_scale_2")
-"""Unsupported data that changes the results: zero points, column orders, a second scale."""
+"""Suffixes of the names of unsupported data that changes the results: zero points, column orders, second scales."""
 
 
 def _unknown_data(text: str, names: Collection[str]) -> str:

@@ -2,13 +2,13 @@
 
 Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns the reverse
 transforms. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the
-model itself are an error in both directions. For this, each list ends with a `Refuse`, and has another one near its
-start, which is near the end of the inverse.
+model itself (for BERT, of its encoder) are an error in both directions. For this, each list has one `Refuse` at its
+end, for the transforms, and one near its start, for the inverse, which runs the list backwards.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
-inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
-array for all layers, with layers as the first axis, ``kernel`` as ``[inputs, outputs]``,
-``embedding`` and ``scale``.
+inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX for ``jax.lax.scan`` over the layers. Each
+weight is one array for all layers, with the layers as its first axis. The names are ``kernel``
+(``[inputs, outputs]``), ``bias``, ``embedding`` and ``scale``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arrays import MergeAxes, Scale, SplitAxis, Transpose
+from ckptcore_transforms.array_transforms import MergeAxes, Scale, SplitAxis, Transpose
 from ckptcore_transforms.joins import Stack
 from ckptcore_transforms.paths import Refuse, Rename
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
@@ -245,9 +245,10 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
 
 @dataclass(frozen=True, slots=True)
 class _ExpectHeads(TreeTransform):
-    """Raise an error if the config.json of the model has another head size.
+    """Check of the head size against the config.json of the model.
 
-    A wrong size that divides the extents of the kernels would fit, but result in another model.
+    A wrong size can also divide the extents of the kernels. Without this check, the load would then
+    return a wrong model.
 
     Attributes:
         head_dim: number of elements of a head. Not checked without a config.json.

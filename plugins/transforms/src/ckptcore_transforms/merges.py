@@ -88,9 +88,9 @@ class MergeLora(TreeTransform):
 class Average(TreeTransform):
     """Average the arrays of several checkpoints with the same tree, in float32, or in float64 for float64 arrays.
 
-    The first checkpoint is the loaded one. All other leaves are taken from it: arrays of integers,
-    booleans, text and dates, NumPy scalars, random number generator keys and values. Use this
-    before transforms that change the tree. Complex arrays are refused.
+    The first checkpoint is the loaded one. Leaves that are not averaged are taken from it: arrays
+    of integers, booleans, text and dates, NumPy scalars, random number generator keys and values.
+    Use this before transforms that change the tree. Complex arrays are refused.
 
     Attributes:
         others: locations of the other checkpoints.
@@ -165,7 +165,7 @@ def _by_base(base: Template, matched: Mapping[TreePath, Fields]) -> dict[TreePat
     """Return the matrices of an adapter by the path of their base.
 
     Raises:
-        TransformError: if two have the same base.
+        TransformError: if two matrices have the same base.
     """
     by_base: dict[TreePath, TreePath] = {}
     for path, fields in matched.items():

@@ -24,8 +24,9 @@ _MAX_SHOWN: Final = 200
 class Rename(TreeTransform):
     """Rename leaves: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
-    A key keeps its type if a field matches it completely. Any other key becomes text, unless its
-    container already has a key with the same text, such as an integer. Then it becomes that key.
+    A key that a field without ``:d`` matches completely keeps its type. A key that is only a ``:d``
+    field becomes an integer. Other keys become text; if the container already has a key with that
+    text, such as 0 for "0", that key is used.
 
     Attributes:
         pattern: selects at least one leaf.

@@ -37,7 +37,7 @@ A config of AutoFP8 has no block size either, but means one scale per array.
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Quantization of weights.
+    """Quantisation of weights.
 
     Attributes:
         method: the ``quant_method``.
@@ -179,7 +179,7 @@ def _group_block(where: str, weights: Mapping[str, JSON], problems: list[str]) -
 
 
 def _block(value: JSON, where: str, problems: list[str]) -> Block:
-    """Parse the extents of a block: two positive integers. Anything else is added to `problems`."""
+    """Parse the extents of a block: two positive integers. If it is anything else, add a problem."""
     if isinstance(value, list) and len(value) == 2:
         sizes = [size for size in value if type(size) is int and size > 0]
         if len(sizes) == 2:

@@ -327,8 +327,8 @@ def block_scaled(
 
     Args:
         values: the elements, real numbers.
-        scales: one for each block, or a single one, in float32 or a smaller float dtype. The last
-            block of an axis can be smaller.
+        scales: one for each block, or a single one, of dtype ``float32``, ``bfloat16``,
+            ``float16`` or ``float8_e8m0fnu``. The last block of an axis can be smaller.
         block: extents of a block along the last axes, 1 along the others; None for the
             result of `block_of`.
         dtype: float dtype of the result.

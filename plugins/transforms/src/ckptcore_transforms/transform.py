@@ -112,7 +112,7 @@ def _inverse(transform: Transform) -> Transform:
 
 @converts_errors
 def naming(path: TreePath) -> Iterator[None]:
-    """Name the array at a path in the `ValueError` of the block, which becomes a `TransformError`."""
+    """Convert a `ValueError` of the block to a `TransformError` that names the array at a path."""
     try:
         yield
     except ValueError as error:
@@ -149,7 +149,7 @@ def expect_sequence(transform: object, name: str, expected: str) -> Sequence[obj
     Args:
         transform: the transform.
         name: name of the argument.
-        expected: what it must be, for the error.
+        expected: the expected value in words, for the error.
 
     Raises:
         TypeError: if the argument has another type.

@@ -142,8 +142,8 @@ def _shorten(text: str) -> str:
 
 def _comparable_description(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
     """Return a text that ranks compare: the descriptions, and a digest of the elements of constant arrays."""
-    constants = {one: None for array in arrays for one in walk(array) if isinstance(one, Constant)}
-    values = [one.value for one in constants if one.value.size > 1]
+    constants = {node: None for array in arrays for node in walk(array) if isinstance(node, Constant)}
+    values = [constant.value for constant in constants if constant.value.size > 1]
     if not values:
         return describe(transforms)
     digest = xxhash.xxh3_128()

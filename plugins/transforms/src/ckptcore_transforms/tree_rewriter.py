@@ -164,7 +164,7 @@ class TreeRewriter:
             yield path, fields, self.array(path)
 
     def array(self, path: TreePath) -> DerivedArray:
-        """Return an array for computing.
+        """Return an array that a transform can compute with.
 
         Raises:
             TransformError: if the leaf is not an array, or if its kind has additional meaning.
@@ -178,7 +178,7 @@ class TreeRewriter:
         return leaf.array
 
     def remove(self, template: Template) -> None:
-        """Drop matching leaves and empty containers.
+        """Drop the leaves and the empty containers that match.
 
         Raises:
             TransformError: if nothing matches.
@@ -190,7 +190,7 @@ class TreeRewriter:
             del self.leaves[path]
 
     def move(self, template: Template, to: Callable[[TreePath, Fields], TreePath]) -> None:
-        """Rename matching leaves and empty containers.
+        """Rename the leaves and the empty containers that match.
 
         Raises:
             TransformError: if nothing matches, or if two leaves would have the same path.
@@ -236,7 +236,7 @@ class TreeRewriter:
         self.leaves = leaves
 
     def _known_keys(self) -> Mapping[TreePath, Mapping[str, Key]]:
-        """Return the existing keys that are not text (integers), by container and by the key as text."""
+        """Return the existing keys that are not text, such as integers, by container and by the key as text."""
         known: dict[TreePath, dict[str, Key]] = {}
         for path in self.leaves:
             for depth, key in enumerate(path):
@@ -341,7 +341,7 @@ def _with_framework_of(old: Leaf, new: Leaf) -> Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Branch of a container: children by key, None for a leaf."""
+    """The children of a container by key. A child that is None is a leaf."""
 
     children: dict[Key, _Branch | None]
 

@@ -20,7 +20,7 @@ def page_file(name: str) -> str:
 
 
 def import_map(addresses: Mapping[str, str]) -> str:
-    """Return the JSON that tells the browser the address of each module."""
+    """Return the import map of the page: the address of each module, as JSON."""
     return json.dumps({"imports": {f"view/{name}": address for name, address in addresses.items()}})
 
 

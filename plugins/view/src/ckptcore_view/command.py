@@ -53,8 +53,9 @@ def command(
 ) -> ExitCode:
     """Show the checkpoint, run or runs at LOCATION: tree, arrays, files and timeline; metrics, events and steps.
 
-    The page is served on 127.0.0.1 until the command is interrupted. Its URL has a secret token: who knows it can read
-    the checkpoint. An array is read when you select it. With --out, the page is one HTML file that needs no network.
+    The page is served on 127.0.0.1 until the command is interrupted. Its URL has a secret token: everyone who knows the
+    URL can read the checkpoint. An array is read when you select it. With --out, the page is one HTML file that needs
+    no network.
     """
     context = command_context()
     names = step_names(named)

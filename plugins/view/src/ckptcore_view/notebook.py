@@ -1,4 +1,4 @@
-"""HTML of single objects for notebooks. It has no scripts, because notebooks remove them, and reads no array."""
+"""HTML of single objects for notebooks. It has no scripts, because notebooks remove them. No array is read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _metadata(metadata: CheckpointMetadata) -> str:
     ]
     if not metadata.is_composite:
         return _heading("Checkpoint") + _facts([("layout", metadata.layout), *facts]) + _tree(metadata.tree)
-    parts = [f"{_heading(name)}{_tree(one.tree)}" for name, one in metadata.checkpointables.items()]
+    parts = [f"{_heading(name)}{_tree(part.tree)}" for name, part in metadata.checkpointables.items()]
     return _heading("Checkpoint of several checkpointables") + _facts(facts) + "".join(parts)
 
 

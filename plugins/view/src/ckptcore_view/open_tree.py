@@ -21,7 +21,7 @@ from ckptcore.select import LeafTable, Selection
 
 
 class _Leaf(Selection):
-    """One leaf by its number. Fast, because a selection by name compares the names of all leaves for each array."""
+    """One leaf by its number. Faster than a selection by name, which compares the names of all leaves."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -44,7 +44,8 @@ class OpenTree:
 
         Raises:
             CompositeCheckpointError: it has several checkpointables.
-            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+            CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError: there is no committed
+                checkpoint, or it is damaged.
         """
         self.location = location
         self.state = OpenState(location, context)
@@ -97,7 +98,7 @@ class OpenTree:
         return leaf
 
     def stored(self, leaf: int) -> int:
-        """Return the number of the leaf that stores the elements of an array. For a tied array it is another leaf."""
+        """Return the number of the leaf that stores the elements of an array: for a tied array, another leaf."""
         return self.tree.aliases.get(leaf, leaf)
 
     def array(self, leaf: int) -> StoredArray:

@@ -35,7 +35,7 @@ _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
 
 _MAX_ROWS: Final = 20_000
-"""Limit of the rows of trees, and of chunks, for all older steps of a run. The newest step is always complete."""
+"""Limit of the total number of rows of trees and of chunks in older steps. The newest step is always complete."""
 
 _LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows and chunks in all"
 
@@ -60,14 +60,15 @@ def write_report(
     """Write a report of a checkpoint or run to an HTML file, atomically.
 
     The report of a run has the newest 200 steps, the checkpoint of the newest step, the trees of older steps up to a
-    total of 20,000 rows, and the norms of the chosen arrays over these steps. It names this host and the time.
+    total of 20,000 rows and chunks, and the norms of the chosen arrays over these steps. It names this host and the
+    time.
 
     Args:
         path: the file.
         location: a path or URL of a checkpoint or run.
         arrays: patterns of the paths of the arrays to read for statistics, norms and differences. A pattern is a part
-            of a path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree; but no
-            arrays, if more than 1 GB would be read for all trees, all steps and the other checkpoint together.
+            of a path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree, or no
+            arrays if more than 1 GB would be read for all trees, all steps and the other checkpoint together.
         compare: a checkpoint to compare with.
         policy: the text of a preservation policy; the report of a run shows what it keeps.
         step_names: the names of steps; None for the usual names.
@@ -146,7 +147,7 @@ class _Collector:
         self._reads_all = True
         self._rows_left = _MAX_ROWS
         self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
-        """Place and number of each array that was read. The key has the place within the step, and the array's path."""
+        """Place and number of each array that was read. A key is the place within the step, and the array's path."""
 
     def collect(self) -> Mapping[str, Document]:
         """Return the documents by name and parameters, as the page requests them."""
@@ -163,7 +164,10 @@ class _Collector:
         return self._documents
 
     def _add_runs(self) -> None:
-        """Add a folder of runs, and each run. Reads no array, because all runs together may have many."""
+        """Add a folder of runs, and each run and checkpoint.
+
+        If the caller chose no arrays, the arrays of runs are not read, because all runs together may have many.
+        """
         self._reads_all = False
         runs = self._add("runs", **self._policy)
         self._documents[_key("runs")] = runs
@@ -192,7 +196,7 @@ class _Collector:
                 self._add_older(step)
 
     def _add_older(self, place: str) -> None:
-        """Add an older step. Reads no more arrays: arrays for norms were read with those of the newest step."""
+        """Add an older step. Reads no array, because `_add_tree` reads the arrays of all steps for their norms."""
         checkpoint = self._add("checkpoint", at=place)
         for item in checkpoint.get("checkpointables", ()):
             for directory in item["places"][:1]:
@@ -212,7 +216,11 @@ class _Collector:
                 self._documents[_key("statistics", at=place, leaf=leaf)] = {"same": read}
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
-        """Add a document. An error is added as a document, which the page shows."""
+        """Add a document. An error is added as a document, which the page shows.
+
+        Raises:
+            CheckpointError, BadRequestError: the document is the view, a run, the folder of runs, or a checkpoint.
+        """
         document: Document
         texts = {key: str(value) for key, value in parameters.items()}
         if "leaf" in parameters and (version := self._versions.get(texts.get("of", texts["at"]))):
@@ -233,10 +241,12 @@ class _Collector:
             return
         parts = checkpoint.get("checkpointables", ())
         nbytes = sum(part["nbytes"] for part in parts if part["kind"] == "tree")
-        self._reads_all = nbytes * self._times(steps) <= _READ_BYTES
+        reads_all = self._reads_all
+        self._reads_all = reads_all and nbytes * self._times(steps) <= _READ_BYTES
         for part in parts:
             for directory in part["places"][:1]:
                 self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
+        self._reads_all = reads_all
 
     def _times(self, steps: Sequence[str]) -> int:
         """Return the number of checkpoints to read."""

@@ -98,8 +98,8 @@ def application(viewed: Viewed, token: str, is_closing: Callable[[], bool] = lam
         def work(has_left: Callable[[], bool]) -> tuple[bytes, int]:
             return _document(viewed, name, Request(parameters, lambda: has_left() or is_closing()))
 
-        found, status = await _while_connected(request, work)
-        return Response(found, status, _HEADERS, "application/json")
+        body, status = await _while_connected(request, work)
+        return Response(body, status, _HEADERS, "application/json")
 
     return Starlette(
         routes=[

@@ -81,7 +81,10 @@ def _jax_text(notes: Mapping[str, Any]) -> str:
 def _dtensor_text(notes: Mapping[str, Any]) -> str:
     noted = notes["dtensor"]
     mesh = " × ".join(map(str, _few(noted["mesh"])))
-    kinds = [f"{one['kind']}({one['dim']})" if "dim" in one else str(one["kind"]) for one in _few(noted["placements"])]
+    kinds = [
+        f"{placement['kind']}({placement['dim']})" if "dim" in placement else str(placement["kind"])
+        for placement in _few(noted["placements"])
+    ]
     return f"mesh {mesh}; {', '.join(kinds)}"
 
 
@@ -154,7 +157,7 @@ def _mesh_size(mesh: Sequence[int]) -> int | None:
 
 
 def _chunk(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
-    """Return one of the parts of a range. All but the last ones have the same size, and the last ones may be empty."""
+    """Return a part of a range. All parts have the same size, except that the last parts may be smaller or empty."""
     step = -(-(stop - start) // parts)
     return min(start + step * part, stop), min(start + step * (part + 1), stop)
 

@@ -110,7 +110,7 @@ class Viewed:
         return find_steps(self.locate(place), self._step_names, self.context)
 
     def recall(self, key: Hashable) -> Any:
-        """Return a cached value that is less than a minute old, or None. Older ones may be wrong."""
+        """Return a cached value that is less than a minute old, or None. Older values may be wrong."""
         since, value = self._remembered.get(key, (-math.inf, None))
         return value if time.monotonic() - since < _REMEMBERED_SECONDS else None
 
@@ -153,25 +153,25 @@ class Viewed:
         return members if isinstance(members, CompositeCheckpoint) else None
 
     def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
-        """Call a function with the open tree at a place. If the tree was replaced meanwhile, open it and call again.
+        """Call a function with the open tree at a place. If the tree was replaced, open it again and repeat the call.
 
         Raises:
             CheckpointError: there is no checkpoint, or it cannot be read.
             Errors of `read`.
         """
-        opened = self._opened(place)
-        if opened is not None:
+        open_tree = self._opened(place)
+        if open_tree is not None:
             try:
-                return read(opened)
+                return read(open_tree)
             except CheckpointNotFoundError:
-                if opened.is_current():
+                if open_tree.is_current():
                     raise
         return read(self._open_tree(place))
 
     def read_current(self, place: str, read: Callable[[OpenTree], T]) -> T:
         """Call a function with the current tree at a place. See `read`."""
-        opened = self._opened(place)
-        if opened is not None and opened.is_current():
+        open_tree = self._opened(place)
+        if open_tree is not None and open_tree.is_current():
             return self.read(place, read)
         return read(self._open_tree(place))
 
@@ -182,13 +182,13 @@ class Viewed:
             return self._open.get(place)
 
     def _open_tree(self, place: str) -> OpenTree:
-        opened = OpenTree(self.locate(place), self.context)
+        open_tree = OpenTree(self.locate(place), self.context)
         with self._lock:
             self._open.pop(place, None)
-            self._open[place] = opened
+            self._open[place] = open_tree
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)  # closed once no thread reads from it
-        return opened
+        return open_tree
 
     def _find_kind(self) -> ViewedKind:
         try:
@@ -231,7 +231,7 @@ class Viewed:
         return children
 
     def _is_run(self) -> bool:
-        """Return True for a directory with steps, or an empty one, whose first step may be saved later."""
+        """Return True for a directory with steps. Also for an empty directory, whose first step may be saved later."""
         try:
             steps = self.steps()
         except (CheckpointNotFoundError, InvalidLocationError):

@@ -4,7 +4,7 @@ Types, options, handlers, errors and policies are those of the installed Orbax. 
 delete, `partial`, and `training.Checkpointer` are replaced.
 
     saving    `save`, `save_checkpointables`: one commit of ckptcore, and its `AsyncResponse`
-    trees     `load`, `load_checkpointables`, `metadata`: Orbax's functions, with our handler of trees
+    trees     `load`, `load_checkpointables`, `metadata`: Orbax's functions, with `TreeHandler`
     library   the installed Orbax
     settings  Orbax's options, translated to those of ckptcore
     deletion  `delete`

@@ -28,7 +28,7 @@ def delete_async(
     moves = context.deletion.gcs_deletion_options.todelete_full_path is not None
     if checkpointable_name is not None or moves or not is_from_ckptcore(context.file.path_class(path)):
         return v1.delete_async(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
-    # No process can load a checkpoint that ckptcore has begun to delete.
+    # ckptcore deletes it, so that no process can load it once its deletion has begun.
     remove = functools.partial(ckptcore.delete, path, other_files=True)  # as Orbax does
     return start_deletion(path, checkpointable_name=None, missing_ok=missing_ok, whole_delete=remove)
 

@@ -1,4 +1,4 @@
-"""Saves: one commit of ckptcore contains the trees and the files of Orbax's handlers. With its `AsyncResponse`."""
+"""Saves, and their `AsyncResponse`. One commit of ckptcore contains the trees and the files of Orbax's handlers."""
 
 from __future__ import annotations
 
@@ -176,8 +176,9 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
     """Return the arguments of `ckptcore.save_checkpointables` for a save of Orbax.
 
     Raises:
-        ValueError: the destination exists, or a tree is empty.
-        NotImplementedError: an option of the Context cannot be honoured.
+        ValueError: the destination exists, or a tree is empty or has an empty array.
+        NotImplementedError: an option of the Context cannot be honoured, or a handler of Orbax would write files in a
+            job of several processes.
         The errors of Orbax for checkpointables without a handler.
     """
     context = get_context()

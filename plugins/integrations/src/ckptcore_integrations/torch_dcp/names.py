@@ -29,13 +29,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a name in checkpoints; None if PyTorch has none."""
+    """Return the dtype with a name from a checkpoint, or None if PyTorch lacks it."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """Return the elements of a tensor as a NumPy array. It shares the memory of a tensor on the CPU; others are copied.
+    """Return the elements of a tensor as a NumPy array.
+
+    The array shares the memory of a tensor on the CPU. Tensors on other devices, and conjugate or negative views, are
+    copied.
 
     Raises:
         UnsupportedLeafError: NumPy and ml_dtypes have no such dtype.
@@ -107,7 +110,10 @@ def tree_of(entries: Mapping[str, Any], paths: Mapping[str, Steps]) -> dict[str,
 
 
 def _put(branch: _Branch, steps: Steps, value: Any) -> bool:
-    """Add a value. Return False if it conflicts with another value, or if a container would be list and mapping."""
+    """Add a value.
+
+    Return False if it conflicts with another value, or if a container would be both list and mapping.
+    """
     for position, step in enumerate(steps):
         if branch and type(next(iter(branch))) is not type(step):
             return False
@@ -166,7 +172,10 @@ class _Flattener:
         return node.kind == "list" and self._has_arrays_or_mappings(node, self._next)
 
     def _has_arrays_or_mappings(self, node: Node, first: int) -> bool:
-        """Return True if a list or a list inside it has an array or a mapping. `first` is its first leaf."""
+        """Return True if a list or a list inside it has an array or a mapping.
+
+        `first` is the number of its first leaf.
+        """
         for child in node.children:
             if isinstance(child, Node):
                 has_arrays = child.kind in ("dict", "OrderedDict") or (

@@ -17,7 +17,7 @@ that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 - `entries`: the contents as data, with the chunks of all tensors as columns, and the names of torch's classes
 - `reading`: decodes a pickle that may be hostile
 - `fast`: decodes the chunks and locations of a large pickle, each in one step
-- `writing`: encodes entries as a pickle that torch reads, all rows of a column at once
+- `writing`: encodes entries as a pickle that torch reads, a whole column in one step
 """
 
 from ckptcore_dcp.metadata.entries import (

@@ -134,7 +134,8 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
 
     Raises:
         UnsupportedLeafError: the value contains something other than a `Value`, or a tuple or `Call`
-            that contains itself, except through a list, a dict, or the items or state of a `Call`.
+            that contains itself, except through a list, a dict, or the items or state of a `Call`. Also
+            raised for a value that the protocol cannot represent, such as an int of more than 255 bytes.
         ValueError: the protocol is not supported.
     """
     if protocol not in (2, 4):
@@ -283,7 +284,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        else:  # for empty bytes too: there `pickle` calls ``bytes``, which torch rejects with weights_only=True
+        else:  # also for empty bytes: `pickle` calls ``bytes``, which torch rejects with weights_only=True
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:

@@ -66,7 +66,7 @@ def read_pickle(
         key: the object that contains the data, for errors.
         objects: reads common objects of ``data`` in one step; requires bytes.
         places: receives the byte ranges of texts and bytes in ``data``; requires bytes or a `Window`.
-        raw: finds bytes that follow objects and are not part of the pickle.
+        raw: finds bytes that follow objects and are not part of the pickle; requires bytes or a `Window`.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of data, or exceeds a limit that torch's files never
@@ -93,7 +93,7 @@ def _run(state: State) -> tuple[Value, int]:
                 return _result(state, position), position
             position = opcodes[code](state, position)
     except (IndexError, struct.error) as error:
-        # Detected here and not before each opcode, which would make reading 50 % slower.
+        # Detect a truncated pickle here, because a check before each opcode would make reading 50 % slower.
         position = max(position, state.position)
         if position >= len(data) or isinstance(error, struct.error):
             raise truncated(state.key, position, max(position, len(data)) + 1) from error

@@ -135,7 +135,7 @@ class LeafNode:
 
 @dataclass(frozen=True, slots=True)
 class InteriorNode:
-    """First keys of the nodes one level below, as columns of equal length.
+    """Key bounds and locations of the nodes one level below, as columns of equal length.
 
     Attributes:
         keys: lower bound of the keys of each child, ascending; above all keys of the previous child.

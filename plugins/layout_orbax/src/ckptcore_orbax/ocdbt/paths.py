@@ -2,8 +2,9 @@
 
 The path of a file is ``transitive + base + relative``, concatenated without a separator. A table
 stores base and relative as one string, with the length of the base. The transitive path is the base
-of the file that contains the node, known from its parent; it is empty in a manifest. Databases that
-Orbax merged have the base ``ocdbt.process_0/`` and the relative path ``d/<32 hex digits>``.
+of the file that contains the node, known from its parent. It is empty in a manifest. `decode_files` puts the
+directory of the database before it, so that its results are keys of the store. Databases that Orbax merged have the
+base ``ocdbt.process_0/`` and the relative path ``d/<32 hex digits>``.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 
     Args:
         cursor: position of the table.
-        transitive: transitive path of the manifest or node, a prefix of every path in its table.
-            For a manifest this is the directory of the database.
+        transitive: directory of the database, followed by the transitive path of the manifest or node. A
+            prefix of every resulting path.
 
     Raises:
         CorruptCheckpointError: the table is invalid, or a path leaves the store.
@@ -107,8 +108,8 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 def encode_files(paths: Sequence[str]) -> bytes:
     """Return a table of paths relative to the database. Sorted paths take less space.
 
-    The base of each path ends before the directory of its file, as in Orbax's databases. Files of
-    nodes have an empty base.
+    The base of each path ends before the directory of its file, as in Orbax's databases. Files in
+    `NODES` have an empty base.
 
     Raises:
         InvalidLocationError: readers would reject a path.

@@ -46,13 +46,13 @@ class AxlearnStep:
 def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     """Parse the AXLearn step in the store's directory, without reading arrays. None for other directories.
 
-    Everything may be hostile. The index is a list of ``[path, value]``: ``["step", N]`` first; for
-    an array ``{"dtype": "float32", "shape": "(8, 8)"}``; for an iterator the name of its class; any
-    other value is stored in the index itself.
+    Everything may be hostile. The index is a list of ``[path, value]`` that begins with ``["step", N]``.
+    The value of an array is ``{"dtype": "float32", "shape": "(8, 8)"}``, and the value of an iterator
+    is the name of its class. Other leaves are stored in the index itself.
 
     Raises:
-        CorruptCheckpointError: a file is invalid. Also for a truncated index, which AXLearn itself
-            accepts as complete.
+        CorruptCheckpointError: a file is invalid. Also raised for a truncated index, which AXLearn itself accepts as
+            complete.
         UncommittedCheckpointError: there are arrays but no index.
     """
     names = frozenset(store.list_names())

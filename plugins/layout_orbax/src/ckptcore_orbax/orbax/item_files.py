@@ -32,7 +32,7 @@ class ArrayMetadata:
 
     Attributes:
         name: name of the array.
-        write_shape: shape of a shard, which one process writes at once.
+        write_shape: shape of a shard, the part that one process writes.
         chunk_shape: shape of a read chunk.
         random_key_impl: JAX implementation, if the array is the data of random keys; else None.
     """
@@ -98,7 +98,7 @@ class Strings:
     """The strings in `_strings.json`, which may be hostile.
 
     Raises:
-        CorruptCheckpointError: the file is invalid. Also from `text`, if the name has no string.
+        CorruptCheckpointError: the file is invalid. Also raised by `text` if the name has no string.
     """
 
     def __init__(self, data: bytes, key: str) -> None:

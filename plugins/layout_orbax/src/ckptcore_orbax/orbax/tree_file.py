@@ -169,7 +169,7 @@ def encode_tree(
 
     Args:
         tree: the tree to save.
-        write_shapes: shape of a shard, which one process writes at once, for leaves that are JAX arrays.
+        write_shapes: shape of a shard, the part that one process writes, for leaves that are JAX arrays.
         use_ocdbt: True if a database contains the arrays.
         use_zarr3: True if the arrays are zarr 3, not 2.
     """
@@ -196,7 +196,10 @@ def encode_tree(
 def _leaf_entries(
     part: Skeleton, path: tuple[tuple[str, int], ...], leaves: Iterator[tuple[int, LeafRecord]]
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], int, str]]:
-    """Yield the keys with their types, the number (or -1) and the value type of leaves and empty containers."""
+    """Yield the keys with their types, the number and the value type of each leaf and empty container.
+
+    A container has the number -1.
+    """
     if not isinstance(part, Node):
         number, record = next(leaves)
         yield path, number, value_type(record)

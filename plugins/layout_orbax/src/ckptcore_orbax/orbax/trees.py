@@ -93,7 +93,7 @@ def value_type(record: LeafRecord) -> str:
 
 
 def value_array(record: ValueRecord) -> HostArray | None:
-    """Return the array that Orbax reads for a value, or None for None, strings, and ints of more than 64 bits.
+    """Return the array that Orbax reads for a value, or None for None, strings, dicts, and ints of more than 64 bits.
 
     bool, int and float become arrays without axes, of bool, int64 (uint64 from 2**63 on) and float64,
     as Orbax writes them. A long list or tuple of one of these types becomes one array, because Orbax
@@ -170,7 +170,7 @@ class TreeLeaf:
         extent: key of the file that contains its elements uncompressed, and their byte range in it; None if unknown.
         spec: shape and dtype, if already known.
         kind: kind for the `ArrayRecord`, if already known: ``numpy.scalar``; else None.
-        shared: whether another leaf has the same name. Orbax then overwrote one of them.
+        shared: whether another leaf has the same name. Orbax then overwrote one of the two arrays.
     """
 
     name: str
@@ -221,7 +221,8 @@ def build_tree(
     """Build a tree from leaves and empty containers with their paths.
 
     A container whose keys are the indices from 0 on, in any order, is a list, or a tuple if
-    `containers` says so. With gaps it is a dict with int keys.
+    `containers` says so. With gaps it is a dict with int keys. A container with str keys is a dict, or an object if
+    `containers` says so.
 
     Args:
         entries: the leaves and empty containers; may be hostile.

@@ -113,7 +113,7 @@ class ChunkSource:
         return [*self.filled_parts(box), *self._padding(box)]
 
     def filled_parts(self, box: Box) -> list[tuple[Box, HostArray]]:
-        """Return the boxes and arrays that form a box of one chunk, inside the array."""
+        """Return the boxes and arrays that form the part of a box inside the array. The box must be in one chunk."""
         arrays = self._take()
         if self._boxes_of_chunk:
             index = tuple(map(int.__floordiv__, box.start, self.format.chunk))

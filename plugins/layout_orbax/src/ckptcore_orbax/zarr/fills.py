@@ -20,8 +20,8 @@ _BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
 def parse_fill_version3(value: JSON, dtype: str) -> bytes:
     """Return the bytes of the element for a ``fill_value`` of a ``zarr.json``, in the host's byte order.
 
-    Accepts numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in
-    hexadecimal; for complex numbers pairs of those (zarr 3 specification, "fill value").
+    Accepts bools and numbers. Floats can also be ``NaN``, ``Infinity``, ``-Infinity`` or their bits in
+    hexadecimal, complex numbers are pairs of floats, and times can be ``NaT`` (zarr 3 specification, "fill value").
 
     Raises:
         CorruptCheckpointError: it is not valid for this dtype.

@@ -52,8 +52,7 @@ class ChunkKeys:
     """Encoding of chunk keys.
 
     Attributes:
-        encoding: ``default``: ``c`` and the index, as in ``c/0/1``, or ``c`` without axes; ``v2``: the
-            index alone, as in ``0.1``, or ``0`` without axes.
+        encoding: ``default``: ``c/0/1``, or ``c`` for an array without axes. ``v2``: ``0.1``, or ``0``.
         separator: separator of the parts.
     """
 
@@ -140,7 +139,7 @@ class ArrayFormat:
 
     @property
     def chunk_bytes(self) -> int:
-        """Stored size of a chunk in bytes, without missing inner chunks and gaps; only if `direct`."""
+        """Stored size in bytes of a chunk that has all its inner chunks and no gaps; only if `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
 
 

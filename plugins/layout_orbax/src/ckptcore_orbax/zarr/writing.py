@@ -116,8 +116,8 @@ class _ReceiptColumns:
     """The chunks of a process in its receipt, as columns.
 
     Attributes:
-        leaf, chunk: array of each chunk, and number of the chunk in the grid. If chunks are objects,
-            there is a row for each object.
+        leaf, chunk: array of each chunk, and number of the chunk in the grid. There is one row per chunk,
+            even if tied arrays store it as several objects.
         file, offset, length: number of the data file that contains the chunk, and byte range in it.
             Empty if chunks are objects.
         digested_leaf, digested_chunk: array and number of each encoded chunk.

@@ -1,10 +1,11 @@
 """The ``ckptcore`` command: inspects, verifies, compares, copies and converts checkpoints, and deletes old steps.
 
-- `application`: the group of commands, found by the entry point group ``ckptcore.commands``
-- `inspect`, `ls`, `steps`, `verify`, `diff`, `copies`, `gc`, `plugins`: one module per command
+- `application`: the group of commands, which are the entry points of the group ``ckptcore.commands``
+- `inspect`, `ls`, `steps`, `verify`, `diff`, `copies`, `gc`, `plugins`: the commands
 - `command`: exit codes, errors and options that all commands share
-- `output`: text, JSON and progress bars; `locations`: locations given by the user
-- `comparison`, `elements`: comparison of two checkpoints, used by `diff`
+- `output`: text, JSON and progress bars; `treeview`: drawings of trees
+
+Code that works without a terminal is in other modules of ``ckptcore_tools``, such as `ckptcore_tools.comparison`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the arguments after the program's name. None: ``sys.argv[1:]``.
     """
-    # A late import: importing another module of this package does not need click.
+    # Import late, so that modules of this package that do not need click can be imported without it.
     from ckptcore_tools.cli.application import application
     from ckptcore_tools.cli.command import ExitCode, discard_unwritable_output, system_text
     from ckptcore_tools.cli.output import error_line, prepare_streams

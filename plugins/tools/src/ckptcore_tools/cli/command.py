@@ -261,7 +261,7 @@ _OF_OUTPUT: Final = frozenset({errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 
 def system_text(error: OSError) -> str:
-    """Return the text of a system error. A full disk is the disk of stdout, because storages raise StorageError."""
+    """Return the text of a system error. If a write failed, it was to stdout, because storages raise StorageError."""
     is_output = not error.filename and error.errno in _OF_OUTPUT
     return f"cannot write the output to stdout: {error.strerror or error}" if is_output else str(error)
 

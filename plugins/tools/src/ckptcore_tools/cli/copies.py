@@ -192,7 +192,7 @@ def _copy_steps(
 def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
     """Return the result of every step as JSON, ascending."""
     states = {
-        **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
+        **{step: ("copied", _report_document(step_report), None) for step, step_report in report.steps.items()},
         **dict.fromkeys(report.skipped, ("left", None, None)),
         **dict.fromkeys(report.deleted_at_source, ("gone", None, None)),
         **{step: ("damaged", None, shell_text(error)) for step, error in report.damaged.items()},
@@ -252,8 +252,8 @@ def convert_command(
 ) -> ExitCode:
     """Convert the checkpoint at SOURCE to another layout and write it to DESTINATION.
 
-    SOURCE can have any installed layout, and can be written by ckptcore or by other software. It is not changed. Of
-    several checkpointables each one is converted, and files are copied.
+    SOURCE can have any installed layout, and can be written by ckptcore or by other software. It is not changed. If it
+    has several checkpointables, each tree is converted, and files are copied.
 
     Maps from Hugging Face's names: bert-to-scanned, llama-to-scanned (all layers in one array, for a scan in Flax),
     llama-to-maxtext, qwen-to-maxtext. Maps back: scanned-to-bert, scanned-to-llama, maxtext-to-llama, maxtext-to-qwen.

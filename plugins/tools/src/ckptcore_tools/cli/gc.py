@@ -64,9 +64,9 @@ def command(
 ) -> ExitCode:
     """Delete the steps in DIRECTORY that a policy does not keep, and leftovers of failed saves.
 
-    The newest step is always kept, and so are steps that a reader has pinned, that other software wrote, that cannot be
-    read, or that have a file that is missing or has another size, or one that no save wrote. Policies count only the
-    steps that can be loaded. While a job saves to the directory, only --dry-run works.
+    The newest step is always kept. Also kept are steps that a reader has pinned, steps of other software, steps that
+    cannot be read, steps with a missing or changed file, and steps with files that no save wrote. Policies count only
+    the steps that can be loaded. While a job saves to the directory, only --dry-run works.
     """
     policy = _parse_policy(policy_text)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
@@ -134,7 +134,7 @@ def _delete_steps(
     Args:
         steps: the directory.
         policy: the policy that decides which steps to keep.
-        confirmed: delete only these steps. None: all that the policy does not keep.
+        confirmed: delete only these steps. None: delete all steps that the policy does not keep.
         if_in_use: whether to take over the lock.
         context: options.
         other_files: True to delete steps with files that no save wrote, too.

@@ -86,8 +86,8 @@ def command(
 
     Each container is shown with its arrays, parameters (elements) and bytes. Names with dots are shown as a tree. In a
     checkpoint of several checkpointables, each one is shown with its tree or its files. Without --statistics, no array
-    is read. --depth, --objects and --timeline apply to text only. With --filter, JSON has only the leaves that match,
-    and everything else of the whole checkpoint.
+    is read. --depth, --objects and --timeline apply to text only. With --filter, JSON contains only the leaves that
+    match, but all containers and objects, and the totals of the whole checkpoint.
     """
     try:
         choose = leaf_filter(pattern or "")
@@ -149,7 +149,7 @@ def _parts(checkpoint: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
 def _read_statistics(
     locations: Mapping[str, str], trees: Mapping[str, TreeMetadata], leaves: Mapping[str, Iterable[int]]
 ) -> Mapping[str, Mapping[int, ArrayStatistics | None]]:
-    """Read the statistics of numeric arrays. `leaves`: the leaves of each checkpointable. Others are skipped."""
+    """Read the statistics of the numeric arrays among some leaves of each checkpointable. Skip all other leaves."""
     arrays = {
         name: [leaf for leaf in leaves[name] if leaf >= 0 and _has_numbers(tree.leaves[leaf])]
         for name, tree in trees.items()

@@ -48,10 +48,10 @@ class Entry:
         created: start of the save, ISO 8601 in UTC.
         arrays, nbytes: number of arrays, and their bytes. Arrays that share their bytes count once.
         error: why the checkpoint is incomplete, corrupt or unreadable.
-        writer: the software that wrote it, if it can be read.
+        writer: the software that wrote the checkpoint, if the checkpoint can be read.
         checkpointables: names of the checkpointables, if there are several.
         problems: the files that are missing or have another size, as JSON.
-        steps, newest: of a run, the number of steps, and the newest one.
+        steps, newest: the number of steps of a run, and its newest step.
     """
 
     name: str
@@ -116,12 +116,12 @@ def _sort_key(entry: str) -> tuple[str, int, str]:
     """Return a sort key that orders steps by number: 9 before 10."""
     name = entry.rstrip("/")
     prefix = name.rstrip("0123456789")
-    # Only 20 digits: converting a name of thousands of digits is slow or fails.
+    # Use only 20 digits, because converting a name of thousands of digits is slow or fails.
     return (prefix, int(name[len(prefix) :][:20] or -1), name)
 
 
 def _read_entry(location: str, name: str, context: Context) -> Entry | None:
-    """Describe the checkpoint at a location. None if there is none."""
+    """Return the entry of the checkpoint or run at a location. None if there is neither."""
     import ckptcore
     from ckptcore.commit.delete import concerns_one_entry
     from ckptcore.errors import (

@@ -155,7 +155,7 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
 
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
-    # Leave out the save order, which is only for comparing steps of a run, as in the viewer.
+    # Leave out the save order, which only serves to compare copies of a step.
     document = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
     return document if check is None else {**document, **to_json(check), "error": status.error}
 

@@ -19,7 +19,7 @@ StatisticsOf = Callable[[int], ArrayStatistics | None]
 
 _MAX_NAME_WIDTH: Final = 72
 _MIN_NAME_WIDTH: Final = 40
-"""Minimum width of names. Details are shortened before names are."""
+"""Minimum width of names on a terminal that is wide enough. If a line does not fit, its details are shortened first."""
 
 _DETAIL_WIDTH: Final = 28
 """Minimum width of details next to longer names: enough for the numbers of arrays and parameters."""
@@ -42,9 +42,10 @@ class TreeLine(NamedTuple):
         guide: the lines of the drawing, before the name.
         name: the key in the row above, or the part of it that this row adds.
         type: dtype and shape of an array, or kind of a value or container.
-        size: size of an array, or of all arrays in a container; empty for others.
-        detail: for a container, the number of arrays and parameters. For an array, the counts of special elements, the
-            sharding, or the path of an array with the same bytes. For a value, the value.
+        size: size of an array, or of all arrays in a container. Empty for values, containers without arrays, and arrays
+            that share the bytes of another one.
+        detail: for a container, the number of arrays and parameters, or ``empty``. For an array, the counts of special
+            elements, and the sharding or the path of an array with the same bytes. For a value, the value.
         numbers: minimum, maximum, mean, deviation and norm of the elements; empty if unknown.
     """
 
@@ -64,7 +65,7 @@ def tree_lines(
     Args:
         tree: the tree.
         outline: the outline of the tree, or of some of its leaves.
-        depth: maximum number of rows above a row; deeper rows are left out. None: all rows.
+        depth: maximum number of rows that contain a row; deeper rows are left out. None: all rows.
         statistics_of: statistics of the elements.
     """
     leaf_lines = _LeafLines(tree, statistics_of)
@@ -195,7 +196,7 @@ def format_lines(lines: Iterable[TreeLine], width: int | None) -> Iterator[Seque
             type_text = _shortened(type_text, type_width)
         amounts = f"  {line.size:>{_SIZE_WIDTH}}"
         if has_numbers and is_wide:
-            numbers = [f"{'' if one is None else f'{one:.3g}':>{_NUMBER_WIDTH}}" for one in line.numbers]
+            numbers = [f"{'' if number is None else f'{number:.3g}':>{_NUMBER_WIDTH}}" for number in line.numbers]
             amounts += "".join(numbers) or " " * _NUMBERS_WIDTH
         detail = f"  {line.detail}" if line.detail else ""
         amounts = amounts if detail else amounts.rstrip()
@@ -205,7 +206,7 @@ def format_lines(lines: Iterable[TreeLine], width: int | None) -> Iterator[Seque
         if line.numbers and not is_wide:
             below = line.guide.replace("├─ ", "│  ").replace("└─ ", "   ")
             named = zip(_NUMBERS, line.numbers, strict=True)
-            numbers = [f"{name} {one:.3g}" for name, one in named if one is not None]
+            numbers = [f"{name} {number:.3g}" for name, number in named if number is not None]
             yield _cropped([(below, "dim"), f"  {'  '.join(numbers)}"], width)
 
 

@@ -23,9 +23,9 @@ def command(as_json: bool, location: str) -> ExitCode:
     """Read every byte of a checkpoint and verify its checksums.
 
     Each problem names the object (file), its arrays and the range of bytes. If there is a problem, the exit code is 1.
-    Formats of other software may have no checksums, or none of some files. For these the command only checks that
-    everything can be read, and says "complete" instead of "sound". In a checkpoint of several checkpointables each one
-    is verified, and missing ones are listed.
+    Formats of other software may have no checksums for some or all files. For such files, the command only checks that
+    everything can be read, and says "complete" instead of "sound". If the checkpoint has several checkpointables, each
+    of them is verified, and missing ones are listed.
     """
     import ckptcore
 

@@ -90,8 +90,8 @@ def copy(
     committed by a rename on file systems. On object stores, ckptcore does not load the copy before it is complete, but
     other software can see its files as they arrive. The copy of an `Update` is a new save in the same layout, with all
     arrays. Blocks are compared with their checksums before they are written. Only a few blocks are in memory at a time.
-    To resume an interrupted copy, call it again: complete objects are not sent again. The copy of an `Update` cannot
-    resume. If the destination already has this save, nothing is copied.
+    To resume an interrupted copy, call `copy` again: complete objects are not sent again. The copy of an `Update`
+    cannot resume. If the destination already has this save and `overwrite` is False, nothing is copied.
 
     **In another layout.** Only a few arrays are in memory at a time. If the checkpoint has several
     checkpointables, each tree is converted, and files are copied. Only this process writes.
@@ -103,7 +103,8 @@ def copy(
     Args:
         source, destination: paths or URLs.
         layout: the layout to write, as for `save`. With `subtree`: ``"safetensors"``, or a `SafetensorsLayout` with
-            options for the size, names and metadata of files. None: the stored layout; with `subtree`, safetensors.
+            options for the size, names and metadata of files. None, the default: copy byte for byte; with `subtree`,
+            safetensors.
         subtree: the part of the state to write, such as ``"model"`` or ``("model", "layers", 0)``. Names are relative
             to it. With several checkpointables it starts with the name of one. ``()`` is everything.
         transforms: changes to the tree, in this order; see `ckptcore.transforms`. Requires `layout` and a checkpoint of

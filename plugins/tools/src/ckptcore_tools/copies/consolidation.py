@@ -84,7 +84,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _SaveWithAliases(PlainSave):
-    """Save a tree whose tied arrays are stored under each of their names; its root lists them as aliases.
+    """A save of a tree whose tied arrays are stored under each of their names. Its root lists them as aliases.
 
     Attributes:
         aliases: the leaf that each tied leaf is tied to.
@@ -250,13 +250,13 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
         InvalidLocationError: if a path is not a file.
         NameCollisionError: if two files have one name, or the name is used for weights or is reserved.
     """
-    found: dict[str, FilePath] = {}
+    by_name: dict[str, FilePath] = {}
     for path in files:
         name = os.path.basename(os.fspath(path))
         if not os.path.isfile(path):
             raise InvalidLocationError(f"{os.fspath(path)!r} is not a file; check the path. Nothing was written")
         if (
-            name in found
+            name in by_name
             or name.startswith("checkpoint.")
             or name.endswith((".safetensors", ".safetensors.index.json"))
         ):
@@ -264,8 +264,8 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
                 f"{os.fspath(path)!r} cannot be added as {name!r}: another file, the weights or ckptcore's own files "
                 "use this name. Rename the file. Nothing was written"
             )
-        found[name] = path
-    return found
+        by_name[name] = path
+    return by_name
 
 
 def _digest(
@@ -307,7 +307,7 @@ def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[l
         size: the number of processes.
 
     Returns:
-        By rank, the numbers of its objects, ascending. The same on every process.
+        The numbers of the objects of each rank, ascending. Every process computes the same result.
     """
     nbytes = [sum(item.nbytes for item in items) for items in objects]
     assigned_bytes = [0] * size
@@ -334,7 +334,7 @@ class _ConsolidatedFiles:
         """See `Captured`.
 
         Raises:
-            CorruptCheckpointError: also `_SourceReplacedError`.
+            CorruptCheckpointError: if the source is damaged or was replaced (`_SourceReplacedError`).
         """
         checkpoint = self._source.opened
         snapshot: Snapshot = self._snapshot

@@ -79,8 +79,8 @@ def convert_checkpoint(
         source, destination, layout, overwrite, context, transforms, leave_out: see `ckptcore.copy`.
         progress: called with the bytes of arrays that are done and their total, from any thread.
         copy_id: function from the save id of the source to the save id of the copy. None: a new save id.
-        before_commit: called before the commit; again if the source is replaced and converted again. Its error stops
-            the commit.
+        before_commit: called before the commit, and again if the source is replaced and converted again. If it raises
+            an error, nothing is committed.
         expected_root: the root of the save to convert. None: any root.
 
     Raises:
@@ -148,18 +148,18 @@ class _Conversion:
 
     def _convert_single(self, source: AnyLocation, source_checkpoint: Checkpoint) -> None:
         """Write a checkpoint of one tree, or of files."""
-        opened = source_checkpoint
+        checkpoint = source_checkpoint
         if self._transforms:
-            opened = self._transformed(opened)
-        self._warn_of_optimizers(opened)
-        refuse_further(opened, self._destination)
-        root = opened.root
+            checkpoint = self._transformed(checkpoint)
+        self._warn_of_optimizers(checkpoint)
+        refuse_further(checkpoint, self._destination)
+        root = checkpoint.root
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
         if CommitTarget(self._destination, self._overwrite).keeps_others:
             self._layout = self._layout.with_own_names(save_id) or self._layout
-        part = self._part("", "", opened, save_id, own=False)
+        part = self._part("", "", checkpoint, save_id, own=False)
         self._check_left_out(source, source_checkpoint)
-        self._write(save_id, [part], None, opened)
+        self._write(save_id, [part], None, checkpoint)
 
     def _warn_of_optimizers(self, checkpoint: Checkpoint) -> None:
         """Log a warning if weights files for other software will contain an optimizer state."""
@@ -209,7 +209,7 @@ class _Conversion:
         self._write(save_id, parts, members, composite)
 
     def _check_left_out(self, source: AnyLocation, checkpoint: Checkpoint | CompositeCheckpoint) -> None:
-        """Check that no state is lost. With transforms, the caller chooses among the tensors."""
+        """Check that no state is lost. With transforms, the copy may lose tensors, because the caller chooses them."""
         check_left_out(checkpoint, source, self._leave_out, self.reading_context, tensors=not self._transforms)
 
     def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: AnyLocation) -> Checkpoint:
@@ -317,7 +317,7 @@ class _StoredFiles:
         for record in self._opened.objects.values():
             check_file(self._opened, record)  # a hostile root can declare any size
             store.write(record.key, [self._segment(record, start) for start in range(0, record.size, _SLICE_BYTES)])
-        return state_of_files(empty_directories(self._opened.state))  # encoded again: the source can be hostile
+        return state_of_files(empty_directories(self._opened.state))  # encode it again: the source can be hostile
 
     def _segment(self, record: ObjectRecord, start: int) -> ArraySegment:
         box = Box((0,), (min(_SLICE_BYTES, record.size - start),))

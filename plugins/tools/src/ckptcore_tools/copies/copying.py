@@ -51,7 +51,7 @@ from ckptcore_tools.copies.transfers import Transfer
 logger = logger_named("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
-"""Time of the verification of a copy: as bytes are copied, or also afterwards, by reading the destination."""
+"""Time at which a copy is verified: while bytes are copied, or also afterwards, by reading the destination."""
 
 _VERIFICATIONS: Final = ("passing", "read-back")
 """The values of `CopyVerification`."""
@@ -135,22 +135,22 @@ def copy_checkpoint(
                 counted.end()
                 return copy.report()
         except (CheckpointExistsError, SaveLostError) as error:
-            # Another copy of the same save may have committed first, or have taken over this one's claim.
+            # Another copy of the same save may have committed first, or may have taken over the claim of this copy.
             # With `overwrite`, CheckpointExistsError is raised only for other files at the destination.
             is_refused = error is copy.refused or (bool(overwrite) and isinstance(error, CheckpointExistsError))
             if is_refused or (not copy.is_there() and not copy.is_claimed()):
                 raise
         except StorageError as error:
-            # Another copy may have committed and aborted the uploads of this one.
+            # Another copy may have committed, and may have aborted the uploads of this copy.
             if error is copy.refused or overwrite or not copy.is_known_to_be_there():
                 raise
     raise replaced_too_often(source)
 
 
 def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
-    """Return the manifest with a later `SaveOrder` than the checkpoint that the copy replaces.
+    """Return the manifest with a `SaveOrder` that is not earlier than that of the checkpoint that the copy replaces.
 
-    With an earlier order, a run with two directories would replace the copy by the older checkpoint again.
+    With an earlier order, a run that keeps each step in two directories would replace the copy by the old checkpoint.
     """
     root = root_bytes(destination.store)
     if manifest.root is None or root is None:
@@ -166,12 +166,12 @@ def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
     return replace(manifest, root=replace(manifest.root, data=with_order(manifest.root.data, order)))
 
 
-def _is_same_save(found: bytes, root: bytes) -> bool:
+def _is_same_save(stored: bytes, root: bytes) -> bool:
     """Return True if two roots are equal, apart from their save orders."""
-    if found == root:
+    if stored == root:
         return True
     try:
-        return not is_claim(found) and with_order(found, summarize_root(root).order) == root
+        return not is_claim(stored) and with_order(stored, summarize_root(root).order) == root
     except (CorruptCheckpointError, UnsupportedVersionError):
         return False
 
@@ -192,7 +192,9 @@ def _refuse_other_composite(manifest: Manifest, destination: Location) -> None:
 
 
 def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
-    """Refuse to copy over files of the same names, if other files at the destination stay.
+    """Refuse to overwrite existing files at a destination whose other files are kept.
+
+    Storages that do not replace atomically are not checked.
 
     Raises:
         CheckpointExistsError: before anything is written.
@@ -297,7 +299,7 @@ class _CopyAttempt:
                 _refuse_names_of_others(self._manifest, self._destination)
         except BaseException:
             if claim.store.list_names():
-                claim.leave()  # the next copy to a free destination resumes
+                claim.leave()  # keep the objects, so that the next copy resumes once the destination is free
             else:
                 claim.abort()
             raise
@@ -369,7 +371,7 @@ class _CopyAttempt:
         """Return the keys of objects that an earlier copy completed, and remove its other objects.
 
         An object is kept if its size and its bytes are correct. The bytes are read, because an object of the right size
-        can be wrong: files get their size before their bytes, and a source without checksums may have been rewritten.
+        can be wrong: a file can get its size before its bytes, and a source without checksums may have been rewritten.
         The object may also belong to another save of equal shapes, if listings are outdated or if a save that lost its
         claim still runs.
         """
@@ -403,7 +405,7 @@ class _CopyAttempt:
             remedy: what the error says to do.
 
         Raises:
-            CorruptCheckpointError: if one differs.
+            CorruptCheckpointError: if an object differs.
         """
         wrong = self._transfer.read_back(records)
         for key, error in wrong.items():

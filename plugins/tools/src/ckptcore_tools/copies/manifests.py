@@ -1,4 +1,4 @@
-"""Manifests: every object that a copy of a checkpoint needs, and checks that it does not delete the source."""
+"""Manifests list every object that a copy of a checkpoint needs. Also checks that a copy does not delete its source."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse_destination(source: Location, destination: Location) -> None:
 
 
 def refuse_further(checkpoint: Checkpoint, destination: Location) -> None:
-    """Refuse a destination that is or contains another checkpoint to read: a base, or a source of a transform.
+    """Refuse a destination that is or contains another checkpoint that the copy reads, such as a base.
 
     Raises:
         InvalidLocationError: before anything is written.
@@ -212,7 +212,7 @@ def read_manifest(source: AnyLocation, context: Context, *, without: Location | 
     Args:
         source: the location of the checkpoint.
         context: options.
-        without: a location to leave out, even if it is inside the checkpoint: the destination of the copy.
+        without: the destination of the copy. Its objects are left out if it is inside the checkpoint.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is no committed checkpoint.
@@ -380,7 +380,7 @@ def _add_size(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord
     try:
         sizes[record.key] = store.size(record.key)
     except ObjectNotFoundError:
-        return  # the caller finds that the size is missing
+        return  # the caller handles the missing size
 
 
 def _stored_root(checkpoint: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:

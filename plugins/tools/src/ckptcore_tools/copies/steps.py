@@ -1,4 +1,4 @@
-"""Copies the steps of a run and the metadata of its directory."""
+"""Copies of the steps of a run, and of the metadata of its directory."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class StepsCopyReport:
     Attributes:
         steps: reports of the steps that are at the destination, copied now or before.
         skipped: steps of other software that were not copied, because their directory exists at the destination.
-            Without a root, ckptcore cannot tell whether it is the same checkpoint.
+            Without a root, ckptcore cannot tell whether the directory contains the same checkpoint.
         deleted_at_source: steps that were deleted at the source before they were copied.
-        damaged: the error of each step that is damaged at the source. These were not copied.
-        failed: the error of each step that this process may not read or write, or that is in an archive. These were not
+        damaged: the error of each step that was not copied, because it is damaged at the source.
+        failed: the error of each step that was not copied, because this process may not read or write it, or because it
+            is in an archive.
+        left_out: files in the directory of the steps, such as ``latest_checkpointed_iteration.txt``. They are not
             copied.
-        left_out: files next to the steps that were not copied, such as ``latest_checkpointed_iteration.txt``.
     """
 
     steps: Mapping[int, CopyReport] = field(default_factory=dict)
@@ -78,9 +79,10 @@ def copy_steps(
 ) -> StepsCopyReport:
     """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
 
-    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is an
-    earlier state of the run. Calling this again resumes, and also copies steps that were saved since. Steps that
-    exist at the destination are not copied again. This process owns the destination during the copy.
+    The steps are copied byte for byte; see `copy`. They are copied in ascending order, so an interrupted copy is an
+    earlier state of the run. Calling this again resumes, and also copies steps that were saved since. Without
+    `overwrite`, steps that exist at the destination are not copied again. This process owns the destination during the
+    copy.
 
     Args:
         source, destination: the directories of steps, as paths or URLs.
@@ -93,12 +95,12 @@ def copy_steps(
         context: options.
 
     Raises:
-        CheckpointNotFoundError: if a step does not exist, or there are none. Steps that are deleted during the copy are
-            listed in the report.
-        CheckpointExistsError: if the destination has another save of a step. The steps before it are copied.
+        CheckpointNotFoundError: if one of `steps` does not exist, or if the source has no steps. Steps that are deleted
+            during the copy are listed in the report.
+        CheckpointExistsError: if the destination has another save of a step. The steps before this step are copied.
         DirectoryInUseError: if another job writes steps to the destination.
         CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
-            are listed in the report. If none can be copied, the first error is raised.
+            are listed in the report. If this process may not read or write any of the steps, the first error is raised.
     """
     context = context or default_context()
     from_steps, to_steps = (
@@ -128,7 +130,7 @@ def _choose_steps(
     The steps are ascending, so that an interrupted copy is an earlier state of the run.
 
     Raises:
-        CheckpointNotFoundError: if a requested step does not exist, or there are none.
+        CheckpointNotFoundError: if a requested step does not exist, or if the source has no steps.
         StorageError: if the storage fails, or no step can be read.
     """
     asked = source.candidates() if steps is None else sorted(set(steps))
@@ -150,7 +152,7 @@ def _choose_steps(
 
 
 def _no_steps(source: StepDirectory) -> str:
-    """Return the error for a directory without steps."""
+    """Return the error message for a directory without steps."""
     names = sorted(name for name in source.store.list_names() if not name.startswith("."))
     if not names:
         way = "check the path. Or it is a file: give the directory of the steps"
@@ -268,7 +270,7 @@ class _RunCopy:
         """Return the report.
 
         Raises:
-            StorageError: if no step was copied and at least one failed: a permission for the directory may be missing.
+            StorageError: if all steps failed: a permission for the directory may be missing.
         """
         failed = dict(sorted(self._failed.items()))
         if not (self._copied or self._skipped or self._deleted or self._damaged):

@@ -26,9 +26,9 @@ _SLICE_BYTES: Final = 64 << 20
 _ITEM_BYTES: Final = 512 << 20
 _MIN_SLICE_BYTES: Final = 4 << 10
 _MAX_SLICES_LOG2: Final = 16
-"""Limit of the number of slices of an array, as a power of 2, because a hostile checkpoint can state any size."""
+"""Maximum number of slices of an array, as a binary logarithm. A hostile checkpoint can state any size."""
 _MAX_RANGES: Final = 1 << 16
-"""Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
+"""Approximate maximum number of flat ranges of an array. A hostile checkpoint can state any size."""
 _LEAST_PARTS: Final = 3
 """Minimum number of parts that a band is cut into. To verify a band with one checksum, a reader reads all of it if at
 least half of it is requested. So each of two halves would read the whole band."""
@@ -42,8 +42,9 @@ class StreamSizes:
         slice: size of a read, and of a slice of an array if the array can be divided.
         item: arrays up to this size are not divided if they are stored with a header or checksum, because the checksum
             can be verified only if the whole array is read.
-        buffered: bytes that are read and not yet written. Exceeded if the writer waits for another array.
-        tied: bytes of tied arrays that are kept after the first write, because the array is written again under other
+        buffered: bytes that are read and not yet written. The limit is exceeded if the writer waits for an array that
+            is not yet read.
+        tied: bytes of tied arrays that are kept after the first write, because the arrays are written again under other
             names. Tied arrays beyond this limit are read once for each name. None: the size of the largest array.
     """
 
@@ -203,18 +204,18 @@ def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int,
     itemsize = spec.numpy_dtype.itemsize
     row_bytes = math.prod(rest) * itemsize
     edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
-    found: list[Box] = []
+    boxes: list[Box] = []
     first = 0
     for low, high in itertools.pairwise(edges):
         if low > first and (high - first) * row_bytes > most_bytes:
-            found.extend(_rows(first, low, rest))
+            boxes.extend(_rows(first, low, rest))
             first = low
         if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
-            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
+            boxes.extend(_cut((), first, high, rest, itemsize, most_bytes))
             first = high
     if first < rows:
-        found.extend(_rows(first, rows, rest))
-    return found
+        boxes.extend(_rows(first, rows, rest))
+    return boxes
 
 
 def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:

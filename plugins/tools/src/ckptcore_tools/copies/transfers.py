@@ -37,8 +37,8 @@ class TransferCounts:
 class Transfer:
     """Copies objects from one storage to another on the I/O threads. Call it from one thread.
 
-    Each I/O thread has one slice of an object in memory, or two when it compares an object
-    without checksums with the source.
+    Each I/O thread has one slice of an object in memory, or two when it compares an object without checksums with the
+    source.
 
     Attributes:
         counts: the progress.
@@ -72,7 +72,7 @@ class Transfer:
         self._sizes = sizes
         of_source, of_destination = requests_of(source), requests_of(destination)
         self._parallelism: Final = max(of_source.concurrency, of_destination.concurrency)
-        # A slice is a multiple of the block size, so that one thread has all bytes of a checksum, and of the part size.
+        # A slice is a multiple of the part size and of the block size. So one thread has all bytes of each checksum.
         whole = math.lcm(sizes.block, of_destination.part_bytes)
         self._slice_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
         self._buffers: list[memoryview] = []
@@ -212,7 +212,7 @@ class _ObjectTransfer:
         """Read, verify and write a slice. The last slice completes the object. Return the number of requests."""
         requests = 0
         with self._lock:
-            # Opened by the first slice, so that few objects are open at once.
+            # The first slice opens the object, so that few objects are open at the same time.
             if self._writer is None:
                 self._reader = self._source.open_reader(self._record.key)
                 if self._record.checksums:

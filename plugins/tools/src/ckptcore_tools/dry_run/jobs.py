@@ -169,7 +169,7 @@ def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
 
 
 def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
-    """Decode the writes of a process. `trees`: shared trees by checkpoint and part."""
+    """Decode the writes of a process. `trees` are the trees that all processes write together, by checkpoint."""
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(
@@ -231,7 +231,7 @@ def _processes_from_json(documents: Sequence[Any]) -> tuple[ProcessPlan, ...]:
 
 
 _NO_LOCATION: Final = "memory://ckptcore-dry-run"
-"""The location of a dry run without a location. It is always empty."""
+"""The location that replaces a missing location in a dry run. It is always empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,9 @@ def plan_running_job(request: PlanRequest, state: object, context: Context) -> S
     def lead() -> JSON:
         written = [simulated.written]
         if agreement.size > 1:
-            trees = [[part.plan.tree for part in one.save.parts if not part.own] for one in simulated.leader_states]
+            trees = [
+                [part.plan.tree for part in leader.save.parts if not part.own] for leader in simulated.leader_states
+            ]
             written = [written_from_json(payload, trees) for payload in payloads]
         plans.append(_plan(request, simulated, written, context))
         return asdict(plans[0]) if agreement.size > 1 else None

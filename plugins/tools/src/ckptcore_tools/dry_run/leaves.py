@@ -30,7 +30,7 @@ def running_leaves() -> WrapLeaf:
 def simulated_leaves(process: int) -> WrapLeaf:
     """Wrap handlers for a process of a job that is not running.
 
-    The handlers raise UnsupportedLeafError if only that process knows the shards of a leaf.
+    The handlers raise UnsupportedLeafError for a leaf whose shards only that process could know.
     """
     return lambda handler: _DryRunLeaves(handler, process)
 

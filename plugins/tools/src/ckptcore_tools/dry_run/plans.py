@@ -163,7 +163,7 @@ class SavePlan:
 
     @property
     def imbalance(self) -> float:
-        """Bytes that the largest process writes, divided by the average. 1.0 is balanced, or nothing is written."""
+        """Bytes that the largest process writes, divided by the average. 1.0 if balanced, or if nothing is written."""
         written = sum([process.array_bytes for process in self.processes])
         return self.largest.array_bytes * len(self.processes) / written if written else 1.0
 

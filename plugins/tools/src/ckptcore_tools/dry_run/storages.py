@@ -39,7 +39,8 @@ class SizeOnlySnapshot:
     Attributes:
         plan: the items to write.
         taken_peak: peak bytes of copies that the layout has taken and not released.
-        viewed_peak: peak bytes that a blocking save has transferred to the host, including transfers started ahead.
+        viewed_peak: peak bytes that a blocking save has transferred to the host and not released. Includes transfers
+            that it starts ahead.
     """
 
     def __init__(self, plan: WritePlan, host_bytes: Sequence[HostBytes]) -> None:
@@ -209,11 +210,11 @@ class CountingDirectories(CountingObjects):
         return _FreeLock()
 
     def has_locks(self) -> bool:
-        """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
+        """See `AtomicDirectories`. Not counted, because the result is cached for each directory."""
         return True
 
     def probe(self, key: str) -> DirectoryFeatures:
-        """See `AtomicDirectories`. Not counted, because it is asked once for each directory."""
+        """See `AtomicDirectories`. Not counted, because the result is cached for each directory."""
         return DirectoryFeatures()
 
     def limits(self, key: str) -> PlaceLimits:
@@ -247,7 +248,7 @@ class CountingDirectories(CountingObjects):
         self._count("directories")
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """See `AtomicDirectories`. There are none, because the dry run replaces nothing."""
+        """See `AtomicDirectories`. Returns no stamps, because the dry run replaces nothing."""
         return {}
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
@@ -318,7 +319,7 @@ class SizeRecorder:
                     segment.open()
                 segment.close()
         if nbytes < SIZES.inline:
-            writer.write_at(0, bytes(nbytes))  # a storage that packs small objects counts the bytes it receives
+            writer.write_at(0, bytes(nbytes))  # zeros: a storage that packs small objects counts bytes
         writer.finish()
         self._record(key, nbytes)
 

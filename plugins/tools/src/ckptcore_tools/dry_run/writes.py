@@ -54,9 +54,9 @@ class WriteForecast(NamedTuple):
 
 @runtime_checkable
 class ForecastingLayout(Protocol):
-    """A layout that encodes elements before it passes objects to the store, so that `write` cannot run without them.
+    """A layout whose `write` needs elements, because it encodes them before it passes objects to the store.
 
-    For other layouts a dry run calls `write`: it needs only the lengths of segments, which are known before opening.
+    For other layouts, a dry run calls `write` itself, and records the lengths of the segments that it passes.
     """
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> tuple[JSON, frozenset[str], int]:
@@ -64,7 +64,7 @@ class ForecastingLayout(Protocol):
 
         Args:
             snapshot: has only a plan. Taking elements from it fails.
-            store: records lengths. It opens and closes segments. Opening fails, because there are no elements.
+            store: records lengths. It opens and closes segments, and ignores that opening fails for lack of elements.
 
         Returns:
             The fields of `WriteForecast`.
@@ -152,23 +152,26 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
             "plan(..., processes=N), where N is the number of workers"
         )
     saves = [save, *save.further]
-    host_bytes = [[_host_bytes(part) for part in one.parts] for one in saves]
+    host_bytes = [[_host_bytes(part) for part in each_save.parts] for each_save in saves]
     snapshots = [
-        [SizeOnlySnapshot(part.plan, nbytes) for part, nbytes in zip(one.parts, of_parts, strict=True)]
-        for one, of_parts in zip(saves, host_bytes, strict=True)
+        [SizeOnlySnapshot(part.plan, nbytes) for part, nbytes in zip(each_save.parts, of_parts, strict=True)]
+        for each_save, of_parts in zip(saves, host_bytes, strict=True)
     ]
-    written = [_run_checkpoint(one, of_parts, kind, context) for one, of_parts in zip(saves, snapshots, strict=True)]
+    written = [
+        _run_checkpoint(each_save, of_parts, kind, context)
+        for each_save, of_parts in zip(saves, snapshots, strict=True)
+    ]
     memory = _memory(
         save.agreement.rank,
         [nbytes for items in host_bytes[0] for nbytes in items],
         [nbytes for of_parts in host_bytes[1:] for items in of_parts for nbytes in items],
         [snapshot for of_parts in snapshots for snapshot in of_parts],
-        max(one.buffer_bytes for one in written),
+        max(result.buffer_bytes for result in written),
         context,
     )
     unplanned = [part.source.name for part in save.parts if isinstance(part.source, FilesDescription)]
-    process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, unplanned=unplanned)
-    return process, [one.leading for one in written if one.leading is not None]
+    process = WrittenProcess(checkpoints=[result.checkpoint for result in written], memory=memory, unplanned=unplanned)
+    return process, [result.leading for result in written if result.leading is not None]
 
 
 def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
@@ -177,14 +180,15 @@ def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
     assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
     if isinstance(source, FilesDescription):
         return ()
-    found = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
-    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in found]
+    taken = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
+    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in taken]
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
     rank = save.agreement.rank
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
-    # A new location, because the first save of a process tests the storage's conditional puts.
+    # A new Location has no record of its storage, so the plan includes the test of conditional puts, which the first
+    # save of a process makes.
     location = Location(save.target.location.display, storage, _NAME)
     claimed = save.info.claimed
     refuse_inside(location)  # the checks of a save before it claims the location

@@ -22,7 +22,7 @@ _MAX_COUNTED: Final = 1 << 16
 """Limit of counted chunks, because a hostile checkpoint of a few bytes may state any number."""
 
 _SHOWN_NOTES: Final = frozenset({"framework", "sharding", "dtensor"})
-"""Notes that the page shows as words of `framework_of` and `sharding_text`."""
+"""Notes that are not shown themselves, because the page shows the results of `framework_of` and `sharding_text`."""
 
 _MAX_SHARDS: Final = 1_024
 _MAX_OWNERS: Final = 16
@@ -31,12 +31,12 @@ _MAX_OWNERS: Final = 16
 
 def array_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return facts about an array. Parameters: ``at``, the place of its tree, and ``leaf``, its number."""
-    return viewed.read(request.text("at"), lambda opened: _array(opened, request.array_of(opened), request))
+    return viewed.read(request.text("at"), lambda open_tree: _array(open_tree, request.array_of(open_tree), request))
 
 
-def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
-    record, tree = opened.record(leaf), opened.tree
-    stored = opened.stored(leaf)
+def _array(open_tree: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
+    record, tree = open_tree.record(leaf), open_tree.tree
+    stored = open_tree.stored(leaf)
     return {
         "path": format_path(tree.paths[leaf]),
         "kind": record.kind,
@@ -44,7 +44,7 @@ def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
         "shape": list(record.spec.shape),
         "elements": record.spec.size,
         "nbytes": record.spec.nbytes,
-        "tied": [format_path(tree.paths[other]) for other in _tied(opened, stored) if other != leaf],
+        "tied": [format_path(tree.paths[other]) for other in _tied(open_tree, stored) if other != leaf],
         "ranks": list(tree.held_by[leaf]) if leaf in tree.held_by else None,
         "notes": {
             name: json.dumps(note, ensure_ascii=False)
@@ -54,12 +54,12 @@ def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
         "framework": framework_of(record),
         "sharded": sharding_text(record),
         "sharding": _sharding(record),
-        "chunks": _chunks(opened.checkpoint, stored, record, request),
+        "chunks": _chunks(open_tree.checkpoint, stored, record, request),
     }
 
 
-def _tied(opened: OpenTree, stored: int) -> Sequence[int]:
-    aliases = opened.tree.aliases
+def _tied(open_tree: OpenTree, stored: int) -> Sequence[int]:
+    aliases = open_tree.tree.aliases
     return [stored, *(alias for alias, target in aliases.items() if target == stored)]
 
 
@@ -78,9 +78,9 @@ def _sharding(record: ArrayRecord) -> JSON:
 
 
 def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord, request: Request) -> JSON:
-    """Return the first chunks, with their positions if the metadata has them, and all objects with these chunks.
+    """Return the first chunks with their positions, if known, and the objects that contain these chunks.
 
-    If there are too many chunks, ``count`` is the number of counted chunks, and ``is_all`` is False.
+    If there are too many chunks to count, ``count`` is the number of counted chunks, and ``is_all`` is False.
     """
     if checkpoint.derived is not None:
         return {"error": "This checkpoint takes arrays from other checkpoints: look at the base."}
@@ -117,7 +117,7 @@ def _located(checkpoint: Checkpoint, chunks: Sequence[Chunk], itemsize: int) -> 
             stop = located.stops.get(row)
             nbytes = nbytes if stored == "raw" else 0 if stop is None else stop - start
         elif not chunk.is_exact:
-            start, nbytes, stored = 0, 0, "item"  # a native reader finds it
+            start, nbytes, stored = 0, 0, "item"  # only the native reader knows the position
         rows.append({**_box(chunk.box), "key": key, "start": start, "nbytes": nbytes, "stored": stored})
     return rows
 

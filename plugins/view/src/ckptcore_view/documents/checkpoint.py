@@ -190,9 +190,10 @@ def _problems(problems: Sequence[Problem]) -> dict[str, JSON]:
 
 
 def _files(checkpoint: Checkpoint) -> JSON:
-    """Return the largest files, their number and their total size.
+    """Return the largest files, the number of all files, and their total size.
 
-    A checkpoint of other software has no records of its files. For it, only object stores give sizes, with a listing.
+    A checkpoint of other software has no records of its files, so the result has its first files by name, and no total
+    size. Sizes are known only if the storage lists them, as object stores do, or if the checkpoint is one file.
     """
     records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
     if not records and checkpoint.root is None:
@@ -210,7 +211,7 @@ def _foreign_sizes(checkpoint: Checkpoint) -> Mapping[str, int | None]:
     """Return the files of a checkpoint of other software, with sizes in bytes, or None for unknown sizes."""
     location, version = checkpoint.location, checkpoint.version
     if version.is_object:
-        # The checkpoint is one file. Its storage is a directory, which may have other files.
+        # The checkpoint is one file. The store is its directory, which may contain other files.
         return {location.name: version.nbytes}
     return location.store.list_sizes() or dict.fromkeys(location.store.list())
 

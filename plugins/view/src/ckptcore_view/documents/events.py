@@ -29,7 +29,7 @@ from ckptcore_view.viewed import Viewed
 _FILE: Final = "trainer_state.json"
 _MAX_BYTES: Final = 1 << 26
 _MAX_POINTS: Final = 20_000
-"""Limit of the points of one metric. If there are more, every second one is dropped until the rest is few enough."""
+"""Limit of the points of one metric. If there are more, points at regular intervals are kept."""
 
 _MAX_METRICS: Final = 64
 _NEWEST: Final = 3
@@ -102,7 +102,7 @@ def _log_of(document: Mapping[str, Any]) -> TrainerLog:
 
 
 _MAX_RESTARTS: Final = 64
-"""Limit of the restarts that are shown, newest first. Each costs opening one tree to find the framework."""
+"""Limit of the restarts that are shown, from the newest on. For each, a tree is opened to find the framework."""
 
 _MAX_LEAVES: Final = 64
 """Number of leaves that are searched for a framework."""
@@ -143,7 +143,9 @@ def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log:
 def _best_step(metrics: Mapping[int, Mapping[str, float]], metric: str, mode: Literal["min", "max"], by: str) -> JSON:
     sign = 1 if mode == "max" else -1
     measured = [
-        (sign * value, step) for step, found in metrics.items() if not math.isnan(value := found.get(metric, math.nan))
+        (sign * value, step)
+        for step, values in metrics.items()
+        if not math.isnan(value := values.get(metric, math.nan))
     ]
     if not measured:
         return None
@@ -160,9 +162,9 @@ def events_of(
 ) -> JSON:
     """Return the events of a run, ascending.
 
-    Each owner of a run has a higher number than earlier owners, and stores this number in its steps. So a step with a
-    higher number than the step before shows a restart. The record of the owner states if the earlier owners ended or
-    were killed. The framework is that of the arrays in the first step of each owner.
+    Each owner of a run has a higher number than earlier owners, and stores this number in its steps. So a step whose
+    owner has a higher number than the owner of the previous step shows a restart. The record of the last owner states
+    if the earlier owners ended or were killed. The framework is that of the arrays in the first step of each owner.
     """
     saved = [status for status in statuses if status.save_id is not None]
     last = _last_owner(steps)
@@ -217,13 +219,13 @@ def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
             composite = viewed.members(step)
             members = {} if composite is None else present_members(composite)
             places = [f"{step}/{names[0]}" for names in members.values() if names] if members else [step]
-            framework = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
+            framework = next(filter(None, (viewed.read(part_place, _framework_of) for part_place in places)), "")
         except CheckpointError:
             framework = ""
         viewed.remember(key, framework)
     return framework or None
 
 
-def _framework_of(opened: OpenTree) -> str:
-    records = itertools.islice(opened.tree.leaves, _MAX_LEAVES)
+def _framework_of(open_tree: OpenTree) -> str:
+    records = itertools.islice(open_tree.tree.leaves, _MAX_LEAVES)
     return next(filter(None, (framework_of(record) for record in records if isinstance(record, ArrayRecord))), "")

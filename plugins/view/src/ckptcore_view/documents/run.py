@@ -21,13 +21,13 @@ from ckptcore_view.documents.request import BadRequestError, Request, number_to_
 from ckptcore_view.viewed import Viewed
 
 _STEPS: Final = 200
-"""Default number of steps to read. Each costs a read of its root."""
+"""Default number of steps to read. For each step, its root is read."""
 
 _STEPS_OF_MANY: Final = 50
 """Number of steps to read for each run of a folder."""
 
 _AT_ONCE: Final = 64
-"""Number of steps to read between two checks if the client has disconnected."""
+"""Number of steps to read before checking again whether the client has disconnected."""
 
 
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
@@ -83,7 +83,7 @@ def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int], request: Request) -> Sequence[StepStatus]:
-    """Read the steps. Committed steps in object stores are cached for a while."""
+    """Read the steps. Committed steps in object stores are cached for a minute."""
     known = [viewed.recall((steps.display, steps.name(step))) for step in chosen] if _is_remote(steps) else []
     statuses: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
     missing = [step for step in chosen if step not in statuses]
@@ -149,7 +149,7 @@ def _decisions(
     remembered = viewed.recall(key) if _is_remote(steps) else None
     if remembered is None or remembered[0] != candidates:
         plan = plan_deletions(steps, policy, time.time(), viewed.context)
-        found = {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
-        viewed.remember(key, remembered := (candidates, found))
+        by_step = {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
+        viewed.remember(key, remembered := (candidates, by_step))
     decisions: Mapping[int, tuple[bool, Sequence[str]]] = remembered[1]
     return decisions

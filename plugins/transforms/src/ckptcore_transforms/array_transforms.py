@@ -95,8 +95,8 @@ class Scale(EachArray):
     Attributes:
         pattern: selects the arrays.
         factor: the number.
-        undo: factor of the inverse; None for 1 / factor, which requires a power of two, so that
-            neither direction rounds.
+        undo: factor of the inverse. None: 1 / factor. The factor must then be a power of two, so
+            that neither direction rounds.
     """
 
     factor: float
