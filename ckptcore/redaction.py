@@ -271,7 +271,7 @@ def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
 
 
 def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of passwords and tokens in the URLs of an address. Passwords may have unescaped slashes."""
+    """Yield the ranges of passwords and tokens in the URLs from `begin` on. Passwords may have unescaped slashes."""
     last = text.rfind("@", begin, stop)
     following: tuple[int, str] | None = (begin, scheme)
     while following is not None and (begin := following[0]) <= last:

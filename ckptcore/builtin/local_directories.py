@@ -473,8 +473,8 @@ def lock_object(path: str) -> Iterator[int | None]:
 
     A symbolic link at the path counts as a missing file, because a put replaces the link.
 
-    Waits until the lock is free. After that, the path leads to the locked file, unless a process replaces it without
-    the lock. If the file system has no locks of files, the file is not locked.
+    Waits until the lock is free. While it is held, the path leads to the locked file, unless a process replaces the
+    file without the lock. If the file system has no locks of files, the file is not locked.
 
     Raises:
         OSError

@@ -259,7 +259,7 @@ class SafetensorsLayout(Layout):
         return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Write an index if there are several files, or if file names have a tag.
+        """Merge the columns of all processes. Write an index, unless there is only one file and it has the usual name.
 
         If arrays are in slices, no index is written.
 

@@ -103,7 +103,8 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
 
     A checkpoint does not store all types. If the object's own state has a value at the same path, that value determines
     the type, such as the framework of an array or the subclass of a dict. Otherwise `array` returns the abstract leaf
-    of an array, and containers load as built-in types. Shapes and dtypes always come from the checkpoint.
+    of an array, and containers load as built-in types. Shapes and dtypes come from
+    the checkpoint, if the framework can make such an array.
 
     Args:
         own: the current state of the object.

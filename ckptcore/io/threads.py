@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
         return self._replace(write=-(-part_bytes // self.block) * self.block)
 
     def for_requests(self, request_bytes: int) -> Sizes:
-        """Return the sizes for a storage with many requests of `request_bytes` at once. Each request is a task."""
+        """Return the sizes for a storage with many concurrent requests of `request_bytes`. Each request is a task."""
         return self._replace(task=max(self.block, request_bytes // self.block * self.block))
 
 
@@ -204,7 +204,7 @@ class IOThreads:
 
         Args:
             worker: the function to call; must not raise.
-            parallelism: the most calls at once.
+            parallelism: maximum number of concurrent calls.
             concurrency: the `StorageCapabilities.concurrency` of the storage that `worker` waits for.
         """
         pool = WorkerPool(worker)
@@ -414,7 +414,7 @@ class BackgroundThreads:
         """Start no thread yet.
 
         Args:
-            most: the most functions that run at once.
+            most: maximum number of functions that run at the same time.
             name: the name of the threads.
             daemon: True if the interpreter must not wait for the threads at exit.
         """

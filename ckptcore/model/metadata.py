@@ -136,7 +136,7 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the tree as columns with one entry for each leaf. Columns are small and fast to parse.
+        """Return the tree as JSON: columns for arrays, and a row for each value. Columns are small and fast to parse.
 
         Equal notes are stored once in ``notes``, because thousands of arrays may have the same few shardings. The
         column ``note`` has their indices.
@@ -202,7 +202,7 @@ class TreeMetadata:
 
 
 class _NoteTable:
-    """The distinct notes of a tree, in `table`. The number of notes is their position."""
+    """The distinct notes of a tree, in `table`. Records refer to notes by their position in the table."""
 
     def __init__(self) -> None:
         self.table: list[JSON] = []

@@ -267,6 +267,7 @@ class CustomSteps:
         steps: at least one; stored as a frozenset.
 
     Raises:
+        TypeError: if `steps` is not an iterable, or is text.
         ValueError: if there is no step, or a step is not a whole number of at least 0.
     """
 

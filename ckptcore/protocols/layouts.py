@@ -52,7 +52,7 @@ class WriteStore(Protocol):
         """
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
+        """Write objects, concurrently if that suits the storage. Return when all are complete. See `write`.
 
         One thread at a time advances the iterator. It may be another thread than the caller's. Objects are started in
         the order of the iterator, and may be completed in any order. After the first error, no further object is
@@ -136,7 +136,7 @@ class Inspection(NamedTuple):
         metrics: measurements.
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
         unused: by object, the names of stored arrays that are not leaves of the tree, because the index of the
-            checkpoint names another copy of them, or none. Shown to the user.
+            checkpoint names another copy of the array, or does not name the array. Shown to the user.
         files: the objects of the checkpoint. Objects with arrays, and objects in `unused`, may be left out.
     """
 

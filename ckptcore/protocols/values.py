@@ -122,7 +122,7 @@ class CheckpointableHandler(Protocol):
 
     @property
     def is_object(self) -> bool:
-        """True, the default, if programs refer to `value` as an object with an identity, like a module.
+        """True, the default, if programs refer to the values as objects with an identity, like modules.
 
         False for values that have a state only because the state determines their form, such as sparse tensors and
         sets. For them, ``load`` builds a new value and ``abstract`` returns an abstract value.
@@ -197,7 +197,7 @@ class FilesHandler(Protocol):
     """Saves objects that write their own files, in any format. Stateless.
 
     Attributes:
-        priority: see `Priority`. At equal priority it is used before a `CheckpointableHandler`.
+        priority: see `Priority`. At equal priority it is used before handlers of all other kinds.
     """
 
     @property

@@ -88,7 +88,7 @@ class _ColumnContainer(ContainerHandler):
         return children[0]
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the column, if the container is mutable."""
+        """Return the position of the column, if the container is mutable."""
         return () if isinstance(target, tuple) else (0,)
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
@@ -242,7 +242,7 @@ def flatten(
         value: a tree of containers and leaves.
         plugins: the plugins with the handler of each type.
         rank: the rank of this process, which is the key of values in `PerProcess`.
-        placeholders: True if `PLACEHOLDER` may replace a leaf.
+        placeholders: True if `PLACEHOLDER` may replace a leaf or a subtree.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there; PLACEHOLDER
             if that path is not to be loaded.
         refusals: receives an error for each value that cannot be saved. The result has a placeholder for such a value.

@@ -173,7 +173,7 @@ class LiveObject(NamedTuple):
 
 
 def _restored(node: ObjectNode, state: object) -> object:
-    """Restore an object in the state of another object, and return it. Build a new value if it is not an object."""
+    """Restore an object in the state of another object, and return it. If `is_object` is False, build a new value."""
     if not node.handler.is_object:
         return node.handler.unflatten(node.like, state)
     node.handler.restore(node.like, state)

@@ -25,7 +25,8 @@ ReaderSet: TypeAlias = frozenset[int]
 """The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of all messages but the last, because each message costs a request, and ends at a block."""
+"""Data is not cut into messages of less than about this size, because each message costs a request, and ends at a
+block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
@@ -48,7 +49,7 @@ class MessageSizes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A part of the data that one process reads and sends at once.
+    """Data that one process reads, and then sends in one broadcast.
 
     Attributes:
         reader: the rank that reads it.
@@ -277,7 +278,7 @@ def cut_by_readers(requests: Mapping[Box, ReaderSet]) -> list[tuple[Box, ReaderS
 
 
 def _sweep_axis(boxes: Sequence[Box]) -> int:
-    """Return the axis with the most different starts: a sweep along it has the fewest boxes active at once."""
+    """Return the axis with the most different starts: a sweep along it has the fewest active boxes."""
     counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
     return counts.index(max(counts))
 

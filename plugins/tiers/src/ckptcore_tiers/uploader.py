@@ -110,7 +110,7 @@ class Uploader:
         """Queue the steps that an earlier run did not upload.
 
         Queues a step that exists only in the near directory if the upload policy chooses it. Always
-        queues a step whose near copy is from a later save than its far copy.
+        queues a step whose far copy is damaged, or from an earlier save than its near copy.
         """
         candidates = self._far.steps.candidates()
         states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
