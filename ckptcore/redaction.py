@@ -70,7 +70,7 @@ def redacted(text: str) -> str:
 def redacted_location(text: str) -> str:
     """Return a path or URL without its secrets, as `redacted` does.
 
-    `redacted` cannot know where a URL ends that contains spaces, quotes or angle brackets. Here the whole text is one
+    `redacted` cannot find the end of a URL that contains spaces, quotes or angle brackets. Here the whole text is one
     path or URL.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):

@@ -257,7 +257,7 @@ class StepNames:
 
 
 def numbered(names: Iterable[str]) -> Mapping[str, Mapping[int, str]]:
-    """Return the names that end in a number, grouped by prefix, then by number. Both are in ascending order."""
+    """Return the names that end in a number, by prefix and then by number. Prefixes and numbers are sorted."""
     by_prefix: dict[str, dict[int, str]] = {}
     for name in sorted(names, key=len, reverse=True):  # the last of equal numbers is kept: the shortest name
         prefix, digits = _split(name)

@@ -36,7 +36,7 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: the checkpoint has several checkpointables: open a checkpointable by its own location.
+        CompositeCheckpointError: the checkpoint has several checkpointables. Open one by its own location.
         TreeMismatchError: the checkpoint has the files of an object instead of a tree.
     """
     return OpenCheckpoint(location, context or default_context())

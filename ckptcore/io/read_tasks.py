@@ -325,7 +325,7 @@ def plan_object(
     """Plan the tasks that read chunks of one object.
 
     Args:
-        shape: the sizes of reads of the object: in whole blocks if the blocks have checksums, else in bytes.
+        shape: the sizes of reads of the object, in whole blocks if the blocks have checksums, else in bytes.
         chunk_shape: the sizes of reads of chunks that are verified by their inline checksums.
         reads: the chunks to read.
         verify: compare inline checksums.
@@ -357,7 +357,8 @@ def plan_object(
         others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
         for chunk in chunks:
             if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
-                # The destinations were chosen for blocks, which may cut elements that reads of the chunk do not cut.
+                # Choose the destinations again: they were chosen for blocks, which may cut elements that reads of the
+                # chunk do not cut.
                 chunk.destinations = [
                     destination
                     for read in chunk.reads
@@ -367,7 +368,7 @@ def plan_object(
 
 
 def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
-    # A small hostile checkpoint could make the reader hash the same bytes any number of times.
+    # Otherwise a small hostile checkpoint could make the reader hash the same bytes any number of times.
     stop = 0
     for chunk in chunks:
         if chunk.start < stop:

@@ -469,12 +469,12 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-        self._serve()  # an interrupted `submit` may have queued a function without starting a thread
+        self._serve()  # calls functions that an interrupted `submit` has queued without a thread
         with self._lock:
             self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 
     def _serve(self) -> None:
-        """Call functions until the queue is empty. Return immediately if enough threads already do so."""
+        """Call functions until the queue is empty. Return immediately if enough threads already call functions."""
         thread = threading.get_ident()
         with self._lock:
             if len(self._serving) >= self._most or thread in self._serving:

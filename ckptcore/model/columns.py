@@ -29,7 +29,7 @@ from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 
 COLUMN_KINDS: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", dict: "dict"}
-"""The kind of the record of each type of column."""
+"""For each type of column, the kind of its record."""
 
 COLUMN_VALUES: Final = 1000
 """Minimum number of values of a column. Values of shorter containers are leaves, which other software finds by name."""
@@ -48,8 +48,8 @@ _MAX_TEXT: Final = 1 << 12
 def is_column(value: object) -> bool:
     """Return True for a list, tuple or dict that is saved as a column, because it is long and has only plain values.
 
-    A column is a dict of plain values with keys of type int or str, or a list or tuple of plain values or of such lists
-    and tuples. Plain values have exactly the types int, float, bool, str or None. A text has at most
+    A column is a dict of plain values whose keys have the type int or str, or a list or tuple of plain values. Lists
+    and tuples may be nested. Plain values have exactly the types int, float, bool, str or None. A text has at most
     `_MAX_TEXT` characters. Subclasses are no columns.
     """
     if type(value) is dict:

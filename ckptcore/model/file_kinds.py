@@ -183,7 +183,7 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats whose checkpoints use a whole directory, and of which the directory has a checkpoint.
+    """Return the formats of the checkpoints that use a whole directory with the given names.
 
     The value of each format is the name in the directory by which its checkpoint can be loaded alone. ``ITEM`` stands
     for the name of an item. The value is empty if there is no such name. See `directory_kind` for `names`.

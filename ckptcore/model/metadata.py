@@ -82,7 +82,7 @@ def unreadable_leaf(error: CheckpointError) -> ValueRecord:
     """Return the record of a leaf of other software that cannot be loaded, although the other leaves can be loaded.
 
     Args:
-        error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. A
+        error: a message about this leaf alone, which says what is stored, why it cannot be loaded, and what to do. A
             CorruptCheckpointError means that data are missing or damaged. `ckptcore.verify` then reports them.
     """
     if isinstance(error, CorruptCheckpointError):

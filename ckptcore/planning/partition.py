@@ -180,7 +180,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     whole = Box.whole(spec.shape)
     if len(boxes) == 1 and boxes[0] == whole:
         return None
-    # A hostile box may end before it begins on two axes, so that its size is positive.
+    # Compare bounds, not sizes: a hostile box may end before it begins on two axes, so that its size is positive.
     filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
         if len(box.start) != len(spec.shape) or not whole.contains(box):

@@ -193,7 +193,7 @@ class EveryNSeconds:
         """Return steps that are at least the interval apart."""
         kept: list[StepInfo] = []
         for info in steps:
-            # The absolute difference, so that the next step is kept after the clock is set back. Otherwise no step
+            # Use the absolute difference, so that the next step is kept after the clock is set back. Otherwise no step
             # would be kept for a long time.
             if not kept or abs(info.created - kept[-1].created) >= self.seconds:
                 kept.append(info)

@@ -50,7 +50,7 @@ class Transaction(Protocol):
         """
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """Turn the objects into the checkpoint at the location. It is durable if the storage was opened durable.
+        """Turn the objects into a checkpoint, which is durable if the storage was opened durable.
 
         Args:
             root: the root; None for a checkpoint of other software, which has no root.
@@ -93,8 +93,8 @@ class SaveCommit(Protocol):
         """Commit the objects of all processes.
 
         Args:
-            payloads: on the leader, a payload for each rank: the encoded receipts of the rank, or None if the job has
-                only one process. Empty on other ranks.
+            payloads: on the leader, the encoded receipts of each rank, or None for the rank of a job that has only
+                one process. Empty on other ranks.
         """
 
     def settle(self, error: Exception | None) -> None:

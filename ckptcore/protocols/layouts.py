@@ -78,7 +78,7 @@ class ReadStore(Protocol):
         """Return the result of `get` for each (key, start, stop), in order; None if there is no such object.
 
         Close ranges share a request, and requests run concurrently if that is faster. Use it for many small ranges that
-        are not adjacent. All results are in memory at once.
+        are not adjacent. All results are in memory at the same time.
 
         Raises:
             ChecksumError
@@ -357,7 +357,7 @@ class Layout(Protocol):
         """Write the files that foreign readers need besides the arrays. By default none.
 
         Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and
-        once for a composite, with a store at its directory. It may not replace an object, or write into the
+        once for a composite, with a store at its directory. The layout may not replace an object, or write into the
         directory of a checkpointable. Names that begin with ``checkpoint.`` are reserved for the core.
         """
         return

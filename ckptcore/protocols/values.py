@@ -427,7 +427,7 @@ class LeafHandler(Protocol):
 
 
 class Part(NamedTuple):
-    """A box of an input from which a box of a derived array is computed.
+    """A box of an input that is needed to compute a box of a derived array.
 
     Attributes:
         number: the position of the input in `DerivedArray.inputs`.
@@ -453,7 +453,7 @@ class DerivedArray(Protocol):
         """The arrays from which it is computed."""
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the boxes of inputs from which a box of the array is computed, with as few elements as possible."""
+        """Return the boxes of inputs that are needed to compute a box of the array, with few elements."""
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
         """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.

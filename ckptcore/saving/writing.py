@@ -133,7 +133,7 @@ class PlainSave:
     layouts: ClassVar[Sequence[str | Layout]] = ()
     signature: ClassVar[str] = ""
     adds_files: ClassVar[bool] = False
-    """True if the strategy writes files next to checkpointables. Then the leader lists them for the root."""
+    """True if the strategy writes files next to checkpointables. The leader then lists these files for the root."""
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Plan the parts."""

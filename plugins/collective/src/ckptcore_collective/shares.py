@@ -188,7 +188,7 @@ class _ReaderAssignment:
     def assign(self, members: tuple[int, ...], batches: Sequence[Sequence[StoredPiece]]) -> list[Message]:
         """Assign ordered batches to members, so that all members read about the same number of bytes in total.
 
-        Each member gets consecutive batches. If two of its batches share a block, it reads the block only once.
+        Each member gets consecutive batches, so that few blocks are read by two members.
         """
         sizes = [sum([piece.nbytes for piece in pieces]) for pieces in batches]
         level = self._level(members, sum(sizes))
@@ -353,7 +353,7 @@ def _sent_chunks(cells: Sequence[_Cell], chunks_of: Sequence[set[Box]], members:
     """Return the chunks that are sent. If one part of a chunk is sent, all its parts are, so that it is read once."""
     sent: set[Box] = set()
     count = -1
-    while count < len(sent):  # a cell that is sent because of one of its chunks also sends its parts of the others
+    while count < len(sent):  # a cell that is sent because of one chunk also sends its parts of other chunks
         count = len(sent)
         for cell, chunks in zip(cells, chunks_of, strict=True):
             if cell.is_sent or not chunks.isdisjoint(sent) or any(len(members[chunk]) > 1 for chunk in chunks):
