@@ -211,7 +211,7 @@ class Recording:
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
         self._operation_id = os.urandom(8).hex()
-        # Store tuples: creating an Event costs more than the rest of a phase, and often nobody reads it.
+        # Store tuples: creating an Event costs more than the rest of a phase, and often it is never read.
         # Appending to a list and copying it are atomic, so no lock is needed.
         self._rows: list[_Row] = []
         self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released

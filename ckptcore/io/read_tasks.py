@@ -20,9 +20,9 @@ from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
 
 _SPARE_BLOCKS: Final = 2
-"""Maximum number of unneeded blocks that are read from an object to verify it by blocks. To avoid more such blocks,
-inline checksums are used. Checksums of blocks are better: they are in the root, so they prove that bytes belong to this
-save."""
+"""Number of unneeded blocks of an object that may always be read to verify it by blocks. If there are more, inline
+checksums may be used: see `_divide`. Checksums of blocks are better: they are in the root, so they prove that bytes
+belong to this save."""
 
 
 _FIRST: Final = itemgetter(0)

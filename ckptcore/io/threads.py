@@ -124,7 +124,7 @@ class CoalescedRange(NamedTuple):
 def coalesce(
     ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, most_bytes: int
 ) -> Iterator[CoalescedRange]:
-    """Group ranges (key, start, stop) by object, in ascending order.
+    """Group close ranges (key, start, stop) of the same object. The groups have no particular order.
 
     Args:
         ranges: in any order; they may overlap.

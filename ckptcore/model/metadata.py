@@ -65,8 +65,9 @@ class ValueRecord(NamedTuple):
     """A value that is stored in the root.
 
     Attributes:
-        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name that its leaf handler
-            defines. `UNREADABLE` for a leaf of other software that no load can return: see `unreadable_leaf`.
+        kind: the name of its type: none, bool, int, float, complex, str, bytes; list, tuple, dict for a column; or a
+            name that its leaf handler defines. `UNREADABLE` for a leaf of other software that no load can return: see
+            `unreadable_leaf`.
         value: the value as JSON, in the encoding of its leaf handler.
     """
 

@@ -87,7 +87,7 @@ def _unflatten(
     of_state: Callable[[ObjectNode, object], object],
     made: dict[int, object],
 ) -> object:
-    """Build a node. `made` maps the ids of flattened containers to new containers, so that these stay shared."""
+    """Build a node. `made` maps the ids of flattened containers to new ones, so that a shared one stays so."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
