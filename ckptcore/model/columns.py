@@ -263,10 +263,11 @@ def column_array(record: ValueRecord) -> HostArray | None:
     encoded: Any = record.value
     if record.kind == "dict" or not isinstance(encoded, Mapping) or "runs" in encoded:
         return None
+    values = column_value(record)
     names = {*encoded["items"]}
     if len(names) != 1 or not names <= {"bool", "int", "float"}:
         return None
-    return np.asarray(column_value(record), {"bool": np.bool_, "int": np.int64, "float": np.float64}[names.pop()])
+    return np.asarray(values, {"bool": np.bool_, "int": np.int64, "float": np.float64}[names.pop()])
 
 
 def column_summary(record: ValueRecord) -> str | None:
