@@ -137,12 +137,12 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
         raise _unknown_name(name)
 
 
-# A library is silent unless the program configures logging; without this, Python prints its warnings.
+# If a program does not configure logging, Python prints the warnings of libraries. This handler prevents it.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def _imported(module: str, name: str) -> ModuleType:
-    """Import a module for a name of this package. In a signal handler, its import may be interrupted and unfinished."""
+    """Import the module of a name of this package. Refuse a module whose import a signal handler interrupted."""
     try:
         imported = importlib.import_module(module)
         unfinished = _is_unfinished(imported)

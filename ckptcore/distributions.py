@@ -1,4 +1,4 @@
-"""Table of the distributions of this project, with the features that each adds. No other file of the core names them.
+"""Table of the distributions of this project, with the features that each adds.
 
 Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from the table. Lazy
 names are attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
@@ -114,7 +114,7 @@ def install_hint(
     layout: str = "",
     files: Iterable[str] = (),
 ) -> str:
-    """Return the ``pip install`` command that adds support for a type, scheme, layout or file, in backquotes.
+    """Return the ``pip install`` command that adds support for the argument, in backquotes.
 
     Args:
         value_type: a type of leaves or containers, or a subclass of such a type.

@@ -6,7 +6,7 @@
     ├── CheckpointNotFoundError        (FileNotFoundError)  the location has no checkpoint that can be loaded
     │   ├── UncommittedCheckpointError                      a save began there and did not commit
     │   └── UnknownCheckpointableError                      the checkpoint has no checkpointable of this name
-    ├── CheckpointExistsError          (FileExistsError)    a save without ``overwrite`` would replace something
+    ├── CheckpointExistsError          (FileExistsError)    files at the location must not be replaced or deleted
     ├── DirectoryInUseError            (BlockingIOError)    another job writes steps to the directory
     ├── CorruptCheckpointError         (ValueError)         bytes differ from those written; names the file and range
     │   └── ChecksumError                                   a checksum does not match
@@ -186,8 +186,8 @@ class CheckpointError(Exception):
         so the error must propose something else.
 
         Args:
-            options: names of the options that the caller of the block can pass, such as ``"overwrite"``, and
-                ``"non-atomic"`` if it can have this value.
+            options: the options that the caller of the block can pass, as named in `_REMEDIES`, such as
+                ``"overwrite"``. Some names there are values of ``overwrite``, such as ``"non-atomic"``.
         """
         try:
             yield
@@ -256,7 +256,7 @@ class UnknownCheckpointableError(CheckpointNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A save without ``overwrite`` would replace files at the location."""
+    """Files at the location must not be replaced or deleted, for example because a save has no ``overwrite``."""
 
 
 class DirectoryInUseError(CheckpointError, BlockingIOError):

@@ -33,9 +33,9 @@ the thread where it ends. Phases may contain other phases, overlap on several th
   removes the steps that its policy does not keep. Each ``clean``, and each ``delete`` in it, is a separate operation.
 - A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is a separate operation. If a step is not uploaded,
   the error of the event gives the reason.
-- One ``exchange`` is part of ``describe``; others follow ``claim``, ``write`` and ``commit``. If an exchange is long,
-  this rank waited for a slower rank. A single process has no ``exchange``. The caller waits for an exchange if it waits
-  for the phase that the exchange belongs to.
+- At least one ``exchange`` is part of ``describe``; others follow ``claim``, ``write`` and ``commit``. If an exchange
+  is long, this rank waited for a slower rank. A single process has no ``exchange``. The caller waits for an exchange if
+  it waits for the phase that the exchange belongs to.
 - ``load_async`` has the phases of ``load``, on a background thread.
 - The bytes of an event are the bytes of arrays and files that the phase moved on this rank. None if the phase moved no
   bytes, or if their number is unknown.
@@ -152,8 +152,8 @@ class Event:
 
 
 Observer: TypeAlias = Callable[[Event], None]
-"""A function that is called with each event, on the thread where the phase ended. Several threads may call it at once.
-It should be quick, because the operation waits for it. Its errors are logged and not raised."""
+"""A function that is called with each event, on the thread where the phase ended. Several threads may call it
+concurrently. It should be quick, because the operation waits for it. Its errors are logged and not raised."""
 
 
 class RunningPhase:
@@ -211,7 +211,7 @@ class Recording:
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
         self._operation_id = os.urandom(8).hex()
-        # Tuples, because creating an Event costs more than the rest of a phase, and often there is no observer.
+        # Store tuples: creating an Event costs more than the rest of a phase, and often it is never read.
         # Appending to a list and copying it are atomic, so no lock is needed.
         self._rows: list[_Row] = []
         self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released

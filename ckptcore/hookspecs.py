@@ -63,7 +63,8 @@ class HookSpecs:
     def ckpt_files_handler(self, value_type: type, example: object) -> FilesHandler | None:
         """Return the handler for objects of a type that write their own files; None for unknown types.
 
-        Called for each object passed to ``save_checkpointables``. The result is not cached. `example` is that object.
+        Called for each object that is saved or loaded under a separate name. The result is not cached. `example`
+        is the object.
         """
 
     @_hookspec

@@ -2,7 +2,7 @@
 
 `importlib.metadata` has the same functions, but it takes longer than a small save, because it imports `email`, `csv`
 and `zipfile`, and reads the metadata of each distribution. This module uses it only if a distribution may be in an
-archive, or behind an import hook.
+archive or behind an import hook, or if it finds no metadata of a distribution.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _name_and_version(directory: str) -> tuple[str, str]:
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file; none if it does not exist."""
+    """Return the lines of a file; none if it cannot be read, for example because it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()

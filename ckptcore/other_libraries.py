@@ -156,7 +156,7 @@ ARGUMENTS: Final[Mapping[str, str]] = {
         ("pickle_module", "trust_remote_code", "weights_only"), "nothing: a load never runs code of a checkpoint"
     ),
 }
-"""Keyword arguments of functions and methods that save, load and checkpoint, each with the argument to use instead."""
+"""Unknown keyword arguments of any function or method of ckptcore, each with the argument to use instead."""
 
 _IN_PLACE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
@@ -222,7 +222,7 @@ LAYOUTS: Final[Mapping[str, str]] = {
 
 
 def instead_of(owner: str, name: str) -> str:
-    """Return a suffix for the error about an unknown name: what to use instead; empty if no other library has it."""
+    """Return a suffix for the error about an unknown name: what to use instead; empty if `ATTRIBUTES` lacks it."""
     ours = ATTRIBUTES[owner].get(name) if owner in ATTRIBUTES else None
     return f"; use {ours}" if ours else ""
 

@@ -42,7 +42,7 @@ class ByteProgress:
     """
 
     def __init__(self, report: ProgressCallback | None = None) -> None:
-        """Count from zero. `report` is called with each change. If it raises, the caller of the method fails."""
+        """Count from zero. `report` is called with each change. If it raises, so does the method."""
         self.later = 0
         self._report = report
         self._reported: Progress | None = None
@@ -106,7 +106,7 @@ def show_progress(
     """Return a context manager that yields the function to report progress to, or None for no progress.
 
     Args:
-        progress: False, a function, or True: a bar on rank 0.
+        progress: False for no progress, a function to report to, or True to show a bar on rank 0.
         title: the text before the bar.
         rank: the rank of this process.
 

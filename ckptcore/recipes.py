@@ -1,4 +1,4 @@
-"""Recipes for values that no plugin handles, for error messages. Each recipe keeps the whole value."""
+"""Recipes for values that no plugin handles, for error messages: what to save instead."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def redacted(text: str) -> str:
 def redacted_location(text: str) -> str:
     """Return a path or URL without its secrets, as `redacted` does.
 
-    `redacted` cannot know where a URL ends that contains spaces, quotes or angle brackets. Here the whole text is one
+    `redacted` cannot find the end of a URL that contains spaces, quotes or angle brackets. Here the whole text is one
     path or URL.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):
@@ -271,7 +271,7 @@ def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
 
 
 def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of passwords and tokens in the URLs of an address. Passwords may have unescaped slashes."""
+    """Yield the ranges of passwords and tokens in the URLs from `begin` on. Passwords may have unescaped slashes."""
     last = text.rfind("@", begin, stop)
     following: tuple[int, str] | None = (begin, scheme)
     while following is not None and (begin := following[0]) <= last:

@@ -36,7 +36,7 @@ class Runtime:
     """The state that saves and loads with one Context share. Threads and memory are created when they are first used.
 
     Attributes:
-        saves: the background saves and loads that are running.
+        saves: the asynchronous saves that are running, or failed with an error that was not retrieved.
         hints: hints that were logged, so that each is logged only once.
     """
 

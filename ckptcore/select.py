@@ -96,7 +96,7 @@ def glob(*patterns: str) -> Selection:
     """Select paths that match one of the patterns, and all leaves below them.
 
     ``*`` matches any text within a key, ``?`` one character, ``[0-7]`` one of several characters, and ``**`` in place
-    of a key any number of keys. Matching is case-sensitive.
+    of a key any number of keys, or at least one after the last ``/``. Matching is case-sensitive.
 
     Raises:
         ValueError: a pattern is invalid.

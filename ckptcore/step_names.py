@@ -103,7 +103,7 @@ class StepNameFormat:
         of the file, as in ``model_10.pt``.
 
         Raises:
-            ValueError: the example has no such number, or an invalid prefix.
+            ValueError: the example has no such number, or the text before or after the number is invalid.
         """
         for counted in _COUNTED:
             if matches := list(counted.finditer(example)):
@@ -240,7 +240,7 @@ class StepNames:
         return next(iter(self.find([name])), None)
 
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
-        """Return the steps among some names: the name of each by its number, in ascending order.
+        """Return the names that are names of steps, by step, in ascending order of steps.
 
         If several names belong to one step, the name in the written format is preferred, then the name in the first
         format of `read`, then the shortest name.
@@ -257,7 +257,7 @@ class StepNames:
 
 
 def numbered(names: Iterable[str]) -> Mapping[str, Mapping[int, str]]:
-    """Return the names that end in a number, grouped by prefix, then by number. Both are in ascending order."""
+    """Return the names that end in a number, by prefix and then by number. Prefixes and numbers are sorted."""
     by_prefix: dict[str, dict[int, str]] = {}
     for name in sorted(names, key=len, reverse=True):  # the last of equal numbers is kept: the shortest name
         prefix, digits = _split(name)

@@ -1,4 +1,4 @@
-"""Runs in two tiers, near and far: the module of another distribution, for imports of its names."""
+"""Runs in two tiers, near and far. Importing this module imports the module of another distribution in its place."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Transforms of trees that are loaded or copied: the module of another distribution, for imports of its names."""
+"""Transforms of loaded or copied trees. Importing this module imports the module of another distribution instead."""
 
 import sys
 from typing import TYPE_CHECKING

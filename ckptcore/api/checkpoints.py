@@ -36,7 +36,7 @@ def open(location: LocationLike, *, context: Context | None = None) -> OpenCheck
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
-        CompositeCheckpointError: the checkpoint has several checkpointables: open a checkpointable by its own location.
+        CompositeCheckpointError: the checkpoint has several checkpointables. Open one by its own location.
         TreeMismatchError: the checkpoint has the files of an object instead of a tree.
     """
     return OpenCheckpoint(location, context or default_context())
@@ -126,7 +126,7 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
         context: options.
 
     Raises:
-        UnsupportedLeafError: leaves cannot be saved or loaded, or have no abstract form. Lists the first 20 by path.
+        UnsupportedLeafError: leaves cannot be saved or loaded, or have no abstract form. Lists the first 20 leaves.
         UnsupportedKeyError: a key is not an int, a bool, a str, or a tuple of them.
     """
     registry = runtime_of(context or default_context()).registry

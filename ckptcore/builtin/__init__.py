@@ -81,12 +81,12 @@ class BuiltinPlugin:
 
     @hookimpl
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
-        """dict, OrderedDict, list, tuple and their subclasses, named tuples, dataclasses."""
+        """dict, OrderedDict, list and their subclasses, tuple, named tuples, dataclasses, and classes of attrs."""
         return container_handler(value_type)
 
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> CheckpointableHandler | None:
-        """Random generators, and objects with methods to get and set their state."""
+        """Random generators, sets, deques, and objects with methods to get and set their state."""
         return random_state_handler(value_type) or collection_handler(value_type) or state_handler(value_type)
 
     @hookimpl

@@ -423,7 +423,8 @@ class ValueForm(NamedTuple):
     Attributes:
         kind: its name in records.
         encode: returns a value as JSON. A load without an abstract tree returns this JSON.
-        decode: returns a value of a type from this JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
+        decode: returns a value of a type from this JSON. For hostile JSON, raises an error that
+            `ValueFormHandler.build` converts.
     """
 
     kind: str

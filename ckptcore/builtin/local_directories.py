@@ -35,7 +35,7 @@ def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) ->
     Raises:
         StorageError
     """
-    # Sorted as whole paths: "a-b" is before "a/b", although "a" is before "a-b".
+    # Sort whole paths: "a-b" is before "a/b", although "a" is before "a-b".
     files: list[str] = []
     pending = [(directory, prefix)]
     while pending:
@@ -210,8 +210,8 @@ class LocalDirectories:
         except FileNotFoundError:
             return
         except FileExistsError as error:
-            # Another process created it, or it is not a directory. It may be removed again at any time, so it is no
-            # error if the path does not exist.
+            # Another process created the directory, or the path is not a directory. The directory may be removed again
+            # at any time, so it is no error if the path does not exist.
             with suppress(FileNotFoundError):
                 if not stat.S_ISDIR(os.lstat(directory).st_mode) and not os.path.isdir(directory):
                     raise self._not_a_directory(error, directory) from error
@@ -473,8 +473,8 @@ def lock_object(path: str) -> Iterator[int | None]:
 
     A symbolic link at the path counts as a missing file, because a put replaces the link.
 
-    Waits until the lock is free. After that, the path leads to the locked file, unless a process replaces it without
-    the lock. If the file system has no locks of files, the file is not locked.
+    Waits until the lock is free. While it is held, the path leads to the locked file, unless a process replaces the
+    file without the lock. If the file system has no locks of files, the file is not locked.
 
     Raises:
         OSError

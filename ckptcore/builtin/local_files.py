@@ -311,7 +311,7 @@ class StampedFile:
         """Read from an open file."""
         self._file = file
         self._descriptor = file.descriptor
-        # The last returned stamp: while the file has it, no comparison with the clock is needed.
+        # The last returned stamp. While the file has this stamp, no comparison with the clock is needed.
         self._settled: tuple[int, int] = (-1, -1)
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:

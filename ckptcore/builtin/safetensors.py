@@ -14,8 +14,8 @@ of the array with the same name. ``DCP_SHARDING_INFO`` in its metadata is the JS
 the start of each box.
 
 In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
-``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
-use the index accept any names.
+``model-session-00001.safetensors``. The total number of files is not known while they are written. Readers that use the
+index accept any names.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class SafetensorsLayout(Layout):
         return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Write an index if there are several files, or if file names have a tag.
+        """Merge the columns of all processes. Write an index, unless there is only one file and it has the usual name.
 
         If arrays are in slices, no index is written.
 
@@ -267,8 +267,8 @@ class SafetensorsLayout(Layout):
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        # If one state is from a session, all must be: a damaged state without files must fail here, or the checkpoint
-        # would lack its arrays.
+        # If one state is from a session, treat all as such: a damaged state without files must fail here, or the
+        # checkpoint would lack its arrays.
         sessions = states if any("files" in state for state in states) else []
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)

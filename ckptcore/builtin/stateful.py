@@ -94,8 +94,8 @@ _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
 """The text of an integer of 64 bits, as other libraries write it for a key."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
-"""Pattern of framework dtypes with elements smaller than a byte. Their arrays are stored as bytes, and their dtype is
-not stored."""
+"""Pattern of framework dtypes with elements smaller than a byte. Arrays of such a dtype are stored as bytes,
+and the dtype is not stored."""
 
 
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
@@ -103,7 +103,8 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
 
     A checkpoint does not store all types. If the object's own state has a value at the same path, that value determines
     the type, such as the framework of an array or the subclass of a dict. Otherwise `array` returns the abstract leaf
-    of an array, and containers load as built-in types. Shapes and dtypes always come from the checkpoint.
+    of an array, and containers load as built-in types. Shapes and dtypes come from
+    the checkpoint, if the framework can make such an array.
 
     Args:
         own: the current state of the object.
@@ -153,7 +154,7 @@ def _dtype_of_same_module(own: Any, name: str) -> object | None:
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
-    # A dtype of another library, such as the dtype of random keys, says nothing about the stored form.
+    # Accept a dtype of another library, such as the dtype of random keys: it says nothing about the stored form.
     return not isinstance(own.dtype, np.dtype) or (tuple(own.shape) == stored.shape and own.dtype == stored.dtype)
 
 
@@ -162,8 +163,8 @@ def _of_namespace(own: Any, stored: AbstractArray) -> object:
     try:
         return own.__array_namespace__().empty(stored.shape, dtype=stored.dtype, device=own.device)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # The framework does not implement it, lacks the dtype, cannot divide the shape over its devices, or has deleted
-        # the array.
+        # The framework does not implement the standard, lacks the dtype, cannot divide the shape over its devices, or
+        # has deleted the array.
         return own
 
 
@@ -247,7 +248,7 @@ def _copied(state: Any) -> Any:
         return state  # an object in the state of another object has an `undo` of its own
     try:
         return copy.deepcopy(state)
-    except (TypeError, RuntimeError):  # such as a lock, or a tensor computed with gradients: no load changes it
+    except (TypeError, RuntimeError):  # a lock, or a tensor computed with gradients: no load changes such values
         return state
 
 
@@ -367,7 +368,7 @@ _OPTIMIZER: Final = "optimizer_variables"
 _METRICS: Final = "metrics_variables"
 
 _PROTOCOLS: Final[tuple[tuple[str, str, CheckpointableHandler], ...]] = (
-    # Tried first: such a model may also have the state dict of its framework, but that lacks the optimizer.
+    # Tried first: such a model may also have the state dict of its framework, which lacks the optimizer.
     ("get_state_tree", "set_state_tree", StateTreeHandler()),
     ("state_dict", "load_state_dict", StateDictHandler()),
     ("get_state", "set_state", GetStateHandler()),
@@ -393,8 +394,8 @@ class _RandomHandler(CheckpointableHandler):
         """Return the generator's own state.
 
         Raises:
-            TreeMismatchError: the stored state is of another type of bit generator. Its keys differ, so a load that
-                allows differences would mix the two states.
+            TreeMismatchError: the stored state is of another type of bit generator. The keys of the two states differ,
+                so a load that allows differences would mix the states.
         """
         own: Any = self.flatten(value)
         expected = own.get("bit_generator", "another one")  # a bit generator of another library may have no name

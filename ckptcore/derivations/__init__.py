@@ -6,8 +6,9 @@
 - `Reshaped`: the same elements in C order with another shape (`ckptcore.derivations.reshaped`)
 - `cast`, `narrow`, `truncate`: other dtypes (`ckptcore.derivations.dtypes`)
 
-Derived arrays compose: their inputs are derived arrays too. A derived array states which boxes of its inputs each of
-its boxes needs. So a process reads only the parts of stored arrays that its shards need.
+Derived arrays compose: their inputs are derived arrays too. For each of its boxes, a derived
+array states which boxes of its inputs are needed. So a process reads only the parts of stored arrays that its shards
+need.
 """
 
 from ckptcore.derivations.arrays import Constant, Stored, WholeArray, concatenate, constant, copy_parts, cut, pad, walk

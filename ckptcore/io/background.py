@@ -172,7 +172,8 @@ class BackgroundSaves:
         with self._lock:
             handle._saves = weakref.ref(self)
             self._handles = [*(other for other in self._handles if other.matters), handle]
-            # Under the lock: turns must have the order of the queue, or two saves could wait for each other.
+            # Take the turn under the lock: turns must have the order of the queue, or two saves could wait for each
+            # other.
             turn = _ORDER.take(locations)
             try:
                 self._threads.submit(functools.partial(_run, handle, work, turn), inline=inline)

@@ -121,7 +121,7 @@ def free(array: HostArray) -> None:
 
     Does nothing for an array without pages of its own.
     """
-    # The kernel drops the pages of an anonymous mapping at once. The addresses stay valid, and read as zeros.
+    # The kernel drops the pages of an anonymous mapping immediately. The addresses stay valid, and read as zeros.
     if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         with contextlib.suppress(OSError):  # memory that the process has locked is freed with the array
             array.base.madvise(mmap.MADV_DONTNEED)
@@ -213,7 +213,7 @@ class StagingMemory:
 
     Attributes:
         copied_bytes: bytes that were copied, or allocated to be filled. May be too low if several threads call
-            `copy` or `empty` at once.
+            `copy` or `empty` concurrently.
     """
 
     def __init__(self, pool: StagingPool, threads: IOThreads) -> None:

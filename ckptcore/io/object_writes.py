@@ -298,7 +298,7 @@ def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) ->
 
 
 _CONCURRENT_SMALL_OBJECTS: Final = 8
-"""Maximum number of small objects that are written at once to a local storage. Even there, writers mostly wait."""
+"""Maximum number of small objects that are written concurrently to a local storage, where writers also mostly wait."""
 
 
 class ObjectRecorder:
@@ -365,11 +365,11 @@ class ObjectRecorder:
         self._write_all(iter([(key, segments)]), pieces, self._concurrency)
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write objects, several at once if that is faster on this storage. See `write`.
+        """Write objects, concurrently if that is faster on this storage. See `write`.
 
         On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of several
-        objects are written at once. On any other storage, large objects are written one after the other, and several
-        small objects at once.
+        objects are written concurrently. On any other storage, large objects are written one after the other, and small
+        objects concurrently.
 
         Raises:
             PluginError, StorageError: the first error. No further object is started, and unfinished objects are

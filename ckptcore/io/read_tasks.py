@@ -20,9 +20,9 @@ from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
 
 _SPARE_BLOCKS: Final = 2
-"""Maximum number of unneeded blocks that are read from an object to verify it by blocks. To avoid more such blocks,
-inline checksums are used. Checksums of blocks are better: they are in the root, so they prove that bytes belong to this
-save."""
+"""Number of unneeded blocks of an object that may always be read to verify it by blocks. If there are more, inline
+checksums may be used: see `_divide`. Checksums of blocks are better: they are in the root, so they prove that bytes
+belong to this save."""
 
 
 _FIRST: Final = itemgetter(0)
@@ -325,7 +325,7 @@ def plan_object(
     """Plan the tasks that read chunks of one object.
 
     Args:
-        shape: the sizes of reads of the object: in whole blocks if the blocks have checksums, else in bytes.
+        shape: the sizes of reads of the object, in whole blocks if the blocks have checksums, else in bytes.
         chunk_shape: the sizes of reads of chunks that are verified by their inline checksums.
         reads: the chunks to read.
         verify: compare inline checksums.
@@ -357,7 +357,8 @@ def plan_object(
         others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
         for chunk in chunks:
             if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
-                # The destinations were chosen for blocks, which may cut elements that reads of the chunk do not cut.
+                # Choose the destinations again: they were chosen for blocks, which may cut elements that reads of the
+                # chunk do not cut.
                 chunk.destinations = [
                     destination
                     for read in chunk.reads
@@ -367,7 +368,7 @@ def plan_object(
 
 
 def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
-    # A small hostile checkpoint could make the reader hash the same bytes any number of times.
+    # Otherwise a small hostile checkpoint could make the reader hash the same bytes any number of times.
     stop = 0
     for chunk in chunks:
         if chunk.start < stop:

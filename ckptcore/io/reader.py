@@ -90,7 +90,8 @@ class ObjectReader:
         self._request_bytes = suited.request_bytes
         self._is_remote = threads.parallelism(self._concurrency) > threads.count
         self._sizes = sizes.for_requests(self._request_bytes) if self._is_remote else sizes
-        # While a remote storage prepares the answer to one request, it could deliver a large part of another answer.
+        # Read larger gaps from a remote storage: while it prepares the answer to one more request, it could deliver a
+        # large part of another answer.
         self._gap_bytes = self._request_bytes // (4 if self._is_remote else 16)
         self._sums: dict[str, RecordedChecksums] = {}
         self.counting = threading.Lock()

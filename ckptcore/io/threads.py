@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
         return self._replace(write=-(-part_bytes // self.block) * self.block)
 
     def for_requests(self, request_bytes: int) -> Sizes:
-        """Return the sizes for a storage with many requests of `request_bytes` at once. Each request is a task."""
+        """Return the sizes for a storage with many concurrent requests of `request_bytes`. Each request is a task."""
         return self._replace(task=max(self.block, request_bytes // self.block * self.block))
 
 
@@ -124,7 +124,7 @@ class CoalescedRange(NamedTuple):
 def coalesce(
     ranges: Sequence[tuple[str, int, int | None]], gap_bytes: int, most_bytes: int
 ) -> Iterator[CoalescedRange]:
-    """Group ranges (key, start, stop) by object, in ascending order.
+    """Group close ranges (key, start, stop) of the same object. The groups have no particular order.
 
     Args:
         ranges: in any order; they may overlap.
@@ -204,7 +204,7 @@ class IOThreads:
 
         Args:
             worker: the function to call; must not raise.
-            parallelism: the most calls at once.
+            parallelism: maximum number of concurrent calls.
             concurrency: the `StorageCapabilities.concurrency` of the storage that `worker` waits for.
         """
         pool = WorkerPool(worker)
@@ -414,7 +414,7 @@ class BackgroundThreads:
         """Start no thread yet.
 
         Args:
-            most: the most functions that run at once.
+            most: maximum number of functions that run at the same time.
             name: the name of the threads.
             daemon: True if the interpreter must not wait for the threads at exit.
         """
@@ -469,12 +469,12 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-        self._serve()  # an interrupted `submit` may have queued a function without starting a thread
+        self._serve()  # calls functions that an interrupted `submit` has queued without a thread
         with self._lock:
             self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 
     def _serve(self) -> None:
-        """Call functions until the queue is empty. Return immediately if enough threads already do so."""
+        """Call functions until the queue is empty. Return immediately if enough threads already call functions."""
         thread = threading.get_ident()
         with self._lock:
             if len(self._serving) >= self._most or thread in self._serving:

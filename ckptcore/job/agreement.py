@@ -36,8 +36,9 @@ class ExchangeCounts:
     """The counts of operations that this process began, by job and name. Thread-safe.
 
     Counts belong to a job and not to a Context. Otherwise two Contexts that save to one location would use the same
-    keys, and one could receive a message of a failed exchange of the other. Each name has its own count. If a rank
-    misses an operation after an error, its counts of all other names still equal the counts of the other ranks.
+    keys, and one Context could receive a message of a failed exchange of the other Context. Each name has its own
+    count. If a rank misses an operation after an error, its counts of all other names still equal the counts of the
+    other ranks.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
@@ -232,7 +233,7 @@ class Agreement:
     def _verdict(self, key: str, token: str | None, verdict: _Verdict | None, tokens: Sequence[str]) -> _Verdict:
         """Send the verdict from the leader to all ranks, and return it on each of them.
 
-        Its size does not depend on the size of the job.
+        The size of the verdict does not depend on the size of the job.
 
         Args:
             key: the key of the exchange.

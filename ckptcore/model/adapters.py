@@ -36,11 +36,12 @@ _HEADS: Final[tuple[JSON, ...]] = ("classifier", "score")
 
 
 class AdapterGaps(NamedTuple):
-    """Gaps of an adapter.
+    """Parameters that are missing in a stored adapter, or may be missing. Each is described by a text for a message.
 
     Attributes:
         lacking: parameters that its config needs and that are not stored.
-        unjudged: parameters that may be missing; the config does not state whether the model has them.
+        unjudged: parameters that may be missing; the config does not state whether the model has them. Empty if there
+            are lacking parameters.
     """
 
     lacking: tuple[str, ...]

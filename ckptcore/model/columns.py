@@ -1,8 +1,8 @@
 """Columns: long lists, tuples and dicts of plain numbers and text, each stored as one value.
 
-If each of a million numbers is a leaf, each costs a handler call, a record, a path and a row of the root. A column
-costs only its bytes: the root has the numbers as one array in base64. Its record has the kind ``list``, ``tuple`` or
-``dict``.
+If a million numbers were a million leaves, each number would cost a handler call, a record, a path and a row of the
+root. A column costs only its bytes: the root has the numbers as one array in base64. The record of a column has the
+kind ``list``, ``tuple`` or ``dict``.
 
 The record's value has ``items``, and ``keys`` for a dict. Each of them groups its values by type: ``int`` is
 ``[bytes per number, base64]`` in two's complement and little-endian, ``float`` is base64 of float64, ``bool`` is base64
@@ -29,7 +29,7 @@ from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 
 COLUMN_KINDS: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", dict: "dict"}
-"""The kind of the record of each type of column."""
+"""For each type of column, the kind of its record."""
 
 COLUMN_VALUES: Final = 1000
 """Minimum number of values of a column. Values of shorter containers are leaves, which other software finds by name."""
@@ -42,14 +42,15 @@ _SEQUENCES: Final = frozenset({list, tuple})
 _MAX_DEPTH: Final = 3
 """Maximum depth of nested lists and tuples in a column. Limits the containers for each value of a hostile column."""
 _MAX_TEXT: Final = 1 << 12
-"""Maximum number of characters of a text in a column. Longer texts are stored as arrays."""
+"""Maximum number of characters of a text in a column. A container with a longer text is no column."""
 
 
 def is_column(value: object) -> bool:
     """Return True for a list, tuple or dict that is saved as a column, because it is long and has only plain values.
 
-    A column is a dict of plain values with keys of type int or str, or a list or tuple of plain values or of such lists
-    and tuples. Plain values have exactly the types int, float, bool, str or None. Subclasses are no columns.
+    A column is a dict of plain values whose keys have the type int or str, or a list or tuple of plain values. Lists
+    and tuples may be nested. Plain values have exactly the types int, float, bool, str or None. A text has at most
+    `_MAX_TEXT` characters. Subclasses are no columns.
     """
     if type(value) is dict:
         return len(value) >= COLUMN_VALUES and _are_values(value.values()) and {*map(type, value)} <= {int, str}
@@ -150,7 +151,7 @@ def _encode_type(values: Sequence[Any], kind: type) -> dict[str, JSON]:
 
 
 def _width(number: int) -> int:
-    """Return the bytes of a number in two's complement."""
+    """Return the number of bytes that an integer takes in two's complement."""
     return ((number if number >= 0 else ~number).bit_length() + 8) // 8
 
 
@@ -262,14 +263,18 @@ def column_array(record: ValueRecord) -> HostArray | None:
     encoded: Any = record.value
     if record.kind == "dict" or not isinstance(encoded, Mapping) or "runs" in encoded:
         return None
+    values = column_value(record)
     names = {*encoded["items"]}
     if len(names) != 1 or not names <= {"bool", "int", "float"}:
         return None
-    return np.asarray(column_value(record), {"bool": np.bool_, "int": np.int64, "float": np.float64}[names.pop()])
+    return np.asarray(values, {"bool": np.bool_, "int": np.int64, "float": np.float64}[names.pop()])
 
 
 def column_summary(record: ValueRecord) -> str | None:
-    """Return the types and the number of values of a column, such as ``1,000,000 int``; None for other records."""
+    """Return the types and the number of values of a column, such as ``1,000,000 int``; None for other records.
+
+    Return ``damaged`` if the column cannot be decoded.
+    """
     if record.kind not in COLUMN_KINDS.values():
         return None
     encoded: Any = record.value

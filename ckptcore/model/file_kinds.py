@@ -183,10 +183,10 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats of the checkpoints in a directory with the given names, if they use the whole directory.
+    """Return the formats of the checkpoints that use a whole directory with the given names.
 
-    The value of each format is the name in the directory by which its checkpoint can be loaded alone, or empty. See
-    `directory_kind` for `names`.
+    The value of each format is the name in the directory by which its checkpoint can be loaded alone. ``ITEM`` stands
+    for the name of an item. The value is empty if there is no such name. See `directory_kind` for `names`.
     """
     formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:

@@ -65,8 +65,9 @@ class ValueRecord(NamedTuple):
     """A value that is stored in the root.
 
     Attributes:
-        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name that its leaf handler
-            defines. `UNREADABLE` for a leaf of other software that no load can return: see `unreadable_leaf`.
+        kind: the name of its type: none, bool, int, float, complex, str, bytes; list, tuple, dict for a column; or a
+            name that its leaf handler defines. `UNREADABLE` for a leaf of other software that no load can return: see
+            `unreadable_leaf`.
         value: the value as JSON, in the encoding of its leaf handler.
     """
 
@@ -82,7 +83,7 @@ def unreadable_leaf(error: CheckpointError) -> ValueRecord:
     """Return the record of a leaf of other software that cannot be loaded, although the other leaves can be loaded.
 
     Args:
-        error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. A
+        error: a message about this leaf alone, which says what is stored, why it cannot be loaded, and what to do. A
             CorruptCheckpointError means that data are missing or damaged. `ckptcore.verify` then reports them.
     """
     if isinstance(error, CorruptCheckpointError):
@@ -136,7 +137,7 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the tree as columns with one entry for each leaf. Columns are small and fast to parse.
+        """Return the tree as JSON: columns for arrays, and a row for each value. Columns are small and fast to parse.
 
         Equal notes are stored once in ``notes``, because thousands of arrays may have the same few shardings. The
         column ``note`` has their indices.
@@ -202,7 +203,7 @@ class TreeMetadata:
 
 
 class _NoteTable:
-    """The distinct notes of a tree, in `table`. The number of notes is their position."""
+    """The distinct notes of a tree, in `table`. Records refer to notes by their position in the table."""
 
     def __init__(self) -> None:
         self.table: list[JSON] = []

@@ -22,7 +22,7 @@ MAX_KEY_DEPTH: Final = 16
 """Maximum depth of nested tuples in a key."""
 
 MAX_KEY_PARTS: Final = 10_000
-"""Maximum number of parts of a tuple in a key. A key in the state of NUTS is a tuple of the names of all parameters."""
+"""Maximum number of parts of a tuple in a key. The sampler NUTS has a key with the names of all parameters."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -42,7 +42,7 @@ class ChunkColumns:
         self._box.extend(box.stop)
 
     def extend(self, state: JSON, tree: TreeMetadata, without: Container[int] = ()) -> None:
-        """Add the chunks that another process of this save wrote, except those of some leaves."""
+        """Add the chunks that another process of this save wrote, except the chunks of the leaves in `without`."""
         columns: Any = state
         begin = 0
         for leaf, file, offset in zip(columns["leaf"], columns["file"], columns["offset"], strict=True):

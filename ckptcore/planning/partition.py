@@ -180,7 +180,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     whole = Box.whole(spec.shape)
     if len(boxes) == 1 and boxes[0] == whole:
         return None
-    # A hostile box may end before it begins on two axes, so that its size is positive.
+    # Compare bounds, not sizes: a hostile box may end before it begins on two axes, so that its size is positive.
     filled = [box for box in boxes if all(map(operator.lt, box.start, box.stop))]
     for box in filled:
         if len(box.start) != len(spec.shape) or not whole.contains(box):
@@ -476,8 +476,9 @@ def _first_box_bytes(record: ArrayRecord, split: BoxSplit) -> list[int]:
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """Return the boxes that a process writes.
 
-    A box without other replicas is written whole. If a box does not match the cuts of the array, because its handler
-    did not describe it, replica 0 writes it whole. Of any other box, each replica writes the cells that it owns.
+    A box without other replicas is written whole. If the bounds of a box are not among the cuts of the array, because
+    the leaf handler did not describe them, replica 0 writes the box whole. Of any other box, each replica writes the
+    cells that it owns.
 
     Args:
         record: the array.

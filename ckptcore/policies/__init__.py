@@ -6,7 +6,7 @@
     preservation  PreserveAll, LatestN, ...: decide from StepInfos which steps to keep;
                   what_to_delete and explain apply such a policy
 
-Most names are the same as in Orbax. A policy of your own is any object with the methods of `SavePolicy` or
+Most names are the same as in Orbax. A policy of your own is any object with the members of `SavePolicy` or
 `PreservationPolicy`, or a function in `CustomSave` or `CustomPreservation`.
 """
 

@@ -193,7 +193,7 @@ class EveryNSeconds:
         """Return steps that are at least the interval apart."""
         kept: list[StepInfo] = []
         for info in steps:
-            # The absolute difference, so that the next step is kept after the clock is set back. Otherwise no step
+            # Use the absolute difference, so that the next step is kept after the clock is set back. Otherwise no step
             # would be kept for a long time.
             if not kept or abs(info.created - kept[-1].created) >= self.seconds:
                 kept.append(info)
@@ -267,6 +267,7 @@ class CustomSteps:
         steps: at least one; stored as a frozenset.
 
     Raises:
+        TypeError: if `steps` is not an iterable, or is text.
         ValueError: if there is no step, or a step is not a whole number of at least 0.
     """
 

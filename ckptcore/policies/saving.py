@@ -138,7 +138,7 @@ class EpochInterval:
 
 @dataclass(frozen=True, slots=True)
 class TimeInterval:
-    """Saves when a number of seconds has passed since the last save began. Saves at once if there is no last save.
+    """Saves when a number of seconds has passed since the last save began. Saves at the first call if there is none.
 
     The newest step counts even if an earlier run saved it. So a job that is killed more often than the interval still
     makes progress.
@@ -170,6 +170,7 @@ class SpecificSteps:
         steps: the steps; stored as a frozenset.
 
     Raises:
+        TypeError: if `steps` is not an iterable, or is text.
         ValueError: if a step is not a whole number of at least 0.
     """
 

@@ -50,7 +50,7 @@ class Transaction(Protocol):
         """
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """Turn the objects into the checkpoint at the location. It is durable if the storage was opened durable.
+        """Turn the objects into a checkpoint, which is durable if the storage was opened durable.
 
         Args:
             root: the root; None for a checkpoint of other software, which has no root.
@@ -69,7 +69,7 @@ class Transaction(Protocol):
 
 
 class SaveCommit(Protocol):
-    """The claim and the commit of one save. The core calls its methods in this order, on every rank.
+    """The claim and the commit of one save. The core calls `claim`, `commit` and `settle` in this order, on every rank.
 
     An error of `claim` or `commit` fails the save on all ranks, because they run inside stages of the job.
     """
@@ -93,8 +93,8 @@ class SaveCommit(Protocol):
         """Commit the objects of all processes.
 
         Args:
-            payloads: on the leader, a payload for each rank: the encoded receipts of the rank, or None if the job has
-                only one process. Empty on other ranks.
+            payloads: on the leader, the encoded receipts of each rank, or None for the rank of a job that has only
+                one process. Empty on other ranks.
         """
 
     def settle(self, error: Exception | None) -> None:
@@ -307,7 +307,7 @@ class Channels(Protocol):
 
     @property
     def depth(self) -> int:
-        """The number of broadcasts that may run at once; at least 1."""
+        """The number of broadcasts that may run at the same time; at least 1."""
 
     def memory(self, nbytes: int) -> HostArray:
         """Return memory to broadcast from and into: ``uint8``, contiguous, writable, not initialised.
@@ -319,8 +319,9 @@ class Channels(Protocol):
         """Start to send `data` from one member of a group to all others.
 
         All members of a group make the same calls in the same order, with the same sender and number of bytes.
-        Processes that share several groups also use the same order across the shared groups. `data` is part of
-        `memory`, and must not be used before the result is available. Wait for results in the order of the calls.
+        Processes that share several groups also use the same order across the shared groups. `data` is a result of
+        `memory` or a part of it, and must not be used before the result of the broadcast is available. Wait for results
+        in the order of the calls.
 
         Args:
             group: the index of the group among the connected groups.

@@ -52,7 +52,7 @@ class WriteStore(Protocol):
         """
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
-        """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
+        """Write objects, concurrently if that suits the storage. Return when all are complete. See `write`.
 
         One thread at a time advances the iterator. It may be another thread than the caller's. Objects are started in
         the order of the iterator, and may be completed in any order. After the first error, no further object is
@@ -78,7 +78,7 @@ class ReadStore(Protocol):
         """Return the result of `get` for each (key, start, stop), in order; None if there is no such object.
 
         Close ranges share a request, and requests run concurrently if that is faster. Use it for many small ranges that
-        are not adjacent. All results are in memory at once.
+        are not adjacent. All results are in memory at the same time.
 
         Raises:
             ChecksumError
@@ -136,7 +136,7 @@ class Inspection(NamedTuple):
         metrics: measurements.
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
         unused: by object, the names of stored arrays that are not leaves of the tree, because the index of the
-            checkpoint names another copy of them, or none. Shown to the user.
+            checkpoint names another copy of the array, or does not name the array. Shown to the user.
         files: the objects of the checkpoint. Objects with arrays, and objects in `unused`, may be left out.
     """
 
@@ -357,7 +357,7 @@ class Layout(Protocol):
         """Write the files that foreign readers need besides the arrays. By default none.
 
         Called on the leader, after `finish` and right before the commit: once for a checkpoint that is one tree, and
-        once for a composite, with a store at its directory. It may not replace an object, or write into the
+        once for a composite, with a store at its directory. The layout may not replace an object, or write into the
         directory of a checkpointable. Names that begin with ``checkpoint.`` are reserved for the core.
         """
         return

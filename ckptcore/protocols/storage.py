@@ -18,7 +18,7 @@ _EMPTY: Final[Mapping[str, JSON]] = {}
 
 
 class StorageAddress(NamedTuple):
-    """The address of the same objects for native I/O.
+    """The address of the objects of a storage, for native I/O.
 
     Attributes:
         url: the directory, ending in ``/``. Characters that a URL cannot have, and ``%``, are escaped with ``%``.
@@ -188,10 +188,10 @@ class StorageBackend(Protocol):
         """
 
     def open_reader(self, key: str) -> RangeReader:
-        """Open an object for several reads. They read the object that exists now, or fail.
+        """Open an object for several reads. An implementation reads the object that exists now, or fails.
 
-        By default each read looks up the object by its key again. A storage in which the lookup takes time implements
-        this method.
+        By default each read looks up the object by its key again, and may find another object. A storage in which the
+        lookup takes time implements this method.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.
@@ -251,7 +251,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
-        """Make objects that native I/O wrote durable, and the directories that contain them."""
+        """Make durable the objects that native I/O wrote, and the directories that contain them."""
 
     # --- names
 
@@ -375,7 +375,7 @@ class AtomicDirectories(Protocol):
     """A storage with real directories that can be renamed atomically. See `StorageBackend` for keys."""
 
     def lock_directory(self, key: str) -> DirectoryLock | None:
-        """Create a directory if needed, and lock it until the lock is closed or the process ends.
+        """Create a directory if needed, and lock it. See `DirectoryLock`.
 
         Returns:
             The lock, or None if the directory is locked already.

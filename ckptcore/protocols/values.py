@@ -122,7 +122,7 @@ class CheckpointableHandler(Protocol):
 
     @property
     def is_object(self) -> bool:
-        """True, the default, if programs refer to `value` as an object with an identity, like a module.
+        """True, the default, if programs refer to the values as objects with an identity, like modules.
 
         False for values that have a state only because the state determines their form, such as sparse tensors and
         sets. For them, ``load`` builds a new value and ``abstract`` returns an abstract value.
@@ -197,7 +197,7 @@ class FilesHandler(Protocol):
     """Saves objects that write their own files, in any format. Stateless.
 
     Attributes:
-        priority: see `Priority`. At equal priority it is used before a `CheckpointableHandler`.
+        priority: see `Priority`. At equal priority it is used before handlers of all other kinds.
     """
 
     @property
@@ -427,7 +427,7 @@ class LeafHandler(Protocol):
 
 
 class Part(NamedTuple):
-    """A box of an input from which a box of a derived array is computed.
+    """A box of an input that is needed to compute a box of a derived array.
 
     Attributes:
         number: the position of the input in `DerivedArray.inputs`.
@@ -453,7 +453,7 @@ class DerivedArray(Protocol):
         """The arrays from which it is computed."""
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the boxes of inputs from which a box of the array is computed, with as few elements as possible."""
+        """Return the boxes of inputs that are needed to compute a box of the array, with few elements."""
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
         """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.

@@ -29,7 +29,7 @@ def check(state: object, *, layout: str | Layout = "safetensors", context: Conte
     Reads no array and writes nothing. In a job, every process calls it. Objects may create state while they are used,
     such as the moments of an optimizer, so a check after the first step can find more. A check calls the same methods
     of objects as a save does. Pass an optimizer itself rather than an object that calls ``get_optimizer_state_dict``
-    of PyTorch: this function makes a step if the optimizer has no state.
+    of PyTorch, because that function of PyTorch makes a step if the optimizer has no state.
 
     Args:
         state: the tree, as for `save` and `load_into`.

@@ -58,7 +58,7 @@ class CommonTrees:
         }
 
     def compare(self, payloads: Sequence[Any]) -> dict[str, Sequence[int]]:
-        """Find the trees that differ between ranks. Only the leader calls this.
+        """Find the trees that differ between ranks, or whose arrays have different digests. Only the leader calls this.
 
         Returns:
             By name of each such tree, the ranks that send their tree to the leader.
@@ -270,7 +270,7 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
     """Return the digests of the arrays that are assumed to be equal in all processes.
 
     Includes only arrays that any process may write. The result is empty if replica 0 writes all boxes. Skips arrays
-    that know which processes hold their boxes, and values that may differ between processes.
+    that know which processes hold their boxes, and arrays that may differ between processes.
 
     Args:
         description: the tree of this process.

@@ -206,7 +206,8 @@ def describe_part(
         rank, size: the rank of this process, and the number of processes of the job.
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
-        refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
+        refusals: gets an error for each value and leaf that cannot be saved; None: raise an error. Errors of the layout
+            are always raised.
         merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
 
     Raises:
@@ -281,7 +282,7 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
     """Return the number of processes that hold each box, for arrays whose handler knows it.
 
-    An array that differs between processes counts once, so that replica 0 writes all of it.
+    The number is 1 for an array that differs between processes, so that replica 0 writes all of it.
     """
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):

@@ -86,7 +86,7 @@ class SaveNotes(NamedTuple):
 
 
 class SaveHooks(NamedTuple):
-    """Functions that a save calls. An error of `allowed`, `order` or `before_commit` fails the save.
+    """Functions that a save calls. An error of `allowed`, `order`, `before_commit` or `progress` fails the save.
 
     Attributes:
         allowed: called on the leader before anything is written.

@@ -58,7 +58,7 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
 
     Raises:
         CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains,
-            unless the save was to replace it with ``overwrite="non-atomic"``.
+            unless ``overwrite`` allowed the save to replace it without an atomic operation.
         CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
@@ -133,7 +133,7 @@ class PlainSave:
     layouts: ClassVar[Sequence[str | Layout]] = ()
     signature: ClassVar[str] = ""
     adds_files: ClassVar[bool] = False
-    """True if the strategy writes files next to checkpointables. Then the leader lists them for the root."""
+    """True if the strategy writes files next to checkpointables. The leader then lists these files for the root."""
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Plan the parts."""

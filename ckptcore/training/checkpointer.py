@@ -76,7 +76,7 @@ class Checkpointer(CheckpointReader):
             context: options.
             metadata: JSON to store with the directory as a whole; None leaves the stored metadata unchanged.
             when_busy: what a save does while another is running.
-            if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait
+            if_in_use: what to do if another job seems to own the directory. "error": raise an error. "take over": wait
                 long enough for a renewal of its lease, and own the directory if the lease is not renewed.
             preemption_notice: called at each step; returns True if this process will be preempted. None: SIGTERM is the
                 notice, if the save policy contains `PreemptionCheckpointing`. Either all processes of a job pass a

@@ -185,8 +185,8 @@ class PendingDeletion:
 class StepDeleter:
     """Deletes steps of a directory that this process owns. Thread-safe. One deletion runs at a time.
 
-    A step is hidden from this process when its deletion begins. It disappears for all processes at once, and then its
-    files are removed. `clean` removes the files of killed processes.
+    A step is hidden from this process when its deletion begins. It disappears for all processes at the same moment, and
+    then its files are removed. `clean` removes the files of killed processes.
     """
 
     def __init__(

@@ -208,7 +208,7 @@ class _PathRun:
             self._deletions.begin(partial(self.directory.collect, keep=self._saves.kept))
 
     def delete(self, step: int, agreement: Agreement) -> None:
-        """See `OwnedRun`. The leader decides at once, and removes the files in the background."""
+        """See `OwnedRun`. The leader decides immediately, and removes the files in the background."""
         deleted = agreement.part("deleted")  # before the stage, so that all ranks count their exchanges equally
         begun: PendingDeletion | None = None
         try:

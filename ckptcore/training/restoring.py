@@ -34,7 +34,7 @@ logger = logger_named("ckptcore.training")
 T = TypeVar("T")
 
 _LISTINGS: Final = 20
-"""Maximum number of listings by one load. It lists again if all listed steps were deleted meanwhile."""
+"""Maximum number of listings by one load, which lists again if all listed steps were deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

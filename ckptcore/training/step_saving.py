@@ -259,7 +259,7 @@ class StepSaver:
         return handle
 
     def perform(self, request: StepSaveRequest) -> bool:
-        """Save a step. Return once it is committed, or False if it is not wanted or skipped.
+        """Save a step. Return True once it is committed; False if the policy does not want it, or it is skipped.
 
         Raises:
             CheckpointExistsError: the step exists.

@@ -73,8 +73,9 @@ class StepDirectory:
         store: the storage, opened at the directory, for reading.
         leftovers: hidden directories of running or interrupted saves and deletions, as last listed.
         broken: the steps that this process found damaged and has not replaced.
-        expect_present: called if a listing is empty. Raises an error if the directory does not exist now, because its
-            file system is not mounted. Does nothing unless this process owns the directory.
+        expect_present: called if a listing is empty, or if files of a step are missing. Raises an error if the
+            directory does not exist now, because its file system is not mounted. Does nothing unless this process owns
+            the directory.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
@@ -173,10 +174,10 @@ class StepDirectory:
         return {step: name for step, name in self.list_names().items() if not self.is_hidden(step)}
 
     def list_steps(self) -> Mapping[int, str]:
-        """List the names of steps, and replace the known names. If none is committed, look for steps with other names.
+        """List the names of steps. If none is committed and `StepNames.finds_others`, look for steps with other names.
 
-        Takes one small request for the newest step, unless that step is cached. Takes requests for other names only if
-        no step is committed.
+        To find out whether a step is committed, replaces the known names, and takes one small request for the newest
+        step, unless that step is cached. Takes requests for other names only if no step is committed.
 
         Raises:
             InvalidLocationError: the directory is a checkpoint, or has only checkpoints that cannot be read as steps.

@@ -88,7 +88,7 @@ class _ColumnContainer(ContainerHandler):
         return children[0]
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the column, if the container is mutable."""
+        """Return the position of the column, if the container is mutable."""
         return () if isinstance(target, tuple) else (0,)
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
@@ -155,7 +155,7 @@ _EXAMPLES: Final = (None, False, 0, 0.0, "")
 
 
 def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
-    """Return the rule for a save. It has no columns if the Context has handlers of plain values or their containers."""
+    """Return the rule for a save, without columns if the Context has handlers of plain values or their containers."""
     first, *others = [plugins.dispatch(example).leaf for example in _EXAMPLES]
     containers = [plugins.dispatch(kind()).container for kind in COLUMN_KINDS]
     is_builtin = all(isinstance(container, BUILTIN_CONTAINERS) for container in containers)
@@ -195,9 +195,9 @@ _KEY_TYPES: Final = frozenset({str, int, bool, Attribute})
 class PerProcess(Generic[T]):
     """A value that differs between the processes of a job. A checkpoint stores the value of every process.
 
-    It may be one of several checkpointables, or anywhere in a tree. A tree stores it as a dict of the values by rank. A
-    load by the same number of processes gives each process its own value. Other loads can request the dict. Iterators,
-    random generators and other known per-process objects need no wrapper if they are checkpointables.
+    The wrapper may be one of several checkpointables, or anywhere in a tree, which stores a dict of the values by rank.
+    A load by the same number of processes gives each process its own value. Other loads can request the dict.
+    Iterators, random generators and other known per-process objects need no wrapper if they are checkpointables.
 
     Attributes:
         value: the value of this process; in a load, its abstract value.
@@ -242,7 +242,7 @@ def flatten(
         value: a tree of containers and leaves.
         plugins: the plugins with the handler of each type.
         rank: the rank of this process, which is the key of values in `PerProcess`.
-        placeholders: True if `PLACEHOLDER` may replace a leaf.
+        placeholders: True if `PLACEHOLDER` may replace a leaf or a subtree.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there; PLACEHOLDER
             if that path is not to be loaded.
         refusals: receives an error for each value that cannot be saved. The result has a placeholder for such a value.
@@ -572,8 +572,8 @@ def _own_values(
 def rebuild(skeleton: Skeleton, leaves: Sequence[object], *, names_objects: bool = False) -> object:
     """Build a value with the saved structure from built-in containers, for loads without an abstract tree.
 
-    An object of any other type becomes a dict of its attributes and keys. It becomes a list if all its keys are indices
-    or if it is empty.
+    An object of any other type becomes a dict of its attributes and keys, or a list if all its keys are indices or if
+    it is empty.
 
     Args:
         skeleton, leaves: the saved structure, and its leaves.

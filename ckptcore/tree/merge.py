@@ -49,7 +49,8 @@ def merge_trees(
         ranks: for each tree, the ranks that have it. Each rank of the job has one tree.
         size: the number of processes of the job.
         remote_leaves: for each tree, the arrays without elements on the ranks of the tree.
-        may_differ: for each tree, the leaves that may differ between trees. The leaf of the first tree is used.
+        may_differ: for each tree, the leaves that may differ between trees if they are not sharded. The leaf of the
+            first tree is used.
         savers: the word for the savers in errors: ranks of a job, or sessions of a partial save.
 
     Raises:

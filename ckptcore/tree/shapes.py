@@ -87,7 +87,7 @@ def _unflatten(
     of_state: Callable[[ObjectNode, object], object],
     made: dict[int, object],
 ) -> object:
-    """Build a node. `made` maps the ids of flattened containers to new containers, so that these stay shared."""
+    """Build a node. `made` maps the ids of flattened containers to new ones, so that a shared one stays so."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
@@ -173,7 +173,7 @@ class LiveObject(NamedTuple):
 
 
 def _restored(node: ObjectNode, state: object) -> object:
-    """Restore an object in the state of another object, and return it. Build a new value if it is not an object."""
+    """Restore an object in the state of another object, and return it. If `is_object` is False, build a new value."""
     if not node.handler.is_object:
         return node.handler.unflatten(node.like, state)
     node.handler.restore(node.like, state)

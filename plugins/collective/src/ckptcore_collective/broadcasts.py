@@ -134,7 +134,7 @@ class Broadcasts:
         direct: _DirectReads | None,
         readers: BackgroundThreads,
     ) -> None:
-        """Send and receive the messages of a round in order, as many at once as the channels allow."""
+        """Send and receive the messages of a round in order, as many at the same time as the channels allow."""
         to_read = deque(message for message in messages if message.reader == self._rank)
         being_read: deque[tuple[HostArray, Future[None] | None]] = deque()
         in_flight: deque[tuple[Message, HostArray, Pending[None]]] = deque()

@@ -34,7 +34,7 @@ class SharedArray:
     """The identity of an array that ranks request. Equal on two ranks exactly if the array has the same elements.
 
     Attributes:
-        leaf: its number in a tree that is equal on all ranks: the stored tree, or the result of transforms.
+        leaf: its number in the stored tree, or in the result of transforms, which is equal on all ranks.
         change: a description of its change by matching, which may differ by rank; empty without a change.
         spec: its shape and dtype after the change.
         axis, step: divide the array into bands of `step` elements along `axis`, which are read from different bytes.

@@ -25,7 +25,8 @@ ReaderSet: TypeAlias = frozenset[int]
 """The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of all messages but the last, because each message costs a request, and ends at a block."""
+"""Data is not cut into messages of less than about this size, because each message costs a request, and ends at a
+block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
@@ -48,7 +49,7 @@ class MessageSizes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A part of the data that one process reads and sends at once.
+    """Data that one process reads, and then sends in one broadcast.
 
     Attributes:
         reader: the rank that reads it.
@@ -187,7 +188,7 @@ class _ReaderAssignment:
     def assign(self, members: tuple[int, ...], batches: Sequence[Sequence[StoredPiece]]) -> list[Message]:
         """Assign ordered batches to members, so that all members read about the same number of bytes in total.
 
-        Each member gets consecutive batches. If two of its batches share a block, it reads the block only once.
+        Each member gets consecutive batches, so that few blocks are read by two members.
         """
         sizes = [sum([piece.nbytes for piece in pieces]) for pieces in batches]
         level = self._level(members, sum(sizes))
@@ -277,7 +278,7 @@ def cut_by_readers(requests: Mapping[Box, ReaderSet]) -> list[tuple[Box, ReaderS
 
 
 def _sweep_axis(boxes: Sequence[Box]) -> int:
-    """Return the axis with the most different starts: a sweep along it has the fewest boxes active at once."""
+    """Return the axis with the most different starts: a sweep along it has the fewest active boxes."""
     counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
     return counts.index(max(counts))
 
@@ -352,7 +353,7 @@ def _sent_chunks(cells: Sequence[_Cell], chunks_of: Sequence[set[Box]], members:
     """Return the chunks that are sent. If one part of a chunk is sent, all its parts are, so that it is read once."""
     sent: set[Box] = set()
     count = -1
-    while count < len(sent):  # a cell that is sent because of one of its chunks also sends its parts of the others
+    while count < len(sent):  # a cell that is sent because of one chunk also sends its parts of other chunks
         count = len(sent)
         for cell, chunks in zip(cells, chunks_of, strict=True):
             if cell.is_sent or not chunks.isdisjoint(sent) or any(len(members[chunk]) > 1 for chunk in chunks):

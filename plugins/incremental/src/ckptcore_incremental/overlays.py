@@ -36,7 +36,7 @@ def overlay(
 ) -> OverlaidTree:
     """Overlay the tree of an update on the tree of its base. Leaves that the update lacks come from the base.
 
-    A mapping gets the keys of both trees, those of the base first. A container with placeholders
+    A mapping gets the keys of both trees, the keys of the base first. A container with placeholders
     keeps all keys of the base. Any other container is overlaid child by child if the base has a
     container of the same type and keys. Otherwise it replaces the container of the base. An empty
     update changes nothing.

@@ -113,7 +113,7 @@ class _SessionCommit:
                     self._claim.transaction.expect_distinct(self._keys)
 
     def _keys(self) -> Iterator[str]:
-        """Yield the keys of the other sessions, and the names of this one."""
+        """Yield the keys of the other sessions, and the keys of this session that contain names of arrays."""
         yield from session_store(self._location).list()
         for part in self._save.parts:
             yield from part.layout.names_in_keys(part.plan)

@@ -41,7 +41,7 @@ class Deadline:
 
 
 SeenBy: TypeAlias = Literal["job", "host"]
-"""The processes that share one near directory: all processes of the job, or those on one host."""
+"""The processes that share one near directory: all processes of the job, or all processes on one host."""
 
 _SEEN_BY: Final[tuple[SeenBy, ...]] = ("job", "host")
 
@@ -67,8 +67,8 @@ class NearTier:
             deletions. None: until all are done. 0: do not wait; the next run uploads the steps.
             If the far directory does not answer, `close` takes at most 5 seconds more to stop the
             upload and to release the directories.
-        seen_by: the processes that share one near directory: ``"job"`` for all, ``"host"`` for
-            those on one host. With ``"host"`` each host has a part of a step, and a step is
+        seen_by: the processes that share one near directory: ``"job"`` for all processes of the job,
+            ``"host"`` for all processes on one host. With ``"host"`` each host has a part of a step, and a step is
             complete if all hosts have their parts.
 
     Raises:

@@ -406,7 +406,7 @@ class TieredDirectory:
         """Describe the two directories. Does no I/O.
 
         Args:
-            near: the fast directory: its options, or only its path or URL.
+            near: the options of the fast directory, or only its path or URL.
             far: the directory of the run: a path or URL. The upload policy of the near tier chooses
                 the steps to upload to it. The preservation policy of the `Checkpointer` chooses the
                 steps to keep in it.

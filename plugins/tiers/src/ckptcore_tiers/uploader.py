@@ -110,7 +110,7 @@ class Uploader:
         """Queue the steps that an earlier run did not upload.
 
         Queues a step that exists only in the near directory if the upload policy chooses it. Always
-        queues a step whose near copy is from a later save than its far copy.
+        queues a step whose far copy is damaged, or from an earlier save than its near copy.
         """
         candidates = self._far.steps.candidates()
         states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
@@ -344,7 +344,7 @@ class Uploader:
         if step is not None:
             self._far.collect(keep=self._kept_far)
         if not self._is_clean and not self.pending():
-            # Not earlier: the objects of an interrupted upload are needed to resume it.
+            # Clean only now, because the objects of an interrupted upload are needed to resume it.
             self._far.deleter.clean()
             self._is_clean = True
 
@@ -352,8 +352,8 @@ class Uploader:
         """Return the steps that the far directory keeps regardless of the policy.
 
         They include the last step that the upload policy chose and the last uploaded step. After a
-        rollback, steps with higher numbers can belong to older saves, and the policy would keep
-        those instead.
+        rollback, steps with higher numbers can belong to older saves. Without this method, the policy
+        would keep the older saves instead.
         """
         with self._changed:
             last = (self._state.last_chosen.step, *self._state.uploaded[-1:])
