@@ -176,7 +176,7 @@ def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_fac
 
 @pytest.mark.parametrize(
     "place",
-    [memory, simulated, *[pytest.param(place, marks=pytest.mark.slow) for place in LEASED if place is not memory]],
+    [memory, *[pytest.param(place, marks=pytest.mark.slow) for place in (simulated, *LEASED) if place is not memory]],
 )
 def test_every_order_of_two_jobs(place: Place, tmp_path: Path) -> None:
     """One of them owns the directory, or one after the other."""
