@@ -70,7 +70,7 @@ def run_script(
     Raises:
         TimeoutError: if the job takes longer; contains the output.
     """
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store: Any = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported
     context = multiprocessing.get_context("forkserver")
     command = [os.path.abspath(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as output:
@@ -138,7 +138,7 @@ def _run(command: Sequence[str], directory: str, environment: Mapping[str, str],
     try:
         runpy.run_path(command[0], run_name="__main__")
     except Exception:  # noqa: BLE001  # the exit code and stderr show it
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # an exception is handled
+        sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
         threads._shutdown()
