@@ -1,1 +1,1 @@
-"""Abstract trees: of values that are there, and of what is stored."""
+"""Abstract trees of live values and of stored checkpoints."""

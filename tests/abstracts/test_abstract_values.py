@@ -1,4 +1,4 @@
-"""`ckptcore.abstract` of values of Python and NumPy."""
+"""`ckptcore.abstract` of Python and NumPy values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ckptcore.errors import TreeMismatchError, UnsupportedKeyError, UnsupportedL
 from ckptcore.model import Box
 from tests.abstracts.untouched import UntouchedMemory
 
-Pair = namedtuple("Pair", ["left", "right"])  # of collections, which have no types
+Pair = namedtuple("Pair", ["left", "right"])  # a named tuple without types
 
 
 class Typed(NamedTuple):
-    """A named tuple of typing."""
+    """A named tuple with types."""
 
     weights: Any
     step: int
@@ -32,7 +32,7 @@ class Typed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A dataclass that cannot be changed."""
+    """A frozen dataclass."""
 
     weights: Any
     name: str = "frozen"
@@ -95,7 +95,7 @@ def test_abstract_reads_and_copies_no_element() -> None:
         "part": array[::2],
         "sharded": ShardedArray(array.shape, array.dtype, parts),
     }
-    ckptcore.abstract(state)  # what is imported and cached costs memory once
+    ckptcore.abstract(state)  # the first call imports modules and fills caches
     tracemalloc.start()
     abstract = ckptcore.abstract(state)
     _, peak = tracemalloc.get_traced_memory()
@@ -130,7 +130,7 @@ def test_tied_leaves_stay_tied(tmp_path: Path) -> None:
 
 
 class Batches:
-    """An object that has a state, by methods of its own."""
+    """An object with methods that return and set its state."""
 
     def __init__(self) -> None:
         self.seen = np.zeros(3, np.int64)
@@ -157,7 +157,7 @@ def test_an_object_with_a_state_becomes_its_abstract_state(make: Any, tmp_path: 
     assert_same_tree(loaded["object"], ckptcore.load(tmp_path / "c")["object"])
 
 
-def test_per_process_values_stay_per_process(tmp_path: Path) -> None:
+def test_per_process_values_become_per_process_abstract_values(tmp_path: Path) -> None:
     state = {"model": {"w": np.ones(3)}, "own": ckptcore.PerProcess({"a": np.arange(3)})}
     ckptcore.save_checkpointables(tmp_path / "c", state)
     abstract = ckptcore.abstract(state)

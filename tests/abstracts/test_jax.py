@@ -25,7 +25,7 @@ linen = pytest.importorskip("flax.linen")
 
 
 def mesh(*shape: int) -> Mesh:
-    """The devices there are; tests of this repository have eight."""
+    """Return a mesh of devices. The tests of this repository have eight."""
     return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y")[: len(shape)])
 
 
@@ -34,24 +34,24 @@ def spec(*axes: Any) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """The containers of a value as JAX knows them, with all that is static."""
+    """Return the tree structure of a value in JAX, including static fields."""
     return jax.tree.structure(tree)
 
 
-def assert_same_leaves(found: Any, expected: Any) -> None:
-    """As `assert_same`, of containers that hold what JAX cannot compare."""
-    assert structure(found) == structure(expected)
-    assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
+def assert_same_leaves(actual: Any, expected: Any) -> None:
+    """Compare like `assert_same`, but only the leaves, because JAX cannot compare some static fields."""
+    assert structure(actual) == structure(expected)
+    assert_same(jax.tree.leaves(actual), jax.tree.leaves(expected))
 
 
 def live() -> list[Any]:
-    """The arrays there are."""
-    found: list[Any] = jax.live_arrays()  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-    return found
+    """Return all live arrays."""
+    arrays: list[Any] = jax.live_arrays()  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return arrays
 
 
 def arrays() -> dict[str, Any]:
-    """Arrays of every sort of placement."""
+    """Return arrays with every kind of placement."""
     rows = NamedSharding(mesh(4, 2), spec("x", "y"))
     pinned = SingleDeviceSharding(jax.devices()[3], memory_kind=host_memory())
     keys = jax.random.split(jax.random.key(3), 8)
@@ -106,7 +106,7 @@ def test_a_donated_array_has_an_abstract_array() -> None:
 
 def test_abstract_creates_no_array() -> None:
     state = arrays()
-    ckptcore.abstract(state)  # what is cached is so once
+    ckptcore.abstract(state)  # the first call fills caches
     before = {id(array) for array in live()}
     with jax.transfer_guard("disallow"):
         abstract = ckptcore.abstract(state)
@@ -215,7 +215,7 @@ def test_flax_train_states_are_restored(tmp_path: Path) -> None:
     assert_same_leaves(loaded, state)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops that Orbax leaves open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
 def test_orbax_checkpoints_load_with_the_abstract_saved_state(tmp_path: Path) -> None:
     params = {"w": jax.device_put(jnp.ones((8, 4), jnp.bfloat16), NamedSharding(mesh(8), spec("x")))}
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))

@@ -1,4 +1,4 @@
-"""The abstract tree of `ckptcore.metadata` passes to a load unchanged."""
+"""Abstract trees of `ckptcore.metadata`, which a load accepts without changes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_numpy_scalars_are_restored(layout: str, tmp_path: Path) -> None:
         except ckptcore.CheckpointError:
             continue  # the layout has no such dtype
         saved += 1
-        found = ckptcore.load(tmp_path / name, ckptcore.metadata(tmp_path / name).abstract)["s"]
-        assert type(found) is type(scalar) and found.dtype == scalar.dtype, name
-        assert found.tobytes() == scalar.tobytes(), name
+        loaded = ckptcore.load(tmp_path / name, ckptcore.metadata(tmp_path / name).abstract)["s"]
+        assert type(loaded) is type(scalar) and loaded.dtype == scalar.dtype, name
+        assert loaded.tobytes() == scalar.tobytes(), name
     assert saved > len(SCALARS) // 2
 
 
 def test_a_request_for_a_long_text_scalar_allocates_no_memory(tmp_path: Path) -> None:
-    """A checkpoint says how long it is, and may lie."""
+    """The checkpoint states the length of the text, which may be false."""
     long = np.str_("x" * 100_000)
     ckptcore.save(tmp_path / "c", {"s": long})
     abstract = ckptcore.metadata(tmp_path / "c").abstract["s"]
@@ -58,14 +58,14 @@ def test_a_request_for_a_long_text_scalar_allocates_no_memory(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "U3", "S3"])
-def test_a_record_of_a_scalar_with_axes_is_an_array(dtype: str) -> None:
-    """A hostile checkpoint may say so."""
+def test_a_scalar_record_with_axes_becomes_an_array(dtype: str) -> None:
+    """A hostile checkpoint may contain such a record."""
     record = ArrayRecord(ArraySpec((2, 1), dtype), "numpy.scalar")
     assert abstract_of_stored(record) == ckptcore.AbstractArray((2, 1), dtype)
 
 
 class Words:
-    """An object that writes a file of its own."""
+    """An object that writes a file."""
 
     def save(self, directory: Path) -> None:
         (directory / "words.txt").write_text("a b")
@@ -78,8 +78,8 @@ class Words:
 def test_several_checkpointables_load_with_their_metadata(layout: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": np.arange(3.0), "name": "run"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "words": Words(), "step": 3}, layout=layout)
-    found = ckptcore.metadata(tmp_path / "c").checkpointables
-    wanted = {name: metadata.abstract for name, metadata in found.items()}
+    described = ckptcore.metadata(tmp_path / "c").checkpointables
+    wanted = {name: metadata.abstract for name, metadata in described.items()}
     expected = {"model": state, "words": {"words.txt": b"a b"}, "step": 3}
     assert_same_tree(
         ckptcore.load_checkpointables(tmp_path / "c", wanted), ckptcore.load_checkpointables(tmp_path / "c")
@@ -88,13 +88,13 @@ def test_several_checkpointables_load_with_their_metadata(layout: str, tmp_path:
         assert_same_tree(ckptcore.load(tmp_path / "c" / name, abstract), expected[name])
 
 
-def test_the_digest_is_that_of_the_root(tmp_path: Path) -> None:
+def test_an_open_checkpoint_has_the_digest_of_its_root(tmp_path: Path) -> None:
     path = tmp_path / "tree"
     ckptcore.save(path, {"w": np.arange(3)})
     expected = hashlib.sha256((path / "checkpoint.json").read_bytes()).hexdigest()
     assert ckptcore.metadata(path).digest == f"sha256:{expected}"
-    with ckptcore.open(path) as opened:
-        assert opened.metadata.digest == f"sha256:{expected}"
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint.metadata.digest == f"sha256:{expected}"
     ckptcore.save(path, {"w": np.arange(3)}, overwrite=True)
     assert ckptcore.metadata(path).digest != f"sha256:{expected}"
 
@@ -102,18 +102,18 @@ def test_the_digest_is_that_of_the_root(tmp_path: Path) -> None:
 def test_the_digest_of_several_objects_covers_each(tmp_path: Path) -> None:
     path = tmp_path / "several"
     ckptcore.save_checkpointables(path, {"a": {"w": np.arange(3)}, "b": {"v": np.ones(2)}})
-    found = ckptcore.metadata(path)
-    parts = [found.checkpointables[name].digest or "" for name in ("a", "b")]
+    metadata = ckptcore.metadata(path)
+    parts = [metadata.checkpointables[name].digest or "" for name in ("a", "b")]
     root = (path / "checkpoint.json").read_bytes()
-    assert found.digest == f"sha256:{hashlib.sha256(root + ''.join(parts).encode()).hexdigest()}"
-    assert len({found.digest, *parts}) == 3
+    assert metadata.digest == f"sha256:{hashlib.sha256(root + ''.join(parts).encode()).hexdigest()}"
+    assert len({metadata.digest, *parts}) == 3
     ckptcore.delete(path / "b")
-    assert ckptcore.metadata(path).digest != found.digest
+    assert ckptcore.metadata(path).digest != metadata.digest
 
 
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])
-def test_a_copy_has_the_digest_of_its_source_wherever_it_is(tmp_path: Path, save: Callable[..., Any]) -> None:
-    """It is the only one there, or replaces another save."""
+def test_a_copy_has_the_digest_of_its_source(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """Copies to a new location and copies that replace another save are compared."""
     save(tmp_path / "a", {"x": {"w": np.ones(3)}, "y": {"n": 1}})
     digest = ckptcore.metadata(tmp_path / "a").digest
     ckptcore.copy(tmp_path / "a", tmp_path / "b")
@@ -128,6 +128,6 @@ def test_a_copy_has_the_digest_of_its_source_wherever_it_is(tmp_path: Path, save
         assert ckptcore.metadata(tmp_path / place).digest == digest
 
 
-def test_other_software_gives_no_digest(tmp_path: Path) -> None:
+def test_checkpoints_of_other_software_have_no_digest(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "w.safetensors")
     assert ckptcore.metadata(tmp_path / "w.safetensors").digest is None

@@ -27,7 +27,7 @@ from tests.abstracts.untouched import UntouchedMemory, assert_same
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    """Counts the tensors with memory that operations make. Views have that of others."""
+    """A mode that counts tensors with new memory. Views share the memory of other tensors."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -44,13 +44,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch l
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """An optimizer of the first two layers, that made no step."""
+    """Return an optimizer of the first two layers, before its first step."""
     groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
     return torch.optim.AdamW(groups, amsgrad=True)
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model with a tied weight, a buffer and bfloat16, and an optimizer that made a step."""
+    """Return a model with a tied weight, a buffer and bfloat16, and its optimizer after a step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -103,7 +103,7 @@ def test_abstract_reads_and_creates_no_tensor() -> None:
     module = torch.nn.Linear(1, 1, bias=False)
     module.weight = torch.nn.Parameter(weight)
     state = {"module": module, "view": weight.t(), "w": weight}
-    ckptcore.abstract(state)  # what is imported and cached is so once
+    ckptcore.abstract(state)  # the first call imports modules and fills caches
     with Counting(weight) as counting:
         abstract = ckptcore.abstract(state)
     assert counting.made == [] and memory.pages_touched() == 0
@@ -137,7 +137,7 @@ def test_states_of_modules_and_optimizers_are_restored(of_state: str, tmp_path: 
     )
 
 
-def test_a_loaded_state_goes_into_a_new_module(tmp_path: Path) -> None:
+def test_a_new_module_accepts_a_loaded_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckptcore.save_checkpointables(tmp_path / "c", {"model": model, "optimizer": optimizer})
     loaded = ckptcore.load_checkpointables(tmp_path / "c", ckptcore.abstract({"model": model, "optimizer": optimizer}))
@@ -163,7 +163,7 @@ def test_a_module_on_the_meta_device_requests_the_saved_state(tmp_path: Path) ->
     assert_same(ckptcore.load(tmp_path / "c", abstract), {"model": model.state_dict()})
 
 
-def test_a_wrapped_module_has_plain_names(tmp_path: Path) -> None:
+def test_names_of_a_wrapped_module_lack_the_prefix_of_the_wrapper(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     wrapped = torch.nn.DataParallel(model)
     ckptcore.save(tmp_path / "c", {"model": wrapped})
@@ -210,7 +210,7 @@ def test_the_error_names_the_path_of_an_unsupported_leaf() -> None:
 
 
 class Tagged(torch.Tensor):
-    """A subclass over plain memory, with an attribute."""
+    """A subclass of tensors with an attribute."""
 
 
 def test_a_subclass_keeps_its_attributes(tmp_path: Path) -> None:
@@ -245,11 +245,11 @@ def test_torch_checkpoints_load_with_the_abstract_saved_state(tmp_path: Path) ->
         assert_same(loaded, state)
 
 
-# --- devices that are not here: FakeTensors tell of them
+# --- devices that this machine lacks, represented by FakeTensors
 
 
 def test_an_abstract_tensor_has_the_device_of_its_tensor() -> None:
-    """Of a stand-in: the device need not be there."""
+    """The tensor is a fake one, so the device need not exist."""
     device = torch.device("cuda", 1)
     stand_in = empty_tensor(torch.Size((2, 3)), torch.bfloat16, device)
     for tensor, kind in ((stand_in, torch.Tensor), (torch.nn.Parameter(stand_in), torch.nn.Parameter)):
@@ -272,7 +272,7 @@ def test_a_fake_tensor_is_refused_by_a_save(tmp_path: Path) -> None:
 def test_a_missing_device_is_refused_before_reading(device: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"t": torch.ones(3), "u": torch.ones(2)})
     for path in (tmp_path / "c").glob("*.safetensors"):
-        path.unlink()  # who reads would fail at it
+        path.unlink()  # so that a read would fail
     abstract = ckptcore.abstract({"t": torch.ones(3), "u": torch.ones(2)})
     abstract["t"] = empty_tensor(torch.Size((3,)), torch.float32, torch.device(device))
     with pytest.raises(UnsupportedLeafError, match=f"t: cannot load a tensor to {device}: this process has no such"):
@@ -306,15 +306,19 @@ def test_tensors_are_restored_on_their_device(tmp_path: Path) -> None:
         ckptcore.abstract(torch.ones(2, device=device).as_subclass(Tagged))
 
 
-def assert_same_on_device(found: Any, expected: Any) -> None:
-    """As `assert_same`, of tensors on devices too."""
-    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        assert type(one) is type(other)
-        if isinstance(other, torch.Tensor):
-            assert (one.device, one.dtype, one.requires_grad) == (other.device, other.dtype, other.requires_grad)
-            assert torch.equal(one, other)
+def assert_same_on_device(actual: Any, expected: Any) -> None:
+    """Compare like `assert_same`, also for tensors on devices."""
+    for leaf, expected_leaf in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        assert type(leaf) is type(expected_leaf)
+        if isinstance(expected_leaf, torch.Tensor):
+            assert (leaf.device, leaf.dtype, leaf.requires_grad) == (
+                expected_leaf.device,
+                expected_leaf.dtype,
+                expected_leaf.requires_grad,
+            )
+            assert torch.equal(leaf, expected_leaf)
         else:
-            assert one == other
+            assert leaf == expected_leaf
 
 
 # --- DTensors
@@ -322,7 +326,7 @@ def assert_same_on_device(found: Any, expected: Any) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A job of one process."""
+    """Start a process group of one process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -341,11 +345,11 @@ def test_a_dtensor_is_restored_with_its_mesh_and_placements(tmp_path: Path) -> N
     assert abstract["w"].to_local().is_meta and abstract["w"].placements == state["w"].placements
     loaded = ckptcore.load(tmp_path / "c", abstract)
     for name, expected in state.items():
-        found = loaded[name]
-        assert type(found) is type(expected) and isinstance(found, DTensor)
-        assert (found.device_mesh, found.placements) == (expected.device_mesh, expected.placements)
-        assert found.requires_grad == expected.requires_grad
-        assert_same(found.to_local().detach(), expected.to_local().detach())
+        tensor = loaded[name]
+        assert type(tensor) is type(expected) and isinstance(tensor, DTensor)
+        assert (tensor.device_mesh, tensor.placements) == (expected.device_mesh, expected.placements)
+        assert tensor.requires_grad == expected.requires_grad
+        assert_same(tensor.to_local().detach(), expected.to_local().detach())
     again = ckptcore.abstract(abstract)
     assert all(again[name] is abstract[name] for name in state)
 
@@ -364,9 +368,9 @@ def test_a_fully_sharded_model_loads_as_dtensors(tmp_path: Path) -> None:
     assert loaded["o"]["state"].keys() == slots.keys()
     for number, its in slots.items():
         for name, expected in its.items():
-            found = loaded["o"]["state"][number][name]
-            assert type(found) is type(expected), name
-            assert_same(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))
+            moment = loaded["o"]["state"][number][name]
+            assert type(moment) is type(expected), name
+            assert_same(getattr(moment, "_local_tensor", moment), getattr(expected, "_local_tensor", expected))
     assert_same(
         {name: tensor.to_local() for name, tensor in loaded["m"].items()},
         {name: tensor.to_local() for name, tensor in model.state_dict().items()},
@@ -375,7 +379,7 @@ def test_a_fully_sharded_model_loads_as_dtensors(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_abstract_dtensor_has_the_device_of_its_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP2 has them that offloads to the CPU. The mesh is of the CPU here, and declared to be of a device."""
+    """With CPU offloading, FSDP2 has elements on the CPU and a mesh of GPUs. Here, the mesh is faked to be of a GPU."""
     monkeypatch.setattr(dtensors, "_mesh_device", lambda leaf: torch.device("cuda", 0))
     mesh = init_device_mesh("cpu", (1,))
     offloaded = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)], run_check=False)

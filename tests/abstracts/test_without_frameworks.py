@@ -1,4 +1,4 @@
-"""Programs that have neither JAX nor PyTorch load what these saved, by what `metadata` calls abstract."""
+"""Programs without JAX and PyTorch load checkpoints of these frameworks, with the abstract tree of `metadata`."""
 
 from __future__ import annotations
 
@@ -85,18 +85,18 @@ def loaded_elsewhere(locations: dict[str, Path], directory: Path) -> dict[str, A
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = pickle.loads(result.read_bytes())
-    return found
+    values: dict[str, Any] = pickle.loads(result.read_bytes())
+    return values
 
 
 def rows(count: int) -> NamedSharding:
-    """The first axis over the devices there are."""
+    """Return a sharding of the first axis over devices."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     return NamedSharding(mesh, PartitionSpec("x"))  # type: ignore[no-untyped-call]  # JAX leaves its constructor untyped
 
 
 def jax_state() -> tuple[Any, Any]:
-    """A state, and what it is in Python and NumPy."""
+    """Return a state, and the equivalent values of Python and NumPy."""
     key, keys = jax.random.key(7), jax.random.split(jax.random.key(3, impl="rbg"), 4)
     numbers = np.arange(64, dtype=np.float32).reshape(8, 8)
     state = {
@@ -127,7 +127,7 @@ def jax_state() -> tuple[Any, Any]:
 
 
 def torch_state() -> tuple[Any, Any]:
-    """A state, and what it is in Python and NumPy."""
+    """Return a state, and the equivalent values of Python and NumPy."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -160,7 +160,7 @@ def torch_state() -> tuple[Any, Any]:
 
 
 def in_numpy(state: Any) -> Any:
-    """A state dict with arrays of NumPy."""
+    """Convert the tensors of a state dict to NumPy arrays."""
     if isinstance(state, torch.Tensor):
         return state.detach().numpy()
     if isinstance(state, dict):
@@ -169,40 +169,40 @@ def in_numpy(state: Any) -> Any:
 
 
 def test_framework_checkpoints_load_without_the_framework(tmp_path: Path) -> None:
-    """Through all layouts, one process for all of them."""
+    """One new process loads the checkpoints of all layouts."""
     states = {"jax": jax_state(), "torch": torch_state()}
     locations = {f"{name} {layout}": tmp_path / name / layout for name in states for layout in LAYOUTS}
     for layout in LAYOUTS:
         for name, (state, _) in states.items():
             ckptcore.save(tmp_path / name / layout, state, layout=layout)
-    found = loaded_elsewhere(locations, tmp_path / "elsewhere")
+    values = loaded_elsewhere(locations, tmp_path / "elsewhere")
     for layout in LAYOUTS:
         for name, (_, expected) in states.items():
-            assert_same_tree(found[f"{name} {layout}"], expected, f"{name} as {layout}")
+            assert_same_tree(values[f"{name} {layout}"], expected, f"{name} as {layout}")
 
 
 def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
-    """By name checkpoints that other software wrote, and what is in each."""
+    """Save checkpoints with other libraries. Return their locations and contents by name."""
     numbers = np.arange(32, dtype=np.float32).reshape(8, 4)
     arrays = {"w": numbers.astype(ml_dtypes.bfloat16), "b": np.arange(3, dtype=np.int32)}
     state = {
         "params": {"w": jax.device_put(jnp.asarray(arrays["w"]), rows(8)), "b": jnp.asarray(arrays["b"])},
         "step": 7,
     }
-    found: dict[str, tuple[Path, Any]] = {}
+    checkpoints: dict[str, tuple[Path, Any]] = {}
     expected = {"params": arrays, "step": 7}
     v1.save(directory / "orbax v1", state)
-    found["orbax v1"] = directory / "orbax v1", expected
+    checkpoints["orbax v1"] = directory / "orbax v1", expected
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "orbax v0", state)
-    found["orbax v0"] = directory / "orbax v0", expected
+    checkpoints["orbax v0"] = directory / "orbax v0", expected
     tensors = {"w": torch.from_numpy(numbers.copy()).bfloat16(), "b": torch.arange(3, dtype=torch.int32)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a save without a process group, which is meant
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group
         dcp.state_dict_saver.save({"model": tensors, "step": 7}, checkpoint_id=str(directory / "dcp"))
-    found["dcp"] = directory / "dcp", {"model": arrays, "step": 7}
+    checkpoints["dcp"] = directory / "dcp", {"model": arrays, "step": 7}
     torch.save({"model": OrderedDict(tensors), "step": 7, "name": "run"}, directory / "torch.pt")
-    found["torch"] = directory / "torch.pt", {"model": OrderedDict(arrays), "step": 7, "name": "run"}
+    checkpoints["torch"] = directory / "torch.pt", {"model": OrderedDict(arrays), "step": 7, "name": "run"}
     (directory / "hf").mkdir()
     for number, (name, tensor) in enumerate(tensors.items(), 1):
         safetensors.torch.save_file(
@@ -213,45 +213,45 @@ def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
         "weight_map": {name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate(tensors, 1)},
     }
     (directory / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
-    found["hugging face"] = directory / "hf", arrays
-    return found
+    checkpoints["hugging face"] = directory / "hf", arrays
+    return checkpoints
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops that Orbax leaves open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
 def test_foreign_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
     saved = saved_by_others(tmp_path)
-    found = loaded_elsewhere({name: location for name, (location, _) in saved.items()}, tmp_path / "elsewhere")
+    values = loaded_elsewhere({name: location for name, (location, _) in saved.items()}, tmp_path / "elsewhere")
     for name, (_, expected) in saved.items():
-        assert_same_tree(sorted_keys(found[name]), sorted_keys(expected), name)
+        assert_same_tree(sorted_keys(values[name]), sorted_keys(expected), name)
 
 
 def goldens() -> dict[str, Path]:
-    """Load the golden checkpoints of Orbax, AXLearn, Flax, PyTorch, Hugging Face and ckptcore."""
-    found = {}
+    """Return the golden checkpoints of Orbax, AXLearn, Flax, PyTorch, Hugging Face and ckptcore, by name."""
+    directories = {}
     for plugin in ("layout_orbax", "layout_dcp"):
         for told in sorted((ROOT / "plugins" / plugin / "tests" / "golden").glob("*.json")):
             described = json.loads(told.read_text())
-            found[f"{plugin} {told.stem}"] = told.with_suffix("") / described.get(
+            directories[f"{plugin} {told.stem}"] = told.with_suffix("") / described.get(
                 "directory", described.get("file", "")
             )
-    files = found.pop("layout_dcp torch_files")
-    return {**found, **{path.name: path for path in sorted(files.iterdir())}}
+    files = directories.pop("layout_dcp torch_files")
+    return {**directories, **{path.name: path for path in sorted(files.iterdir())}}
 
 
 def test_golden_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
     locations = goldens()
     assert len(locations) > 25
-    found = loaded_elsewhere(locations, tmp_path / "elsewhere")
+    values = loaded_elsewhere(locations, tmp_path / "elsewhere")
     for name, location in locations.items():
         try:
             expected = ckptcore.load(location)
         except CompositeCheckpointError:
             expected = ckptcore.load_checkpointables(location)
-        assert_same_tree(found[name], expected, name)
+        assert_same_tree(values[name], expected, name)
 
 
 def sorted_keys(tree: Any) -> Any:
-    """Dicts in the order of their keys: several of these formats have one of their own."""
+    """Sort the keys of all dicts, because several formats store them in another order."""
     if isinstance(tree, dict):
         return type(tree)({key: sorted_keys(tree[key]) for key in sorted(tree)})
     return tree

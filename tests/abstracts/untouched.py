@@ -15,7 +15,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class UntouchedMemory:
-    """Anonymous memory: a page of it exists once it was read or written."""
+    """Anonymous memory, of which the system allocates a page at its first read or write."""
 
     def __init__(self, pages: int) -> None:
         self.memory = mmap.mmap(-1, pages * _PAGE)
@@ -23,7 +23,7 @@ class UntouchedMemory:
         self._pages = pages
 
     def pages_touched(self) -> int:
-        """Return the number of its pages that exist, as mincore(2) counts them."""
+        """Return the number of allocated pages, as reported by mincore(2)."""
         resident = (ctypes.c_ubyte * self._pages)()
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._pages * _PAGE), resident)
@@ -31,47 +31,47 @@ class UntouchedMemory:
         return sum(entry & 1 for entry in resident)
 
 
-def assert_same(found: Any, expected: Any, where: str = "the value") -> None:
-    """Fail unless two values have the same types, structure and placement, and equal leaves, bit for bit."""
-    assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found a {type(found)}"
+def assert_same(actual: Any, expected: Any, where: str = "the value") -> None:
+    """Assert that two values have the same types, structure and placement, and that leaves are equal bit for bit."""
+    assert type(actual) is type(expected), f"{where}: expected a {type(expected)}, found a {type(actual)}"
     if isinstance(expected, torch.Tensor):
-        _assert_same_tensor(found, expected, where)
+        _assert_same_tensor(actual, expected, where)
     elif isinstance(expected, jax.Array):
-        _assert_same_jax_array(found, expected, where)
+        _assert_same_jax_array(actual, expected, where)
     elif isinstance(expected, Mapping):
-        assert list(found) == list(expected), f"{where}: other keys"
+        assert list(actual) == list(expected), f"{where}: other keys"
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}[{key!r}]")
+            assert_same(actual[key], child, f"{where}[{key!r}]")
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), f"{where}: another length"
+        assert len(actual) == len(expected), f"{where}: another length"
         for index, child in enumerate(expected):
-            assert_same(found[index], child, f"{where}[{index}]")
+            assert_same(actual[index], child, f"{where}[{index}]")
     elif isinstance(expected, np.ndarray | np.generic):
-        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), (
+        assert (actual.dtype, actual.shape, actual.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), (
             where
         )
     else:
         structure: Any
         leaves, structure = jax.tree_util.tree_flatten(expected)
         if leaves == [expected]:
-            assert found == expected, f"{where}: expected {expected!r}, found {found!r}"
+            assert actual == expected, f"{where}: expected {expected!r}, found {actual!r}"
             return
-        assert jax.tree_util.tree_structure(found) == structure, f"{where}: another structure"
-        assert_same(jax.tree_util.tree_leaves(found), leaves, where)
+        assert jax.tree_util.tree_structure(actual) == structure, f"{where}: another structure"
+        assert_same(jax.tree_util.tree_leaves(actual), leaves, where)
 
 
-def _assert_same_tensor(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     for name in ("dtype", "shape", "device", "requires_grad"):
-        assert getattr(found, name) == getattr(expected, name), f"{where}: another {name}"
+        assert getattr(actual, name) == getattr(expected, name), f"{where}: another {name}"
     bits = [
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in (found, expected)
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in (actual, expected)
     ]
     assert bits[0] == bits[1], f"{where}: other elements"
 
 
-def _assert_same_jax_array(found: Any, expected: Any, where: str) -> None:
+def _assert_same_jax_array(actual: Any, expected: Any, where: str) -> None:
     for name in ("dtype", "shape", "sharding", "weak_type", "committed"):
-        assert getattr(found, name, None) == getattr(expected, name, None), f"{where}: another {name}"
+        assert getattr(actual, name, None) == getattr(expected, name, None), f"{where}: another {name}"
     if jax.numpy.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        found, expected = jax.random.key_data(found), jax.random.key_data(expected)
-    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), f"{where}: other elements"
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes(), f"{where}: other elements"

@@ -26,7 +26,7 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The module's syntax."""
+        """Return the syntax tree of the module."""
         return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
 
     @property
@@ -35,9 +35,9 @@ class Source:
         return not any(part.startswith("_") for part in self.name.split("."))
 
     def imported_modules(self) -> Iterator[tuple[str, int]]:
-        """The dotted name of each module imported anywhere in the file, with its line.
+        """Yield the dotted name and line of each import in the file.
 
-        ``from a.b import c`` gives ``a.b``, and ``a.b.c`` too where that is a module of ours.
+        ``from a.b import c`` yields ``a.b``, and also ``a.b.c`` if this is one of our modules.
         """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -53,17 +53,17 @@ class Source:
     def modules_needed_at_runtime(self, modules: Container[str]) -> Iterator[str]:
         """Yield the given modules that are imported anywhere in the file, except imports only for type checkers.
 
-        ``from a.b import c`` gives ``a.b.c`` where that is one of them, else ``a.b``.
+        ``from a.b import c`` yields ``a.b.c`` if this is one of the given modules, otherwise ``a.b``.
         """
         for node in _run(self.tree):
-            found: list[str] = []
+            imported: list[str] = []
             if isinstance(node, ast.Import):
-                found = [alias.name for alias in node.names]
+                imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 package = self._absolute(node)
                 names = [f"{package}.{alias.name}" for alias in node.names]
-                found = [name if name in modules else package for name in names]
-            yield from (name for name in found if name in modules)
+                imported = [name if name in modules else package for name in names]
+            yield from (name for name in imported if name in modules)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
@@ -80,13 +80,13 @@ class Source:
 
 @cache
 def core_sources() -> Sequence[Source]:
-    """The modules of the distribution `ckptcore`; the same objects each time, so that each is parsed once."""
+    """Return the modules of the distribution `ckptcore`. Cached, so that each module is parsed once."""
     return tuple(_sources(ROOT, ROOT / "ckptcore"))
 
 
 @cache
 def plugin_sources() -> Sequence[Source]:
-    """The modules of the distributions below ``plugins/``; the same objects each time."""
+    """Return the modules of the distributions in ``plugins/``. Cached, so that each module is parsed once."""
     directories = sorted((ROOT / "plugins").glob("*/src"))
     return tuple(source for directory in directories for source in _sources(directory, directory))
 
@@ -99,12 +99,12 @@ def project_files(suffix: str) -> Sequence[Path]:
 @cache
 def _files() -> Sequence[Path]:
     skipped = {"build", "dist", "_build", "node_modules", "__pycache__"}
-    found: list[Path] = []
+    paths: list[Path] = []
     for directory, subdirectories, names in os.walk(ROOT):
         # Do not enter them: an environment has a hundred thousand files.
         subdirectories[:] = [name for name in subdirectories if name not in skipped and not name.startswith(".")]
-        found += [Path(directory, name) for name in names]
-    return tuple(sorted(found))
+        paths += [Path(directory, name) for name in names]
+    return tuple(sorted(paths))
 
 
 def _sources(root: Path, directory: Path) -> list[Source]:

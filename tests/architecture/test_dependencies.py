@@ -13,7 +13,7 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 
 CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
 EXTRA_DEPENDENCIES = {
-    "ckptcore.progress": {"rich", "tqdm"},  # for a bar, when one is requested
+    "ckptcore.progress": {"rich", "tqdm"},  # imported if a progress bar is requested
 }
 """Packages that only one part of the core may import, because they come with an extra."""
 
@@ -146,13 +146,13 @@ def undeclared_imports(source: Source) -> list[str]:
 
 def imports_at_top_level(source: Source) -> set[str]:
     """Return the packages that are imported with the module."""
-    found: set[str] = set()
+    packages: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
 def names_directories(source: Source) -> bool:
@@ -165,8 +165,8 @@ def names_directories(source: Source) -> bool:
     )
 
 
-def asks_for_directories(source: Source) -> bool:
-    """Return True if the code asks with `isinstance` or `issubclass` for `AtomicDirectories`."""
+def checks_for_directories(source: Source) -> bool:
+    """Return True if the code checks for `AtomicDirectories` with `isinstance` or `issubclass`."""
     return any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -179,11 +179,11 @@ def asks_for_directories(source: Source) -> bool:
 def test_only_the_commit_method_depends_on_the_kind_of_storage() -> None:
     sources = [*core_sources(), *plugin_sources()]
     assert {source.name for source in sources if names_directories(source)} - WITH_DIRECTORIES.keys() == set()
-    assert {source.name for source in sources if asks_for_directories(source)} == CHOICES
+    assert {source.name for source in sources if checks_for_directories(source)} == CHOICES
 
 
 def test_a_check_of_the_storage_type_is_detected(tmp_path: Path) -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     path = tmp_path / "guest.py"
     path.write_text(
         "from ckptcore import protocols\nasked = isinstance(store, (protocols.AtomicDirectories, int))\n",
@@ -191,24 +191,24 @@ def test_a_check_of_the_storage_type_is_detected(tmp_path: Path) -> None:
     )
     source = Source(path, "guest")
     assert names_directories(source)
-    assert asks_for_directories(source)
+    assert checks_for_directories(source)
 
 
 def test_the_core_imports_only_what_it_declares() -> None:
-    assert [found for source in core_sources() for found in foreign_imports(source)] == []
+    assert [line for source in core_sources() for line in foreign_imports(source)] == []
 
 
 def test_a_plugin_imports_only_public_modules() -> None:
     plugins = [source for source in plugin_sources() if not is_feature(source)]
-    assert [found for source in plugins for found in internal_imports(source)] == []
+    assert [line for source in plugins for line in internal_imports(source)] == []
 
 
 def test_a_plugin_requires_the_plugins_that_it_imports() -> None:
-    assert [found for source in plugin_sources() for found in undeclared_imports(source)] == []
+    assert [line for source in plugin_sources() for line in undeclared_imports(source)] == []
 
 
 def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "ckptcore-guest"\ndependencies = ["ckptcore>=0.1", "ckptcore-host>=0.1"]\n', encoding="utf-8"
     )
@@ -218,7 +218,7 @@ def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
 
 
 def test_forbidden_imports_are_detected(tmp_path: Path) -> None:
-    """The tests above can fail, also for an import inside a function."""
+    """Show that the tests above can fail, also for an import inside a function."""
     path = tmp_path / "guest.py"
     path.write_text("import os\nimport numpy\ndef f():\n    from torch import nn\n", encoding="utf-8")
     assert [line.rpartition(" ")[2] for line in foreign_imports(Source(path, "ckptcore.guest"))] == ["torch"]
@@ -226,9 +226,9 @@ def test_forbidden_imports_are_detected(tmp_path: Path) -> None:
         "import ckptcore\nfrom ckptcore.model.tree import Node\nfrom ckptcore import saves\nimport ckptcore.io.x\n",
         encoding="utf-8",
     )
-    found = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
-    assert "ckptcore.io.x," in found
-    assert "ckptcore.model.tree," not in found
+    modules = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
+    assert "ckptcore.io.x," in modules
+    assert "ckptcore.model.tree," not in modules
 
 
 CAPABILITIES = {
@@ -244,14 +244,14 @@ CAPABILITIES = {
 docs/design/architecture.md."""
 
 
-def test_few_capabilities_are_tested_with_isinstance() -> None:
-    found = {
+def test_few_capabilities_are_checked_with_isinstance() -> None:
+    protocols = {
         node.name
         for source in core_sources()
         if source.name.startswith("ckptcore.protocols")
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ClassDef)
-        and any("runtime_checkable" in ast.unparse(one) for one in node.decorator_list)
+        and any("runtime_checkable" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
-    assert found == CAPABILITIES
-    assert len(found) <= 7
+    assert protocols == CAPABILITIES
+    assert len(protocols) <= 7

@@ -13,7 +13,7 @@ LINE = re.compile(r"^(?P<indent>[│├└─\s]*)(?P<name>[A-Z]\w+)\s*(?:\((?P<
 
 
 def drawn_tree(docstring: str) -> dict[str, tuple[str | None, str | None]]:
-    """Of each class drawn: the class above it, and the builtin in parentheses."""
+    """Return for each drawn class the class above it, and the builtin class in parentheses."""
     drawn: dict[str, tuple[str | None, str | None]] = {}
     above: list[tuple[int, str]] = []
     for line in docstring.splitlines():
@@ -35,7 +35,7 @@ def is_error(value: object) -> bool:
 
 
 def actual_tree() -> dict[str, tuple[str | None, str | None]]:
-    """For each class of the module: its base there, and the builtin exception that it also derives from."""
+    """Return for each class of the module its base in the module, and its builtin base."""
     classes = {
         name: value
         for name, value in vars(ckptcore.errors).items()
@@ -68,7 +68,7 @@ def test_every_error_is_a_checkpoint_error_and_has_a_builtin_base() -> None:
 
 
 def test_a_difference_is_detected() -> None:
-    """The comparison above can fail."""
+    """Show that the comparison above can fail."""
     drawing = (
         "Errors.\n\n    Top\n    ├── Left   (ValueError)  text\n    │   └── LeftLow   text\n    └── Right   text\n"
     )

@@ -1,4 +1,4 @@
-"""The names of `ckptcore` itself: for type checkers, for `dir` and `help`, and without any plugin."""
+"""Names of the package `ckptcore`, as type checkers, `dir` and `help` see them, also without any plugin."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert save is ckptcore.save and open is ckptcore.open
 
 
 def names_for_type_checkers(module: ModuleType) -> dict[str, str]:
-    """The names that ``if TYPE_CHECKING`` of a module imports, with their modules."""
+    """Return the names that a module imports only for type checkers, with their modules."""
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     return {

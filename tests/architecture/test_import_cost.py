@@ -1,4 +1,4 @@
-"""`import ckptcore` stays light with every plugin installed."""
+"""`import ckptcore` imports few modules, even if every plugin is installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def modules_loaded_by(*names: str, before: tuple[str, ...] = (), path: Path | None = None) -> set[str]:
-    """The modules that importing `names` adds in a fresh process, one that has imported `before`."""
+    """Return the modules that an import of `names` adds in a new process that has imported `before`."""
     code = PROBE.format(names=names, before=before)
     if path is not None:
         code = f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"
@@ -47,7 +47,7 @@ def modules_loaded_by(*names: str, before: tuple[str, ...] = (), path: Path | No
 
 
 def heavy(modules: set[str]) -> set[str]:
-    """Those of the modules that belong to a package in `HEAVY`."""
+    """Return the modules that belong to a package in `HEAVY`."""
     return {module for module in modules if module.partition(".")[0] in HEAVY}
 
 
@@ -74,7 +74,7 @@ def test_collecting_the_plugins_imports_no_framework(tmp_path: Path) -> None:
 
 
 def test_the_probe_detects_a_framework(tmp_path: Path) -> None:
-    """The tests above can fail: they detect a package that imports a framework."""
+    """Show that the tests above detect a package that imports a framework."""
     (tmp_path / "innocent.py").write_text("import innocent_part\n", encoding="utf-8")
     (tmp_path / "innocent_part.py").write_text("import torch.nn\n", encoding="utf-8")
     (tmp_path / "torch").mkdir()
@@ -147,7 +147,7 @@ assert not imported, imported
 
 
 def expect_imports_on_the_calling_thread(action: str) -> None:
-    """A process that is forked while another thread imports a module waits for ever if it imports it too."""
+    """Fail if another thread imports. If a process forks meanwhile, its child waits forever for the import lock."""
     subprocess.run([sys.executable, "-c", THREADS_PROBE.replace("ACTION", action)], check=True, timeout=120)
 
 
@@ -159,4 +159,5 @@ def test_a_first_asynchronous_save_imports_on_the_thread_of_the_caller() -> None
 def test_a_first_asynchronous_load_imports_on_the_thread_of_the_caller(tmp_path: Path, arguments: str) -> None:
     ckptcore.save(tmp_path / "state", {"w": np.ones(3)})
     load = f"ckptcore.load_async({str(tmp_path / 'state')!r}, {arguments}).result()"
-    expect_imports_on_the_calling_thread(f"import resource; {load}")  # the system's limits are read in any thread
+    # Import `resource` before, because any thread may import it to read limits.
+    expect_imports_on_the_calling_thread(f"import resource; {load}")

@@ -1,4 +1,4 @@
-"""No modules of ours import each other in a circle, also not by imports inside functions."""
+"""Our modules have no import cycles, including imports inside functions."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from graphlib import CycleError, TopologicalSorter
 from tests.architecture.sources import core_sources, plugin_sources
 
 EXCEPTIONS: Mapping[str, Collection[str]] = {
-    # This distribution is being split into packages that import one way.
+    # This distribution is being split into packages without cycles.
 }
 """Imports that close a circle and are allowed for now: by module, the modules it imports."""
 
 
 def cycles(imports: Mapping[str, Collection[str]]) -> Sequence[Sequence[str]]:
-    """Circles of modules that import each other, each from a module back to itself, until none is left without them."""
+    """Return import cycles, each as modules from the first back to itself.
+
+    Removes an import of each cycle that it finds, until no cycle is left.
+    """
     left = {module: set(imported) for module, imported in imports.items()}
-    found: list[Sequence[str]] = []
+    circles: list[Sequence[str]] = []
     while True:
         try:
             TopologicalSorter(left).prepare()
         except CycleError as error:
             circle: Sequence[str] = error.args[1][::-1]
-            found.append(circle)
+            circles.append(circle)
             left[circle[0]].remove(circle[1])
         else:
-            return found
+            return circles
 
 
 def test_cycles_are_detected() -> None:
@@ -41,7 +44,7 @@ def test_no_modules_import_each_other() -> None:
         name: set(source.modules_needed_at_runtime(sources)).difference(EXCEPTIONS.get(name, ()))
         for name, source in sources.items()
     }
-    found = cycles(imports)
-    assert not found, "these modules import each other; move what they share to a module of its own:\n" + "\n".join(
-        " -> ".join(circle) for circle in found
+    circles = cycles(imports)
+    assert not circles, "these modules import each other; move what they share to a module of its own:\n" + "\n".join(
+        " -> ".join(circle) for circle in circles
     )

@@ -1,4 +1,4 @@
-"""Installed distributions: the same as `importlib.metadata` finds, without importing it."""
+"""Installed distributions, found without importing `importlib.metadata`. The results must be equal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def install(directory: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize("group", ["ckptcore", "ckptcore.commands", "ckptcore_testing", "console_scripts", "pytest11"])
 def test_finds_the_distributions_of_importlib(group: str) -> None:
     expected = [
-        EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}")
-        for found in importlib.metadata.entry_points(group=group)
-        if found.dist is not None
+        EntryPoint(entry.name, entry.value, f"{entry.dist.name} {entry.dist.version}")
+        for entry in importlib.metadata.entry_points(group=group)
+        if entry.dist is not None
     ]
     assert sorted(entry_points(group)) == sorted(expected)
 
@@ -42,7 +42,7 @@ def test_finds_the_version_of_importlib() -> None:
 
 
 def test_a_copy_without_metadata_saves_and_loads(tmp_path: Path) -> None:
-    """As in a frozen program, or a copy of the sources in another project."""
+    """Examples are a frozen program, and a copy of the sources in another project."""
     for package in (ckptcore, numpy, ml_dtypes, pluggy, xxhash):
         directory = Path(package.__path__[0])
         (tmp_path / directory.name).symlink_to(directory)
@@ -79,14 +79,14 @@ def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, monk
     install(tmp_path / "a", "an_example-1.2.dist-info", text)
     install(tmp_path / "b", "An.Example.egg-info", "[an.group]\nthird = json\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("missing", "a", "b")])
-    found = entry_points("an.group")
-    assert found == [
+    entries = entry_points("an.group")
+    assert entries == [
         EntryPoint("first", "json:decoder.JSONDecoder [extra]", "an-example 1.2"),
         EntryPoint("second", "json", "an-example 1.2"),
     ]
     import json
 
-    assert [point.load() for point in found] == [json.decoder.JSONDecoder, json]
+    assert [point.load() for point in entries] == [json.decoder.JSONDecoder, json]
 
 
 def test_finds_distributions_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

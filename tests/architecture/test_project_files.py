@@ -1,4 +1,4 @@
-"""Files that a host, an editor or a newcomer reads are well formed, and name only what exists."""
+"""Files for GitHub, editors and newcomers are well formed, and name only existing files and targets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parsed(path: Path) -> Any:
 
 
 def commands(workflow: Any) -> Iterator[str]:
-    """The commands of a workflow, one for each combination of its matrix's lists."""
+    """Yield the commands of a workflow, once for each combination of values of its matrix."""
     for job in workflow["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {})
         for step in job["steps"]:
@@ -37,14 +37,14 @@ def commands(workflow: Any) -> Iterator[str]:
 
 
 def made(text: str) -> set[str]:
-    """The targets of the calls of make in commands."""
+    """Return the targets of all calls of make in these commands."""
     lines = [line for line in re.split(r"\n|&&", text) if re.match(r"\s*make\s", line)]
     words = [word for line in lines for word in line.partition("#")[0].split()[1:]]
     return {word for word in words if not word.startswith("-") and "=" not in word and not word.isdigit()}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: str(path.name))
-def test_a_workflow_calls_only_targets_that_exist(path: Path) -> None:
+def test_a_workflow_calls_only_existing_targets(path: Path) -> None:
     workflow = parsed(path)
     texts = list(commands(workflow))
     targets = set().union(*map(made, texts))
@@ -54,7 +54,7 @@ def test_a_workflow_calls_only_targets_that_exist(path: Path) -> None:
     assert True in workflow, "the key `on` of a workflow; YAML 1.1 reads it as true"
 
 
-def test_the_workflow_of_changes_does_what_continuous_integration_does() -> None:
+def test_the_workflow_of_changes_runs_what_local_integration_runs() -> None:
     workflow = parsed(ROOT / ".github" / "workflows" / "tests.yml")
     targets = set().union(*map(made, commands(workflow)))
     assert targets - {"setup-core", "test-core"} == made((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def test_a_form_of_issues_has_fields_with_distinct_ids(path: Path) -> None:
     assert len(set(ids)) == len(ids) > 0
 
 
-def test_updates_are_of_directories_that_exist() -> None:
+def test_updates_of_dependencies_name_existing_directories() -> None:
     updates = parsed(ROOT / ".github" / "dependabot.yml")["updates"]
     assert {update["package-ecosystem"] for update in updates} == {"github-actions", "pip", "docker"}
     assert all((ROOT / update["directory"].strip("/")).is_dir() for update in updates)
@@ -124,7 +124,7 @@ def test_ignored_revisions_are_commits_with_their_subjects() -> None:
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "CODE_OF_CONDUCT.md", "RELEASING.md"])
-def test_pages_for_strangers_name_files_and_targets_that_exist(name: str) -> None:
+def test_pages_for_newcomers_name_existing_files_and_targets(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     quoted = re.findall(r"`([^`\n]+)`", text)
     paths = [word for word in quoted if re.fullmatch(r"[\w.-]+/[\w./-]+|[A-Z]+\.(md|cff)", word)]

@@ -1,4 +1,4 @@
-"""Public names: only public modules have an `__all__`, sorted and complete; each name has a docstring."""
+"""Public names. Only public modules have an `__all__`, which is sorted and complete; each name has a docstring."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PUBLIC_SOURCES = [source for source in (*core_sources(), *plugin_sources()) if s
 
 
 def isort_key(name: str) -> tuple[int, str]:
-    """Ruff's order of `__all__`: constants, then classes, then the rest."""
+    """Return a sort key for the order of `__all__` in Ruff: constants, classes, other names."""
     return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2, name)
 
 
@@ -70,7 +70,7 @@ def exported_names(tree: ast.Module) -> list[str] | None:
 
 
 def defined_names(tree: ast.Module) -> set[str]:
-    """The public names that the module itself defines at its top level; type variables do not count."""
+    """Return the public names that the module itself defines at its top level, except type variables."""
     names = defined_functions_and_classes(tree)
     for node in tree.body:
         if isinstance(node, ast.Assign) and not _makes_type_variable(node.value):
@@ -81,7 +81,7 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 
 def defined_functions_and_classes(tree: ast.Module) -> set[str]:
-    """The public functions and classes that the module itself defines."""
+    """Return the public functions and classes that the module itself defines."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
 
@@ -93,7 +93,7 @@ def _makes_type_variable(value: ast.expr) -> bool:
 
 
 def undocumented(tree: ast.Module) -> Iterator[str]:
-    """Public functions, classes and methods without a docstring."""
+    """Yield public functions, classes and methods without a docstring."""
     if ast.get_docstring(tree) is None:
         yield "the module"
     for node in tree.body:
@@ -106,7 +106,7 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
 
 
 def _undocumented_methods(owner: ast.ClassDef) -> Iterator[str]:
-    """Methods that a class adds; one that carries out a protocol or overrides is documented where it was declared."""
+    """Yield undocumented methods of a class without bases. Other methods may be documented in a base or protocol."""
     if owner.bases or owner.name.startswith("_"):
         return
     documented_by_attributes = "Attributes:" in (ast.get_docstring(owner) or "")
@@ -134,7 +134,7 @@ def wrong_exports(source: Source) -> Iterator[str]:
         return
     if exported != sorted(set(exported), key=isort_key):
         yield f"{source.path}: __all__ is not sorted, or names something twice: {exported}"
-    # A module of a plugin may keep constants and aliases to itself without an underscore.
+    # Constants and aliases in a module of a plugin need no underscore to be internal.
     everything = source.name in PUBLIC_MODULES
     expected = defined if everything else defined_functions_and_classes(source.tree)
     if not expected <= set(exported):
@@ -172,7 +172,7 @@ def test_the_front_page_exports_every_function_of_the_api() -> None:
 
 
 def returned_names(tree: ast.Module, classes: Container[str]) -> set[str]:
-    """Names in the annotations of what public functions, and public methods and attributes of these classes, return."""
+    """Return names in the result types of public functions, and of public members of these classes."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
     members = [member for owner in owners for member in owner.body]
@@ -182,7 +182,13 @@ def returned_names(tree: ast.Module, classes: Container[str]) -> set[str]:
         for node in members
         if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_")
     ]
-    return {name.id for found in annotations if found for name in ast.walk(found) if isinstance(name, ast.Name)}
+    return {
+        name.id
+        for annotation in annotations
+        if annotation
+        for name in ast.walk(annotation)
+        if isinstance(name, ast.Name)
+    }
 
 
 def _is_public(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -194,7 +200,7 @@ INTERNAL_RESULTS = {"LoadRequest", "TreeContents"}
 
 
 def test_result_types_of_public_functions_are_public() -> None:
-    """As is all that is in what they return."""
+    """The types of their attributes and methods must also be public."""
     public = {name for module in [*PUBLIC_MODULES, "ckptcore.model"] for name in dir(importlib.import_module(module))}
     internal = {
         node.name for source in core_sources() for node in source.tree.body if isinstance(node, ast.ClassDef)
@@ -203,17 +209,17 @@ def test_result_types_of_public_functions_are_public() -> None:
     homes |= {
         getattr(importlib.import_module("ckptcore"), name).__module__ for name in ("Checkpointer", "CheckpointReader")
     }
-    found = {
+    types = {
         name
         for source in core_sources()
         if source.name in homes or source.name in PUBLIC_MODULES
         for name in returned_names(source.tree, public)
     }
-    assert found & internal <= INTERNAL_RESULTS
+    assert types & internal <= INTERNAL_RESULTS
 
 
-def test_gaps_are_detected(tmp_path: Path) -> None:
-    """The tests above can fail."""
+def test_wrong_exports_and_missing_docstrings_are_detected(tmp_path: Path) -> None:
+    """Show that the tests above can fail."""
     path = tmp_path / "gaps.py"
     path.write_text(
         '__all__ = ["b", "a"]\nLIMIT = 3\n_hidden = 4\n'

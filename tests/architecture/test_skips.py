@@ -1,4 +1,4 @@
-"""Tests skip if a library is missing. In an installation of everything, none of these names is missing."""
+"""Tests skip if a library is missing. All names of such libraries are correct, so a full installation skips none."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SOURCES = [path for folder in ("tests", "plugins") for path in sorted((ROOT / fo
 
 
 def skipped_without(source: str) -> Iterator[str]:
-    """The modules without which what is in a source skips."""
+    """Yield the modules without which tests in this source skip."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
             name = node.args[0]
-            if isinstance(name, ast.Constant):  # others come from parameters
+            if isinstance(name, ast.Constant):  # other names come from parameters
                 yield str(name.value)
 
 
-def is_there(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return True if a module is installed. Imports nothing."""
     top, *inner = name.split(".")
     spec = find_spec(top)
@@ -30,27 +30,27 @@ def is_there(name: str) -> bool:
         return False
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for part in inner:
-        found = [folder / part for folder in folders if (folder / part).is_dir()]
-        if not found and not any((folder / f"{part}.py").is_file() for folder in folders):
+        places = [folder / part for folder in folders if (folder / part).is_dir()]
+        if not places and not any((folder / f"{part}.py").is_file() for folder in folders):
             return False
-        folders = found
+        folders = places
     return True
 
 
 def test_no_test_skips_because_of_an_unknown_module() -> None:
     names = {(path, name) for path in SOURCES for name in skipped_without(path.read_text(encoding="utf-8"))}
     assert len(names) > 10
-    assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(names) if not is_there(name)]
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(names) if not is_installed(name)]
 
 
 def test_a_wrong_name_is_detected() -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     source = 'import pytest\ndef f():\n    json = pytest.importorskip("json.nothing")\n'
     (name,) = skipped_without(source)
-    assert not is_there(name)
-    assert is_there("json.decoder") and not is_there("nothing_of_this_name")
+    assert not is_installed(name)
+    assert is_installed("json.decoder") and not is_installed("nothing_of_this_name")
 
 
 @pytest.mark.parametrize("name", ["json", "xml.etree.ElementTree"])
 def test_a_right_name_is_found(name: str) -> None:
-    assert is_there(name)
+    assert is_installed(name)

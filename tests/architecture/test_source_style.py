@@ -1,4 +1,4 @@
-"""Rules of style that a linter does not know: file names, and no state in modules."""
+"""Rules of style that linters lack: names of files, first lines, and no mutable state in modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MUTATORS = {
 
 
 def state(tree: ast.Module) -> Iterator[str]:
-    """Places where a function changes what a module-level name holds."""
+    """Yield places where a function changes the value of a module-level name."""
     names = {
         name.id
         for node in tree.body
@@ -67,7 +67,7 @@ def test_modules_that_may_keep_state_exist() -> None:
     assert set(STATEFUL) <= {source.name for source in core_sources()}
 
 
-def test_no_file_has_a_meaningless_name() -> None:
+def test_no_file_has_a_name_without_a_meaning() -> None:
     vague = [
         str(path.relative_to(ROOT))
         for path in project_files(".py")
@@ -85,7 +85,7 @@ def test_the_first_line_describes_the_file() -> None:
 
 
 def conversions(tree: ast.Module) -> Iterator[str]:
-    """Generators of `contextmanager` that raise another error than their body."""
+    """Yield context managers that convert an error of their body into another error."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and "contextmanager" in map(ast.unparse, function.decorator_list):
             for node in ast.walk(function):
@@ -100,10 +100,10 @@ def _inside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def test_context_managers_that_convert_errors_leave_no_cycle() -> None:
-    found = [
+    converting = [
         f"{source.name}: {name}" for source in (*core_sources(), *plugin_sources()) for name in conversions(source.tree)
     ]
-    assert found == [], "decorate them with converts_errors: see ckptcore.errors"
+    assert converting == [], "decorate them with converts_errors: see ckptcore.errors"
 
 
 def test_converted_errors_are_detected() -> None:
@@ -115,7 +115,7 @@ def test_converted_errors_are_detected() -> None:
 
 
 def test_mutable_state_is_detected(tmp_path: Path) -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     path = tmp_path / "stateful.py"
     path.write_text(
         "SEEN = {}\nNAMES = []\nCOUNT = 0\n"

@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny sizes, and its report can be read."""
+"""Every benchmark runs with tiny sizes and writes a readable report."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_every_module_with_rows_is_registered() -> None:
 def test_a_report_has_the_machine_the_versions_and_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = tmp_path / "found.json"
+    report_file = tmp_path / "found.json"
     measured = [Row("save", "ckptcore.save", 0.5, ratio=1.0), Row("save", "peer", 0.25, ratio=0.5, reached=False)]
     monkeypatch.setattr("benchmarks.__main__.measure", lambda name, setting: iter(measured))
-    assert main(["--only", "local", "--scale", "0.1", "--directory", str(tmp_path), "--out", str(found)]) == 1
+    assert main(["--only", "local", "--scale", "0.1", "--directory", str(tmp_path), "--out", str(report_file)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[1:] == [*(row.line() for row in measured), "1 targets missed"]
-    report = json.loads(found.read_text("utf-8"))
+    report = json.loads(report_file.read_text("utf-8"))
     assert report["machine"]["cores"] >= 1 and report["machine"]["memory"] > 0
     assert {"python", "ckptcore", "numpy", "ckptcore-dcp"} <= report["versions"].keys()
     assert report["setting"] == {"rounds": 7, "scale": 0.1}
@@ -62,14 +62,14 @@ def test_a_report_has_the_machine_the_versions_and_the_rows(
 
 
 def _contender(name: str, seconds: list[float], calls: list[str], *, target: float | None = None) -> Contender:
-    """Return a contender that takes these seconds, the first of them in the round that does not count."""
+    """Return a contender with these run times. The first one is of the warm-up round, which is not counted."""
     left = iter(seconds)
 
     def run() -> float:
         calls.append(name)
         return next(left)
 
-    return Contender(name, run, seconds=lambda found: float(found), target=target)
+    return Contender(name, run, seconds=lambda value: float(value), target=target)
 
 
 def test_contenders_take_turns_and_are_compared_with_the_first() -> None:
@@ -95,6 +95,6 @@ def test_a_case_that_writes_syncs_before_each_run_and_reports_the_page_cache(mon
         assert "cached" in row.line()
 
 
-def test_a_missed_target_is_in_the_line() -> None:
+def test_the_line_shows_a_missed_target() -> None:
     row = Row("case", "ours", 0.25, ratio=1.5, spread=0.125, nbytes=10**9, target="at least 2.00", reached=False)
     assert " ".join(row.line().split()) == "case ours 250.00 ms 1.5 12% at least 2.00: MISSED; 4.00 GB/s"

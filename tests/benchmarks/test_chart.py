@@ -1,4 +1,4 @@
-"""The chart of the README is drawn from a report, and is that of the recorded report."""
+"""The chart of the README, which is drawn from the recorded report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def a_report() -> dict[str, Any]:
     }
 
 
-def test_bars_are_speeds_with_the_fastest_first() -> None:
+def test_bars_show_speeds_with_the_fastest_first() -> None:
     assert bars(a_report(), LOAD) == [Bar("safetensors", 4e9), Bar("ckptcore", 3e9)]
     with pytest.raises(ValueError, match="--only peers"):
         bars({"benchmarks": {}}, SAVE)

@@ -1,4 +1,4 @@
-"""Comparisons of worktrees detect slower rows, relative to the noise of the old one."""
+"""Comparisons of worktrees detect slower rows, relative to the noise of the old worktree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(setting):
 
 
 def _tree(root: Path, *, cases: list[str], seconds: float, requests: int) -> Path:
-    """Make a worktree with one benchmark, whose library is empty."""
+    """Create a worktree with an empty library and one benchmark."""
     (root / "ckptcore").mkdir(parents=True)
     (root / "ckptcore" / "__init__.py").touch()
     (root / "benchmarks").mkdir()
@@ -45,11 +45,11 @@ def _tree(root: Path, *, cases: list[str], seconds: float, requests: int) -> Pat
     return root
 
 
-def test_trees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
+def test_worktrees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
     old = _tree(tmp_path / "old", cases=["first", "gone", "last"], seconds=2.0, requests=3)
     new = _tree(tmp_path / "new", cases=["first", "last", "added"], seconds=4.0, requests=4)
-    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=2, scale=0.01)))
-    rows = {(row.case, row.contender): row for row in found if isinstance(row, Comparison)}
+    comparisons = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=2, scale=0.01)))
+    rows = {(row.case, row.contender): row for row in comparisons if isinstance(row, Comparison)}
     slower = rows["first", "ckptcore.save"]
     assert (slower.pairs, slower.old, slower.new, slower.ratio, slower.spread) == (3, 2.0, 4.0, 2.0, 1.0)
     assert not slower.passed and slower.line().endswith("WORSE")
@@ -58,7 +58,7 @@ def test_trees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
     counted = rows["requests", "ckptcore.save"]
     assert (counted.unit, counted.old, counted.new, counted.passed) == ("requests", 3, 4, False)
     assert {case for case, _ in rows} == {"first", "last", "requests"}
-    notes = [row for row in found if isinstance(row, str)]
+    notes = [row for row in comparisons if isinstance(row, str)]
     assert notes == [
         f"only in the {tree} worktree: {case}, {contender}"
         for tree, case in (("old", "gone"), ("new", "added"))
@@ -74,22 +74,22 @@ def test_a_contender_of_one_worktree_only_is_not_compared(tmp_path: Path) -> Non
     tiny.write_text(
         tiny.read_text(encoding="utf-8").replace('"ckptcore.load"', '"ckptcore.load_into"'), encoding="utf-8"
     )
-    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=1, scale=0.01)))
-    assert {row.contender for row in found if isinstance(row, Comparison)} == {"ckptcore.save"}
-    assert {row for row in found if isinstance(row, str)} == {
+    comparisons = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=1, scale=0.01)))
+    assert {row.contender for row in comparisons if isinstance(row, Comparison)} == {"ckptcore.save"}
+    assert {row for row in comparisons if isinstance(row, str)} == {
         "only in the old worktree: first, ckptcore.load",
         "only in the new worktree: first, ckptcore.load_into",
     }
 
 
-def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_benchmark_reports_its_error(tmp_path: Path) -> None:
     old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
     (old / "benchmarks" / "tiny.py").write_text("raise RuntimeError('no such library')", encoding="utf-8")
     with pytest.raises(RuntimeError, match="no such library"):
         list(compare_trees("tiny", Options(old, old, tmp_path)))
 
 
-def test_another_library_than_that_of_the_tree_is_refused(tmp_path: Path) -> None:
+def test_a_library_from_outside_the_worktree_is_refused(tmp_path: Path) -> None:
     old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
     shutil.rmtree(old / "ckptcore")
     with pytest.raises(RuntimeError, match="expected ckptcore of"):
@@ -110,7 +110,7 @@ def test_a_row_passes_within_the_limit_or_the_spread(new: float, again: float, p
 
 
 @pytest.mark.parametrize(("new", "passed"), [(1_000_000, True), (1_010_000, True), (1_020_000, False)])
-def test_a_run_may_not_read_more(new: int, passed: bool) -> None:
+def test_a_run_must_not_read_more_bytes(new: int, passed: bool) -> None:
     samples = RowSamples("s", [1.0], [1.0], [1.0], [1_000_000], [new])
     assert summarise("case", "ours", samples).passed == passed
 

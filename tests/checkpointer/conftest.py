@@ -1,4 +1,4 @@
-"""Directories of steps on a file system with locks, and on storages with conditional puts: memory and servers."""
+"""Fixtures with directories of steps: on a file system with locks, and on object stores in memory and on servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.servers.samples import SERVERS, quick_sample
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
-    """On a server most tests are slow ones."""
+    """Mark most tests on servers as slow."""
     made = yield
     return (
         quick_sample(made, one_of=20, long=["test_an_evaluator_reads_while_a_writer_saves"])
@@ -24,7 +24,7 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
 
 @pytest.fixture(params=["local", "memory", *SERVERS])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """One that is not there yet."""
+    """Return a directory that does not exist yet."""
     match request.param:
         case "local":
             yield str(tmp_path / "run")
@@ -37,17 +37,17 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(params=["local", "memory"])
 def near(request: pytest.FixtureRequest, local: str, memory: str) -> str:
-    """One that is not there yet, where a request costs next to nothing."""
+    """Return a directory that does not exist yet, on a storage with fast requests."""
     return local if request.param == "local" else memory
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> str:
-    """One on a file system."""
+    """Return a directory on a file system. It does not exist yet."""
     return str(tmp_path / "run")
 
 
 @pytest.fixture
 def memory() -> str:
-    """One in memory."""
+    """Return a directory in memory. It does not exist yet."""
     return f"memory://{uuid.uuid4().hex}/run"

@@ -6,11 +6,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from ckptcore_testing.far_storage import FarRequestKind, FarStorage
-from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faults import Fault, FaultPlan, Operation, Step
 from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
@@ -24,6 +24,8 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
 
+T = TypeVar("T")
+
 ROOT: Final = "checkpoint.json"
 
 
@@ -33,7 +35,7 @@ def tree(step: int) -> dict[str, Any]:
 
 
 def assert_is_step(value: Mapping[str, Any], step: int) -> None:
-    """Fail unless a value is the whole state at a step."""
+    """Assert that a value is the complete state of a step."""
     assert sorted(value) == ["b", "step", "w"]
     assert value["step"] == step
     assert (value["w"] == step).all() and value["w"].shape == (3, 5)
@@ -41,14 +43,14 @@ def assert_is_step(value: Mapping[str, Any], step: int) -> None:
 
 
 def save_steps(run: ckptcore.Checkpointer, steps: Sequence[int], **arguments: Any) -> None:
-    """Save steps, one after the other, and wait."""
+    """Save steps one after another, and wait for the saves."""
     for step in steps:
         assert run.save(step, tree(step), **arguments) is not None
     run.wait()
 
 
 def store_of(directory: str) -> StorageBackend:
-    """Return the storage of a directory of steps, to read and change it without the run."""
+    """Return the storage of a directory of steps, for access without the run."""
     context = default_context()
     return open_directory(directory, runtime_of(context).storages)
 
@@ -87,21 +89,33 @@ class Watch(FaultPlan):
     """A plan that counts operations. A function of the test can delay operations or make them fail.
 
     Attributes:
-        before: called before each operation, on its thread, with its name and keys.
+        before, after: called before and after each operation, on its thread, with its name and keys.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before: Callable[[str, Sequence[str]], None] = _nothing
+        self.after: Callable[[str, Sequence[str]], None] = _nothing
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
         """Run the action of the test, then the operation."""
         self.before(name, keys)
-        return super().begin(name, keys, offset, nbytes)
+        return _WatchedStep(self, super().begin(name, keys, offset, nbytes).operation, ())
 
     def count(self, name: str) -> int:
         """Return the number of calls of an operation."""
         return sum(operation.name == name for operation in self.operations)
+
+
+class _WatchedStep(Step):
+    def __init__(self, watch: Watch, operation: Operation, faults: Sequence[Fault]) -> None:
+        super().__init__(watch, operation, faults)
+        self._watch = watch
+
+    def run(self, action: Callable[[], T], half: Callable[[], object] | None = None) -> T:
+        result = super().run(action, half)
+        self._watch.after(self.operation.name, self.operation.keys)
+        return result
 
 
 def _nothing(name: str, keys: Sequence[str]) -> None:
@@ -130,7 +144,7 @@ def _open_there(scheme: str, rest: str, options: StorageOptions) -> StorageBacke
 def watched(
     plan: FaultPlan, coordinator: Coordinator | None = None, observers: Sequence[Observer] = ()
 ) -> ckptcore.Context:
-    """Return a Context in which locations of `through` are accessed with a plan."""
+    """Return a Context whose locations from `through` use a plan."""
     openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs", "az")}
     return ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(openers),)),
@@ -141,21 +155,21 @@ def watched(
 
 
 def through(directory: str) -> str:
-    """Return the location of a directory in a Context of `watched`."""
+    """Return the location of a directory for a Context from `watched`."""
     kind, rest = directory.split("://") if "://" in directory else ("local", directory[1:])
     return f"seen-{kind}://{rest}"
 
 
 def writes_arrays(name: str, keys: Sequence[str]) -> bool:
-    """Return True if a request begins an object with arrays. On object stores, a small object is written by a put."""
+    """Return True if an operation begins an object with arrays. On object stores, a put writes a small object."""
     return name in ("open_writer", "open_new") or (name == "put" and keys[0].endswith(".safetensors"))
 
 
 class Gate:
-    """Stops every save before it writes its arrays, until the gate is opened.
+    """A gate that stops every save before it writes its arrays, until the gate is open.
 
     Attributes:
-        arrived: set when a save has stopped here.
+        arrived: set when a save waits at the gate.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -173,16 +187,16 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Stop saves again."""
+        """Close the gate for later saves."""
         self.arrived.clear()
         self._open.clear()
 
 
 class Meeting:
-    """Far storages ``far://`` in which a request for the root of step 2 waits for one of step 3, and vice versa.
+    """Far storages ``far://`` in which requests for the roots of steps 2 and 3 wait for each other.
 
     Attributes:
-        left: number of times that requests still wait for each other.
+        left: how many times more the requests wait for each other.
         context: a Context with these storages.
     """
 
@@ -205,7 +219,7 @@ class Meeting:
     def wait(self, key: str) -> None:
         """Wait for the other request, if `left` is not 0."""
         if self.left and key in (f"2/{ROOT}", f"3/{ROOT}"):
-            self._both.wait(30)  # fails unless both requests run at once
+            self._both.wait(30)  # fails if the requests do not run at the same time
 
 
 class _MeetingStorage(FarStorage):

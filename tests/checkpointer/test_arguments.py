@@ -1,4 +1,4 @@
-"""Arguments that are mistaken are refused before anything happens, and integers of frameworks are whole numbers."""
+"""Arguments: invalid arguments are refused before anything is written, and integers of frameworks are accepted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.checkpointer.runs import ROOT, assert_is_step, save_steps, store_of, 
 
 
 def in_torch(number: int) -> Any:
-    """A tensor that is a whole number."""
+    """Return a tensor with a whole number."""
     return pytest.importorskip("torch").tensor(number)
 
 
 def in_jax(number: int) -> Any:
-    """An array of JAX that is a whole number."""
+    """Return an array of JAX with a whole number."""
     return pytest.importorskip("jax.numpy").asarray(number)
 
 

@@ -1,4 +1,4 @@
-"""Saves that begin while another is running; each failed one is reported once."""
+"""Saves that begin while another save is running. Each failed save is reported once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, thr
 def gated(
     directory: str, when_busy: Literal["wait", "skip", "queue"], **arguments: Any
 ) -> Iterator[tuple[Checkpointer, Gate]]:
-    """A run whose saves stop before they write."""
+    """Yield a run whose saves stop before they write, and the gate that releases them."""
     watch = Watch()
     gate = Gate(watch)
     with Checkpointer(through(directory), context=watched(watch), when_busy=when_busy, **arguments) as run:
@@ -35,11 +35,11 @@ def gated(
 
 
 class Copies:
-    """The number of snapshots in memory at a time.
+    """A counter of snapshots in memory.
 
     Attributes:
-        alive: now.
-        most: ever.
+        alive: the current number.
+        most: the maximum.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ class Copies:
 
 
 def in_background(work: Callable[[], object]) -> threading.Thread:
-    """Do it on another thread."""
+    """Run a function on a new thread."""
     thread = threading.Thread(target=work)
     thread.start()
     return thread
@@ -105,7 +105,7 @@ def test_queue_copies_one_more_state_and_then_waits(directory: str) -> None:
     with gated(directory, "queue") as (run, gate):
         first = run.save(1, tree(1))
         assert gate.arrived.wait(60)
-        second = run.save(2, tree(2))  # returns although the first is under way
+        second = run.save(2, tree(2))  # returns although the first save is running
         assert first is not None and not first.done() and second is not None
         third: list[object] = []
         thread = in_background(lambda: third.append(run.save(3, tree(3))))
@@ -167,7 +167,7 @@ def test_continuous_saves_never_overlap(directory: str) -> None:
 
 
 def broken_after(watch: Watch, steps: Sequence[str]) -> None:
-    """Make the saves of these steps fail as they write."""
+    """Make the saves of these steps fail when they write."""
 
     def fail(name: str, keys: Sequence[str]) -> None:
         if writes_arrays(name, keys) and any(
@@ -186,7 +186,7 @@ def test_a_failed_save_is_reported_once(directory: str, hearer: str, capsys: pyt
     run = Checkpointer(through(directory), context=context)
     handle = run.save(1, tree(1))
     assert handle is not None
-    runtime_of(context).saves.wait()  # it has failed, unnoticed
+    runtime_of(context).saves.wait()  # waits until the save has failed; nothing has reported the error
     if hearer == "save":
         with pytest.raises(BackgroundSaveError, match="no room"):
             run.save(2, tree(2))

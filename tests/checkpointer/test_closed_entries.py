@@ -1,4 +1,4 @@
-"""One entry of a directory that this process may not read does not block the others."""
+"""An entry of a directory that this process cannot read does not block the other entries."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Doors:
 
     Attributes:
         directory: the directory of the run, for a Context with `context`.
-        context: the options.
+        context: the Context for the directory.
         names: the closed entries.
         error: returns the error of a closed entry.
         is_object_store: True if closed entries can be listed.
-        closes: returns True for the key of a closed object; by default one in a closed entry.
+        closes: returns True for the key of a closed object. By default, these are the objects in closed entries.
     """
 
     def __init__(self, directory: str, error: Callable[[], StorageError]) -> None:
@@ -102,7 +102,7 @@ def test_the_other_steps_are_listed_loaded_and_yielded(doors: Doors, caplog: pyt
     assert len(warnings) == 1 and "step 2" in warnings[0].message
 
 
-def test_the_newest_step_is_not_passed_over_by_a_load(doors: Doors) -> None:
+def test_a_load_does_not_skip_an_unreadable_newest_step(doors: Doors) -> None:
     doors.names.add("3")
     reader = doors.reader()
     assert reader.steps == (1, 2) and reader.wait_for_new_step(0, timeout=0) == 2
@@ -113,7 +113,7 @@ def test_the_newest_step_is_not_passed_over_by_a_load(doors: Doors) -> None:
     assert_is_step(reader.load(2), 2)
 
 
-def test_a_run_goes_on(doors: Doors) -> None:
+def test_a_run_with_a_closed_step_continues(doors: Doors) -> None:
     doors.names.add("3")
     with doors.run(preservation_policy=LatestN(2)) as run:
         assert_is_step(run.load(2), 2)
@@ -124,7 +124,7 @@ def test_a_run_goes_on(doors: Doors) -> None:
     assert doors.reader().steps == (3, 4, 5), "what cannot be read is not deleted"
 
 
-def test_if_no_step_can_be_read_that_is_an_error(doors: Doors) -> None:
+def test_a_run_without_a_readable_step_is_an_error(doors: Doors) -> None:
     doors.names.update("123")
     with pytest.raises(StorageError, match="403|endpoint"):
         _ = doors.reader().steps
@@ -132,7 +132,7 @@ def test_if_no_step_can_be_read_that_is_an_error(doors: Doors) -> None:
         _ = doors.reader().latest
 
 
-def test_bases_of_an_entry_that_cannot_be_read_stay(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
+def test_bases_of_a_closed_entry_are_kept(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
     base, update = f"{doors.directory}/1", {"b": tree(1)["b"]}
     ckptcore.save(f"{doors.directory}/4", update, strategy=ckptcore.Update(base), context=doors.context)
     doors.names.add("4")
@@ -158,7 +158,7 @@ def test_a_step_in_an_archive_can_be_deleted(doors: Doors) -> None:
     assert doors.reader().steps == (1, 3)
 
 
-def test_a_neighbour_that_is_closed_stops_no_deletion(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_neighbour_does_not_prevent_deletions(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
     ckptcore.save(f"{doors.directory}/lost+found", tree(1), context=doors.context)
     doors.names.add("lost+found")
     ckptcore.delete(f"{doors.directory}/1", context=doors.context)
@@ -169,7 +169,7 @@ def test_a_neighbour_that_is_closed_stops_no_deletion(doors: Doors, caplog: pyte
         assert run.steps == (3,)
 
 
-def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
+def test_a_broken_link_is_skipped(tmp_path: Path) -> None:
     directory = str(tmp_path)
     with Checkpointer(directory) as run:
         save_steps(run, [1, 2])
@@ -178,7 +178,7 @@ def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
     ckptcore.delete(f"{directory}/1")
 
 
-def test_a_damaged_step_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_step_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = str(tmp_path)
     with Checkpointer(directory, preservation_policy=LatestN(30)) as run:
         save_steps(run, [1, 100])
@@ -193,12 +193,12 @@ def test_a_damaged_step_is_one_warning(tmp_path: Path, caplog: pytest.LogCapture
     assert len(counted) == len(warnings), "each is said once"
 
 
-def test_the_command_lists_its_state(doors: Doors) -> None:
+def test_a_closed_step_is_listed_as_unreadable(doors: Doors) -> None:
     doors.names.add("2")
     steps = find_steps(doors.directory, StepNames(), doors.context)
-    found = read_steps(steps, steps.candidates(), doors.context)
-    assert [status.state for status in found] == ["committed", "unreadable", "committed"]
-    assert "403" in str(found[1].error) or "not connected" in str(found[1].error)
+    statuses = read_steps(steps, steps.candidates(), doors.context)
+    assert [status.state for status in statuses] == ["committed", "unreadable", "committed"]
+    assert "403" in str(statuses[1].error) or "not connected" in str(statuses[1].error)
     doors.names.update("13")
     assert [status.state for status in read_steps(steps, steps.candidates(), doors.context)] == ["unreadable"] * 3
 
@@ -208,25 +208,25 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def command(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command of the command line with the Context of the run."""
+    """Return a function that runs a command of the command line with the Context of the run."""
     monkeypatch.setattr(cli_command, "default_context", lambda: doors.context)
     return lambda *arguments: CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
 def states(result: Result, key: str) -> list[str]:
-    return [one["state"] for one in json.loads(result.stdout)[key]]
+    return [entry["state"] for entry in json.loads(result.stdout)[key]]
 
 
 @pytest.mark.parametrize("closed", ["2", "123"])
-def test_the_command_line_lists_the_others(doors: Doors, command: Command, closed: str) -> None:
+def test_the_command_line_lists_the_other_steps(doors: Doors, command: Command, closed: str) -> None:
     doors.names.update(closed)
     expected = ["unreadable" if step in closed else "committed" for step in "123"]
     for name, key in (("ls", "checkpoints"), ("steps", "steps")):
         result = command(name, doors.directory, "--json")
-        failed = name == "steps" and closed == "123"  # a script must see that it may read nothing
+        failed = name == "steps" and closed == "123"  # a script must notice that it cannot read any step
         assert (result.exit_code, states(result, key)) == (6 if failed else 0, expected), result.output
     result = command("steps", doors.directory, "--verify", "--json")
-    sound = [one["sound"] for one in json.loads(result.stdout)["steps"]]
+    sound = [entry["sound"] for entry in json.loads(result.stdout)["steps"]]
     assert (result.exit_code, sound) == (
         6 if closed == "123" else 1,
         [None if step in closed else True for step in "123"],
@@ -236,7 +236,7 @@ def test_the_command_line_lists_the_others(doors: Doors, command: Command, close
     assert not any("damaged" in line for line in lines)
     for options in (["--dry-run"], ["--yes"]):
         result = command("gc", doors.directory, "--policy", "latest_n=1", *options, "--json")
-        actions = [one["action"] for one in json.loads(result.stdout)["steps"]]
+        actions = [entry["action"] for entry in json.loads(result.stdout)["steps"]]
         assert actions == (["keep"] * 3 if closed == "123" else ["delete", "keep", "keep"]), result.output
     doors.names.clear()
     assert doors.reader().steps == ((1, 2, 3) if closed == "123" else (2, 3))
@@ -278,7 +278,7 @@ def test_steps_with_arrays_in_an_archive(doors: Doors, command: Command, tmp_pat
     result = command("copy", doors.directory, str(tmp_path / "copy"), "--json")
     assert (result.exit_code, states(result, "steps")) == (1, ["copied", "failed", "copied"]), result.output
     result = command("steps", doors.directory, "--verify", "--json")
-    assert [one["sound"] for one in json.loads(result.stdout)["steps"]] == [True, None, True]
+    assert [entry["sound"] for entry in json.loads(result.stdout)["steps"]] == [True, None, True]
     with pytest.raises(StorageError, match="403|endpoint"):
         ckptcore.verify(f"{doors.directory}/2", context=doors.context)
     with doors.run() as run:
@@ -287,7 +287,7 @@ def test_steps_with_arrays_in_an_archive(doors: Doors, command: Command, tmp_pat
 
 
 @pytest.mark.parametrize("closed", ["2", "123"])
-def test_the_page_of_a_run_lists_them(doors: Doors, closed: str) -> None:
+def test_the_page_of_a_run_lists_closed_steps(doors: Doors, closed: str) -> None:
     doors.names.update(closed)
     viewed = Viewed(doors.directory, doors.context, policy="latest_n=1")
     document: Any = DOCUMENTS["run"](viewed, Request({"policy": "latest_n=1"}))
@@ -296,7 +296,7 @@ def test_the_page_of_a_run_lists_them(doors: Doors, closed: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_what_updates_noted_goes_with_them(kind: str, tmp_path: Path) -> None:
+def test_the_notes_of_updates_are_deleted_with_the_updates(kind: str, tmp_path: Path) -> None:
     directory = str(tmp_path / "run") if kind == "file" else f"memory://{uuid.uuid4().hex}/run"
     with Checkpointer(directory, preservation_policy=LatestN(1)) as run:
         save_steps(run, [1])

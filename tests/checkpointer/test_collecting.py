@@ -1,4 +1,4 @@
-"""Which steps are deleted, by a policy and by name, and which never are."""
+"""Steps that are deleted by a policy or by name, and steps that are always kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 
 
 def step_names(directory: str) -> list[str]:
-    """The directories that are there, hidden ones too."""
+    """Return the names of all directories of steps, including hidden ones."""
     return [name[:-1] for name in store_of(directory).list_names() if name.endswith("/") and name != ".ckptcore/"]
 
 
@@ -111,7 +111,7 @@ def test_an_error_of_a_policy_is_reported_and_loses_no_save(directory: str) -> N
     with pytest.raises(ZeroDivisionError, match="my policy") as caught:
         run.wait()
     assert set(getattr(caught.value, "__notes__", ())) <= {"and then: ZeroDivisionError: my policy"}
-    run.wait()  # told once
+    run.wait()  # the error is reported once
     run.close()
     assert CheckpointReader(directory).steps == (1, 2, 3)
 
@@ -242,7 +242,7 @@ def test_a_save_does_not_wait_for_a_deletion(directory: str) -> None:
 
 
 def test_a_step_that_is_being_replaced_is_not_deleted(local: str) -> None:
-    """A later step was begun meanwhile, so it is neither the last that was saved nor the last that was begun."""
+    """Two later saves have begun, so the step is neither the last saved step nor the last begun step."""
     watch = Watch()
     begun, collected = threading.Event(), threading.Event()
 
@@ -258,7 +258,7 @@ def test_a_step_that_is_being_replaced_is_not_deleted(local: str) -> None:
         watch.before = stop
         run.save(3, tree(3))
         run.save(2, tree(99), overwrite=True)
-        run.save(4, tree(4))  # waits until 3 is saved, and what it leaves to be collected is known
+        run.save(4, tree(4))  # waits until step 3 is saved, and until the steps to delete are known
         begun.set()
         assert run._run.take_errors() == []
         assert list(run.steps) == [2, 3]
@@ -305,8 +305,8 @@ def test_leftover_claims_are_removed_by_the_next_owner(memory: str) -> None:
         save_steps(run, [1, 2])
     claim = encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00"))
     store = store_of(memory)
-    store.put(f"2/{ROOT}", claim)  # a failed deletion
-    store.put(f"5/{ROOT}", claim)  # of a failed save
+    store.put(f"2/{ROOT}", claim)  # as after a failed deletion
+    store.put(f"5/{ROOT}", claim)  # as after a failed save
     store.put("5/model.safetensors", b"half")
     with Checkpointer(memory) as run:
         run.wait()
@@ -331,7 +331,7 @@ def test_a_claim_of_a_running_save_is_not_removed(memory: str) -> None:
 
     watch.before = stop
     with Checkpointer(through(memory), context=watched(watch)) as run:
-        assert cleaning.wait(60)  # it has not looked at the claims yet
+        assert cleaning.wait(60)  # the cleaner has not read the claims yet
         run.save(5, tree(5))
         assert gate.arrived.wait(60)
         goes_on.set()

@@ -1,4 +1,4 @@
-"""One step that is a link, or that the storage cannot read or delete, does not stop the collection of the others."""
+"""A step that is a link, or that the storage cannot read or delete, does not stop the deletion of other steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LATEST = LatestN(2)
 
 
 def _damage(kind: str, run: Path) -> None:
-    """Put something in the place of step 3."""
+    """Replace step 3 by something unusable."""
     other, step = run.parent / "other", run / "3"
     shutil.rmtree(step)
     if kind == "link out":
@@ -84,7 +84,7 @@ def test_a_link_out_of_a_run_does_not_stop_deletions_or_the_command(kind: str, t
 
 
 def test_an_unreadable_step_does_not_stop_the_run(directory: str) -> None:
-    """The step is left alone. Its possible bases are kept only if a user names them."""
+    """The unreadable step is kept. Steps that could be its bases are deleted, because the run does not know them."""
     watch = Watch()
     refused = StorageError("permission denied by the test")
     refused.errno = 13

@@ -33,7 +33,7 @@ def test_tasks_run_in_order_on_another_thread(cleaner: DeletionQueue) -> None:
         done.append(number)
 
     for number in range(20):
-        cleaner.begin(lambda number=number: work(number))  # type: ignore[misc]  # a default binds what the loop changes
+        cleaner.begin(lambda number=number: work(number))  # type: ignore[misc]  # the lambda has a default
     assert done == []
     goes_on.set()
     assert cleaner.take_errors() == []

@@ -1,4 +1,4 @@
-"""Events of a run, and that the table of phases lists exactly these."""
+"""Events of a run. The table of phases in the documentation lists exactly these events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpointer.runs import array_key, flip, save_steps, tree
 
 
 def phases(events: list[Event], operation: str, step: int | None) -> set[str]:
-    """The phases of an operation on a step."""
+    """Return the phases of an operation on a step."""
     return {event.phase for event in events if event.operation == operation and event.step == step}
 
 

@@ -96,4 +96,4 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match=r"exports\[0\]"):
-        Checkpointer(tmp_path / "run", strategy=StepExports(["weights"]))  # type: ignore[list-item]  # refused
+        Checkpointer(tmp_path / "run", strategy=StepExports(["weights"]))  # type: ignore[list-item]  # wrong on purpose

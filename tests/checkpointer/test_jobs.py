@@ -1,4 +1,4 @@
-"""Several processes keep the steps of one run together: they decide, save, fall back and fail as one."""
+"""Several processes share a run: they make the same decisions, save and fall back together, and fail together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE: Final = 3
 def job(
     directory: str, work: Callable[[Checkpointer, int], Any], **arguments: Any
 ) -> tuple[Sequence[Any], list[Watch]]:
-    """Do work on every rank, each with a run of its own; what each returned, and what each asked of the storage."""
+    """Run `work` on every rank with its own Checkpointer. Return the results and the storage requests by rank."""
     watches = [Watch() for _ in range(SIZE)]
 
     def run_rank(coordinator: Coordinator) -> Any:
@@ -49,8 +49,8 @@ def job(
 
 def watch_of(run: Checkpointer) -> Watch:
     """Return the storage requests of this rank."""
-    found: Watch = run.watch  # type: ignore[attr-defined]
-    return found
+    watch: Watch = run.watch  # type: ignore[attr-defined]
+    return watch
 
 
 def test_all_ranks_save_and_load_together(directory: str) -> None:
@@ -107,12 +107,12 @@ def test_all_ranks_fall_back_to_the_same_step(directory: str) -> None:
         (skipped,) = run.skipped_steps
         assert skipped.step == 3 and "a bad cable" in skipped.reason
         watch_of(run).before = lambda name, keys: None
-        save_steps(run, [3])  # what was found broken by one is replaced by all
+        save_steps(run, [3])  # all ranks replace a step that is damaged on one rank
         assert_is_step(run.load(), 3)
         return run.skipped_steps
 
-    found, _ = job(directory, work)
-    assert found == [()] * SIZE
+    results, _ = job(directory, work)
+    assert results == [()] * SIZE
 
 
 def test_all_ranks_raise_an_error_if_one_finds_no_valid_step(directory: str) -> None:
@@ -127,7 +127,7 @@ def test_all_ranks_raise_an_error_if_one_finds_no_valid_step(directory: str) -> 
         watch_of(run).before = damage
         with pytest.raises(CorruptCheckpointError, match="step 2: .*step 1: ") as first:
             run.load()
-        # Here some have filled their target with a step that the job did not load.
+        # Some ranks have filled their target with a step that the job did not load.
         with pytest.raises(TargetUndefinedError if rank != 2 else CheckpointError) as second:
             run.load_into(tree(0))
         return [type(first.value), type(second.value)]
@@ -158,7 +158,7 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
     clocks = {f"rank {rank}": itertools.count(1_000_000.0 * (rank + 1), 1.0 + rank) for rank in range(SIZE)}
 
     class Time:
-        """Clocks that disagree."""
+        """A replacement of the module `time` with another clock for each rank."""
 
         @staticmethod
         def time() -> float:
@@ -195,7 +195,7 @@ def test_a_preemption_notice_of_one_rank_applies_to_all(directory: str) -> None:
 
 
 def test_a_failing_preemption_notice_is_raised_on_all_ranks(directory: str) -> None:
-    """And not first after the deadline, as a rank that did not come."""
+    """The other ranks do not wait for the timeout, as they do for a missing rank."""
 
     def broken(step: int) -> bool:
         if step == 2:
@@ -211,8 +211,8 @@ def test_a_failing_preemption_notice_is_raised_on_all_ranks(directory: str) -> N
         save_steps(run, [3])
         return run.steps
 
-    found, _ = job(directory, work, preemption_notice=notices)
-    assert found == [(1, 3)] * SIZE
+    results, _ = job(directory, work, preemption_notice=notices)
+    assert results == [(1, 3)] * SIZE
 
 
 def test_an_error_of_the_leader_in_listing_is_raised_on_all_ranks(directory: str) -> None:
@@ -221,7 +221,7 @@ def test_an_error_of_the_leader_in_listing_is_raised_on_all_ranks(directory: str
 
     def work(run: Checkpointer, rank: int) -> None:
         run.load(1)
-        assert run._run.take_errors() == []  # else what cleans would meet the failure too, and tell it
+        run.wait()  # waits for the cleaner, which would otherwise fail, too, and report it
 
         def unplug(name: str, keys: Sequence[str]) -> None:
             if rank == 0:
@@ -253,7 +253,7 @@ def test_all_ranks_skip_the_same_save(directory: str) -> None:
     def work(run: Checkpointer, rank: int) -> list[bool]:
         gates[rank] = Gate(watch_of(run))
         saved = [run.save(1, tree(1)) is not None]
-        if rank == 0:  # who writes the arrays of this layout
+        if rank == 0:  # in this layout, only rank 0 writes arrays
             assert gates[0].arrived.wait(60)
         together.wait()
         saved.append(run.save(2, tree(2)) is not None)
@@ -298,7 +298,7 @@ def test_a_refusal_of_the_leader_is_raised_on_all_ranks(directory: str) -> None:
 
 
 def _at_removal(then: Callable[[], None]) -> Callable[[str, Sequence[str]], None]:
-    """Do something where a checkpoint is to vanish: where it is renamed, or where a claim replaces its root."""
+    """Return an action that calls `then` before a rename, or a claim in place of the root, removes a checkpoint."""
 
     def look(name: str, keys: Sequence[str]) -> None:
         if name == "rename" or (name == "put" and keys[0].endswith("checkpoint.json")):
@@ -334,7 +334,7 @@ def test_all_ranks_wait_until_the_leader_has_deleted(directory: str) -> None:
 
     def hesitate() -> None:
         waiting.wait(60)
-        threading.Event().wait(0.2)  # the others are to come to their `wait` first
+        threading.Event().wait(0.2)  # time for the other ranks to enter `wait`
         gone.set()
 
     def work(run: Checkpointer, rank: int) -> bool:
@@ -370,7 +370,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(directory: str) -> None:
 
 
 def test_readers_wait_together(directory: str) -> None:
-    """Their clocks and their listings differ; they see the same steps, and give up at the same time."""
+    """The readers have different clocks and listings, but they see the same steps, and time out at the same time."""
 
     def read(rank: int, context: ckptcore.Context) -> list[Any]:
         reader = CheckpointReader(directory, context=context)
@@ -385,6 +385,6 @@ def test_readers_wait_together(directory: str) -> None:
         save_steps(run, [0])
         saving = threading.Thread(target=lambda: save_steps(run, range(1, 20)))
         saving.start()
-        found = run_ranks(SIZE, read, timeout_seconds=30)
+        results = run_ranks(SIZE, read, timeout_seconds=30)
         saving.join()
-    assert found[0] == found[1] == found[2] == [*range(20), None]
+    assert results[0] == results[1] == results[2] == [*range(20), None]

@@ -1,6 +1,8 @@
-"""The number of times that a run lists its directory, and which entries are steps."""
+"""Listings of a run: how often it lists its directory, and which entries are steps."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,12 +15,12 @@ from tests.checkpointer.runs import ROOT, Watch, remove, save_steps, store_of, t
 
 
 def root_of_a_step(directory: str) -> bytes:
-    """A root that can be put under many names."""
+    """Return the root of a step, to be stored under many names."""
     ckptcore.save(f"{directory}-one/1", tree(1))
     return store_of(f"{directory}-one").get(f"1/{ROOT}")
 
 
-def test_opening_lists_once_however_many_steps_there_are(directory: str) -> None:
+def test_opening_a_run_with_many_steps_lists_once(directory: str) -> None:
     data = root_of_a_step(directory)
     store = store_of(directory)
     for step in range(200):
@@ -55,9 +57,9 @@ def test_opening_to_write_lists_the_steps_once(directory: str) -> None:
         before = len(watch.operations)
         run.save_blocking(5, tree(5))
         assert (run.latest, run.steps) == (5, (0, 1, 2, 3, 4, 5))
-        found = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
-        # A save sweeps the remains of failed saves at its own location; it does not read the other steps.
-        assert found.count(("",)) <= 1
+        listed = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
+        # A save lists the remains of failed saves at its own location, but does not read other steps.
+        assert listed.count(("",)) <= 1
 
 
 def test_a_load_does_not_list_the_steps(directory: str) -> None:
@@ -68,7 +70,7 @@ def test_a_load_does_not_list_the_steps(directory: str) -> None:
     before = len(watch.operations)
     reader.load(2)
     assert _listings(watch, before) == 0
-    reader.load()  # what another job saved since is found
+    reader.load()  # lists, because another job may have saved a step
     assert _listings(watch, before) == 1
 
 
@@ -114,25 +116,25 @@ def test_a_listing_does_not_undo_concurrent_changes_of_this_process(directory: s
     watch = Watch()
     with Checkpointer(through(directory), context=watched(watch)) as run:
         save_steps(run, [1, 2])
-        listed = run._steps.directories[0].list_names
+        changed: list[Sequence[str]] = []
 
-        def late() -> object:
-            names = listed()
-            run.save_blocking(3, tree(3))
-            run.delete(1)
-            run.wait()
-            return names
+        def change(name: str, keys: Sequence[str]) -> None:
+            if name == "list_names" and tuple(keys) == ("",) and not changed:
+                changed.append(keys)
+                run.save_blocking(3, tree(3))
+                run.delete(1)
+                run.wait()
 
-        run._steps.directories[0].list_names = late  # type: ignore[method-assign, assignment]
+        watch.after = change
         run.reload()
         assert list(run.steps) == [2, 3] and run.latest == 3
-        run._steps.directories[0].list_names = listed  # type: ignore[method-assign]
+        assert changed
         run.reload()
         assert list(run.steps) == [2, 3]
 
 
 def test_a_step_that_lost_its_root_is_listed_and_not_loaded(local: str) -> None:
-    """Its structure, its values and its checksums are lost, so the run resumes from the step before."""
+    """Without the root, structure, values and checksums are lost. The run resumes from the previous step."""
     with Checkpointer(local) as run:
         save_steps(run, [1, 2])
         remove(local, f"2/{ROOT}")

@@ -1,4 +1,4 @@
-"""Runs whose steps have unknown names: they continue, or an error lists the names in their directory."""
+"""Runs whose steps have unknown names. A run continues with these names, or an error lists them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names_in(directory: str) -> set[str]:
         (["Epoch9", "Epoch100"], "Epoch101"),
     ],
 )
-def test_a_run_with_another_prefix_continues_under_it(directory: str, names: list[str], next_name: str) -> None:
+def test_a_run_continues_with_the_prefix_of_its_steps(directory: str, names: list[str], next_name: str) -> None:
     save_as(directory, *names)
     store_of(directory).put("logs_3/events", b"x")
     store_of(directory).put("notes", b"x")
@@ -53,7 +53,7 @@ def test_a_run_with_another_prefix_continues_under_it(directory: str, names: lis
         assert run.steps == (first, 100, 101)
 
 
-def test_names_that_are_given_are_written(directory: str) -> None:
+def test_a_run_writes_the_names_that_the_caller_chooses(directory: str) -> None:
     save_as(directory, "ppo_1", "ppo_2")
     with Checkpointer(directory, step_names=StepNames.of("step_0000")) as run:
         assert list(run.steps) == [1, 2]
@@ -63,7 +63,7 @@ def test_names_that_are_given_are_written(directory: str) -> None:
     assert "step_0003/" in names_in(directory)
 
 
-def test_several_prefixes_are_an_error_that_says_how_to_choose(directory: str) -> None:
+def test_several_prefixes_are_an_error_with_the_possible_choices(directory: str) -> None:
     save_as(directory, "actor_09", "actor_10", "critic_2")
     for opens in (Checkpointer, CheckpointReader):
         with pytest.raises(InvalidLocationError, match=r"StepNames\.of\('actor_10'\) or StepNames\.of\('critic_2'\)"):
@@ -77,7 +77,7 @@ def test_several_prefixes_are_an_error_that_says_how_to_choose(directory: str) -
         assert run.steps == (5,)
 
 
-def test_steps_with_known_names_are_the_run_whatever_else_there_is(directory: str) -> None:
+def test_other_names_are_ignored_if_a_step_has_a_known_name(directory: str) -> None:
     save_as(directory, "3", "export_500", "best_2")
     assert CheckpointReader(directory).steps == (3,)
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_was_not_saved_as_a_step_is_never_deleted(directory: s
 
 
 @pytest.mark.parametrize("name", ["checkpoint_0.5", "checkpoint_-0.19632871448993683", "model_1e5", "loss=-3"])
-def test_a_number_that_is_no_step(directory: str, name: str) -> None:
+def test_a_name_with_another_number_is_not_a_step(directory: str, name: str) -> None:
     ckptcore.save(f"{directory}/{name}", tree(1))
     with pytest.raises(InvalidLocationError, match=r"no whole number.*ckptcore\.load\(") as raised:
         CheckpointReader(directory)
@@ -121,7 +121,7 @@ def test_files_of_keras_are_named(directory: str, names: list[str], named: str) 
     assert CheckpointReader(directory).latest == 1
 
 
-def test_numbered_safetensors_files_are_read_as_the_error_says(directory: str) -> None:
+def test_the_remedy_for_numbered_safetensors_files_works(directory: str) -> None:
     ckptcore.save(f"{directory}-other", tree(7))
     (key,) = [key for key in store_of(f"{directory}-other").list("") if key.endswith(".safetensors")]
     data = store_of(f"{directory}-other").get(key)
@@ -138,8 +138,8 @@ def test_numbered_safetensors_files_are_read_as_the_error_says(directory: str) -
         assert run.steps == (7, 12, 13)
 
 
-def test_a_directory_that_other_software_saved_is_no_run(directory: str) -> None:
-    """The files of one checkpoint, and shards, are not steps."""
+def test_a_checkpoint_of_other_software_is_not_a_run(directory: str) -> None:
+    """Files of one checkpoint, such as shards, are not steps."""
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "rank_0.pt", "rank_1.pt"):
         store_of(directory).put(name, b"x")
     assert CheckpointReader(directory).latest is None
@@ -156,7 +156,7 @@ def test_a_directory_that_other_software_saved_is_no_run(directory: str) -> None
         ["5.orbax-checkpoint-tmp-17/default/_METADATA", "ppo_6.orbax-checkpoint-tmp/default/_METADATA"],
     ],
 )
-def test_a_new_run_in_a_directory_with_other_files_begins(directory: str, keys: list[str]) -> None:
+def test_a_new_run_can_begin_in_a_directory_with_other_files(directory: str, keys: list[str]) -> None:
     for key in keys:
         store_of(directory).put(key, b"{}")
     with Checkpointer(directory) as run:
@@ -165,7 +165,7 @@ def test_a_new_run_in_a_directory_with_other_files_begins(directory: str, keys: 
         assert run.steps == (1,)
 
 
-def test_weights_for_the_start_of_a_run_are_no_step(directory: str) -> None:
+def test_initial_weights_of_a_run_are_not_a_step(directory: str) -> None:
     ckptcore.save(f"{directory}-other", tree(7))
     (key,) = [key for key in store_of(f"{directory}-other").list("") if key.endswith(".safetensors")]
     store_of(directory).put("model.safetensors", store_of(f"{directory}-other").get(key))
@@ -181,7 +181,7 @@ def test_weights_for_the_start_of_a_run_are_no_step(directory: str) -> None:
         "epoch_100/model.h5",
     ],
 )
-def test_steps_in_parts_are_named(directory: str, part: str) -> None:
+def test_the_error_names_a_part_of_a_step(directory: str, part: str) -> None:
     store_of(directory).put(part, b"x")
     with pytest.raises(InvalidLocationError, match=f"has files of a checkpoint, such as {part}"):
         CheckpointReader(directory)
@@ -218,7 +218,7 @@ def test_all_ranks_raise_the_error(directory: str) -> None:
     assert all("several kinds of names" in str(error) for error in raised.value.exceptions)
 
 
-def test_a_run_with_steps_costs_one_small_request(directory: str) -> None:
+def test_opening_a_run_with_steps_takes_one_small_request(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, range(5))
     save_as(directory, "export_1", "export_2")
@@ -241,7 +241,7 @@ def test_an_entry_that_cannot_be_read_does_not_hide_the_others(directory: str) -
 
 
 @pytest.mark.parametrize("key", ["epoch=0-step=5.ckpt", "100/rank.metadata", "ppo_100/rank.metadata", "ckpt_3.pt"])
-def test_steps_of_a_layout_that_is_not_installed_are_named(
+def test_the_error_names_steps_of_a_layout_that_is_not_installed(
     directory: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_of(directory).put(key, b"x")

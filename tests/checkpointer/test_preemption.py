@@ -1,4 +1,4 @@
-"""A run whose machine is going to be preempted saves once more."""
+"""Preemption: a run saves once more before its machine is preempted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("alive", flush=True)
 
 
 def run_loop(directory: str, before: str = "", after: str = "signal.SIG_DFL") -> tuple[int, list[str]]:
-    """A training loop in a process of its own that gets SIGTERM: how it ended, and what it printed."""
+    """Run a training loop in a new process, and send SIGTERM. Return the exit status and the printed lines."""
     code = LOOP.format(before=before, after=after)
     process = subprocess.Popen(
         [sys.executable, "-c", code, directory],
@@ -80,14 +80,14 @@ def test_the_previous_handler_is_called_and_restored(local: str) -> None:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Put the handler of this process back, and let no signal end the tests."""
+    """Ignore SIGTERM during a test, and restore the handler of this process."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGTERM, before)
 
 
 def terminate() -> None:
-    """Send SIGTERM to this process; its Python handler runs before this returns."""
+    """Send SIGTERM to this process. Its Python handler runs before this function returns."""
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -125,7 +125,7 @@ def test_outside_the_main_thread_the_error_names_the_remedy(local: str) -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(caught[0]) and "preemption_notice" in str(caught[0])
-    Checkpointer(local).close()  # it was let go
+    Checkpointer(local).close()  # the directory was released
 
 
 def test_two_checkpointers_handle_the_signal_and_restore_it_in_any_order(restored: None) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,18 +20,21 @@ from tests.checkpointer.runs import Watch, assert_is_step, keys_of, save_steps, 
 REPOSITORY: Final = Path(__file__).parents[2]
 
 
-def evaluate(directory: str, last: int) -> list[int]:
-    """Evaluate each step that can be pinned until a step is seen; those that were."""
+def evaluate(directory: str, last: int, on_step: Callable[[], object]) -> list[int]:
+    """Evaluate each step that can be pinned, up to step `last`. Return the evaluated steps.
+
+    Call `on_step` for each listed step, before it is pinned, so that the writer can save and delete meanwhile.
+    """
     reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
     seen: list[int] = []
     for step in reader.new_steps(timeout=60, poll_seconds=0.001):
+        on_step()
         try:
             with reader.pin(step):
                 for _ in range(2):
                     assert_is_step(reader.load(step), step)
-                    time.sleep(0.001)
         except ckptcore.CheckpointError as error:
-            # It may be deleted between being seen and being pinned, and in no other moment.
+            # A step can be deleted only before it is pinned.
             assert isinstance(error, FileNotFoundError), error
             assert "has no committed step" in str(error), error
         else:
@@ -45,10 +47,11 @@ def evaluate(directory: str, last: int) -> list[int]:
 def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
     results: list[list[int]] = []
     errors: list[BaseException] = []
+    listed = threading.Semaphore(0)
 
     def run_evaluator() -> None:
         try:
-            results.append(evaluate(directory, 60))
+            results.append(evaluate(directory, 60, listed.release))
         except BaseException as error:  # noqa: BLE001  # raised again below
             errors.append(error)
 
@@ -58,7 +61,7 @@ def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
             thread.start()
         for step in range(61):
             run.save(step, tree(step))
-            time.sleep(0.005)
+            assert listed.acquire(timeout=120), errors
         run.wait()
         for thread in threads:
             thread.join(120)
@@ -71,10 +74,11 @@ def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
 
 
 def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str) -> None:
-    """No pin of the caller's: a load pins by itself, and looks again where what it knew was deleted."""
+    """The caller pins nothing. A load pins its step, and lists the steps again if the step was deleted."""
     stop = threading.Event()
     errors: list[BaseException] = []
     loads: list[int] = []
+    loaded = threading.Semaphore(0)
 
     def read() -> None:
         reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
@@ -85,6 +89,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
                 assert_is_step(value, reader.restored_step)
                 assert reader.skipped_steps == ()
                 loads.append(reader.restored_step)
+                loaded.release()
         except BaseException as error:  # noqa: BLE001  # raised again below
             errors.append(error)
 
@@ -94,7 +99,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
         thread.start()
         for step in range(1, 60):
             run.save(step, tree(step))
-            time.sleep(0.002)
+            assert loaded.acquire(timeout=120), errors
         run.wait()
         stop.set()
         thread.join(120)
@@ -103,7 +108,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
 
 
 WRITER: Final = """
-import sys, time
+import sys
 import ckptcore
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import tree
@@ -111,21 +116,29 @@ context = ckptcore.Context(durability="none")
 with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=context) as run:
     for step in range(101):
         run.save(step, tree(step))
-        time.sleep(0.01)
+        sys.stdin.readline()  # the evaluator has listed a step
 """
 
 
 @pytest.mark.system
 def test_an_evaluator_can_run_in_another_process(local: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, local], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, local],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    write = process.stdin.write
     try:
-        seen = evaluate(local, 100)
+        seen = evaluate(local, 100, lambda: write("\n"))
     finally:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert seen[-1] == 100
-    # One may have been pinned as the last was saved, and the next one while that was asked; the next collection takes
-    # both.
+    # The evaluator can have pinned two steps while the last step was saved. The next save deletes them.
     with Checkpointer(local, preservation_policy=LatestN(1)) as run:
         assert run.latest == 100 and len(run.steps) <= 3
         save_steps(run, [101])
@@ -217,7 +230,7 @@ def test_a_step_has_its_metadata(directory: str) -> None:
         run.save_blocking(1, tree(1), metadata={"a": 1})
         run.save_checkpointables(2, {"model": tree(2)}, metadata={"b": 2})
         run.wait()
-        one: Any = run.metadata(1)
-        two: Any = run.metadata(2)
-        assert one.custom == {"a": 1} and two.custom == {"b": 2}
-        assert_is_step(run.load(1, one.abstract), 1)
+        first: Any = run.metadata(1)
+        second: Any = run.metadata(2)
+        assert first.custom == {"a": 1} and second.custom == {"b": 2}
+        assert_is_step(run.load(1, first.abstract), 1)

@@ -1,4 +1,4 @@
-"""A load of the newest step passes over what is damaged, and over nothing else."""
+"""Loads of the newest step: they skip damaged steps, and no other steps."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ from tests.checkpointer.runs import (
 
 
 def damaged_root(directory: str, step: str) -> None:
-    """A root with a flipped bit."""
+    """Flip a bit in the root."""
     flip(directory, f"{step}/{ROOT}", 200)
 
 
 def short_root(directory: str, step: str) -> None:
-    """A root that is cut off."""
+    """Truncate the root."""
     cut(directory, f"{step}/{ROOT}")
 
 
 def empty_root(directory: str, step: str) -> None:
-    """A root without a byte."""
+    """Empty the root."""
     store_of(directory).put(f"{step}/{ROOT}", b"")
 
 
 def flipped_bit(directory: str, step: str) -> None:
-    """An array with a flipped bit."""
+    """Flip a bit in an array."""
     flip(directory, array_key(directory, step))
 
 
 def short_file(directory: str, step: str) -> None:
-    """A file that is cut off."""
+    """Truncate the file with the arrays."""
     cut(directory, array_key(directory, step))
 
 
 def missing_file(directory: str, step: str) -> None:
-    """A file that is gone."""
+    """Delete the file with the arrays."""
     remove(directory, array_key(directory, step))
 
 
@@ -91,7 +91,7 @@ def test_a_load_falls_back_from_a_damaged_step(directory: str, damage: Callable[
             run.load(30)
         assert_is_step(run.load(10), 10)
         assert run.restored_step == 10 and run.skipped_steps == ()
-        # What was found broken is replaced without asking, and is whole then.
+        # A step that was found damaged is replaced without `overwrite`.
         save_steps(run, [30])
         with pytest.raises(CheckpointExistsError):
             run.save(30, tree(31))
@@ -204,7 +204,7 @@ def test_a_storage_error_is_not_treated_as_damage(directory: str) -> None:
 
 
 def newer_version(directory: str, step: str) -> None:
-    """Give a step a newer format version."""
+    """Set a newer format version in a step."""
     store = store_of(directory)
     store.put(f"{step}/{ROOT}", sealed({**json.loads(store.get(f"{step}/{ROOT}")), "version": 99}))
 
@@ -220,7 +220,7 @@ def test_a_newer_format_version_is_not_treated_as_damage(directory: str) -> None
 
 
 def target() -> dict[str, Any]:
-    """Arrays to be filled."""
+    """Return arrays for a load to fill."""
     return {"b": np.full(7, -1), "step": -1, "w": np.full((3, 5), -1, np.float32)}
 
 
@@ -247,7 +247,7 @@ def test_a_partly_filled_target_is_filled_completely_from_the_older_step(directo
 
 
 def test_a_changed_target_is_reported_with_any_later_error(directory: str) -> None:
-    """The newer step fills it in part; then the older one is too broken, or too different, to touch it."""
+    """The newer step fills a part of the target. The older step differs or is damaged, so it changes nothing."""
     into = {"a": np.zeros(1 << 20, np.int64), "z": np.zeros(1 << 20, np.int64)}
     with Checkpointer(directory) as run:
         run.save_blocking(1, {"other": np.zeros(3)})
@@ -262,7 +262,7 @@ def test_a_changed_target_is_reported_with_any_later_error(directory: str) -> No
 
 
 def test_the_run_continues_from_the_loaded_step(directory: str) -> None:
-    """The epoch of the damaged step is saved again, and the step that was loaded stays."""
+    """The epoch of the damaged step is saved again, and the loaded step is kept."""
     with Checkpointer(directory) as run:
         for step, epoch in [(10, 1), (20, 2), (30, 3)]:
             run.save(step, tree(step), epoch=epoch)

@@ -1,4 +1,4 @@
-"""Steps that a Checkpointer saves: when, and under which name."""
+"""Steps that a Checkpointer saves: when it saves, and under which names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_several_objects_are_restored(directory: str) -> None:
     with Checkpointer(directory) as run:
         handle = run.save_checkpointables(7, {"model": tree(7), "rng": generator})
         assert handle is not None
-        expected = generator.integers(1000, size=4)  # it may advance once the call returned
+        expected = generator.integers(1000, size=4)  # the generator may advance after the call
         run.wait()
         other = np.random.default_rng(2)
         loaded = run.load_checkpointables(abstract={"model": None}, into={"rng": other})
@@ -101,7 +101,7 @@ def test_metadata_of_a_step_is_stored(directory: str) -> None:
 def test_metadata_of_a_directory_must_be_json(directory: str, metadata: Any) -> None:
     with pytest.raises(ValueError, match="metadata= must be JSON"):
         Checkpointer(directory, metadata=metadata)
-    Checkpointer(directory).close()  # it was let go
+    Checkpointer(directory).close()  # the directory was released
 
 
 def test_damaged_metadata_of_a_directory_can_be_written_again(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""A storage whose lists are behind: a step that was deleted is still listed, and one that was saved is not yet."""
+"""Stale lists of a storage: a deleted step is still listed, and a new step is not listed yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.checkpointer.runs import assert_is_step, keys_of, remove, save_steps
 
 
 class _StaleLists:
-    """Lets the lists of storages in memory stay as they are now."""
+    """A patch of storages in memory: their lists always show the given steps."""
 
     def __init__(self, patch: pytest.MonkeyPatch, directory: str, steps: Sequence[int]) -> None:
         names = [f"{step}/" for step in steps]

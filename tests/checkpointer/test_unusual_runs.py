@@ -1,4 +1,4 @@
-"""Findings of reviews: runs that were set back, damaged steps, unusual directories and programs."""
+"""Unusual runs: runs that go back, damaged steps, and unusual directories and programs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# --- runs that were set back ------------------------------------------------------------------------------------------
+# --- runs that go back ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_is_replaced_is_not_deleted_by_an_older_plan(directory: str) -> None:
@@ -141,14 +141,14 @@ def test_epochs_are_counted_from_the_loaded_step(directory: str) -> None:
         assert run.should_save(20, epoch=2)
 
 
-def test_saving_below_a_newer_step_warns(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_below_a_newer_step_logs_a_warning(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [10, 20, 30, 40])
     with caplog.at_level(logging.WARNING, "ckptcore"):
         with Checkpointer(directory) as run:
             run.load(20)
             save_steps(run, [25])
-            save_steps(run, [26])  # this is no news
+            save_steps(run, [26])  # no second warning
         assert len(caplog.records) == 1
         assert "step 25 is saved below step 40" in caplog.messages[0]
         caplog.clear()
@@ -180,7 +180,7 @@ def test_a_job_can_go_back_as_documented(directory: str) -> None:
     assert run_ranks(2, work, timeout_seconds=30) == [(4, 5), (4, 5)]
 
 
-# --- steps that were damaged ------------------------------------------------------------------------------------------
+# --- damaged steps ----------------------------------------------------------------------------------------------------
 
 
 def cut_off(directory: str, step: str) -> None:
@@ -210,7 +210,7 @@ def test_the_only_step_with_complete_files_is_kept(
                 run.save_checkpointables(step, {"model": tree(step)})
     damage(directory, "20")
     with Checkpointer(directory) as run:
-        run.delete(5)  # 10 stays
+        run.delete(5)  # step 10 is kept
         run.wait()
         with pytest.raises(OnlyStepError):
             run.delete(10)
@@ -263,7 +263,7 @@ def test_processes_agree_on_the_named_step(directory: str) -> None:
             if rank == 0:
                 for key in keys_of(directory, "2/data.rank_1/"):
                     store_of(directory).put(key, b"x")
-            run.reload()  # not before the leader has come here
+            run.reload()  # waits for the leader
             data = Position()
             with pytest.raises(CheckpointError) as caught:
                 run.load_checkpointables(2, ["model"], into={"data": data})
@@ -304,9 +304,9 @@ def test_a_step_is_not_a_directory_of_steps(directory: str, step: str) -> None:
         run.save(60, tree(60))
     place = f"{directory}/{step}"
     before = keys_of(place)
-    for opened in (Checkpointer, CheckpointReader):
+    for kind in (Checkpointer, CheckpointReader):
         with pytest.raises(InvalidLocationError, match="is a checkpoint itself"):
-            opened(place)
+            kind(place)
     assert keys_of(place) == before
     assert ckptcore.verify(place).ok
     if "://" not in directory:
@@ -320,7 +320,7 @@ def test_a_pin_of_a_missing_step_creates_no_files(directory: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_loads_what_was_committed_since(directory: str) -> None:
+def test_a_reader_loads_steps_that_were_committed_after_it_opened(directory: str) -> None:
     with Checkpointer(directory) as run:
         save_steps(run, [1])
         reader = CheckpointReader(directory)

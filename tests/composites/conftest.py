@@ -21,7 +21,7 @@ def context() -> ckptcore.Context:
 
 @pytest.fixture(params=["file", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A directory for checkpoints, on storage with directories and on storage without."""
+    """Return a location for checkpoints, on a storage with directories and on one without."""
     return str(tmp_path / "run") if request.param == "file" else f"memory://{tmp_path.name}"
 
 

@@ -2,7 +2,8 @@
 
 A tree is a directory with ``index.shelf`` (JSON: dtype, shape and boxes of each array by name) and an object for each
 box. A checkpoint is a directory with ``SHELF`` (JSON: the writer, the user's metadata, and the content). A single tree
-is at ``tree/``; several checkpointables are at their names. A checkpointable without an index is files.
+is in ``tree/``. Each of several checkpointables is in a directory with its name. A checkpointable without an index
+consists of files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TREE = "tree/"
 
 
 class ShelfLayout(Layout):
-    """Writes and reads shelves."""
+    """A layout that writes and reads shelves."""
 
     name = "shelf"
 
@@ -70,8 +71,8 @@ class ShelfLayout(Layout):
         for number, item in enumerate(plan.items):
             for part, (box, array) in enumerate(zip(item.boxes, snapshot.take(number), strict=True)):
                 key = f"{item.leaf}.{plan.rank}.{part}.box"
-                opened = _opener(box, array)
-                segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, opened, lambda: None)
+                open_box = _opener(box, array)
+                segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, open_box, lambda: None)
                 store.write(prefix + key, [segment])
                 rows.append([item.leaf, key, list(box.start), list(box.stop)])
             snapshot.release(number)
@@ -97,7 +98,7 @@ class ShelfLayout(Layout):
         store.put(MARK, json.dumps(document).encode())
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the boxes, each of which is an object."""
+        """Return the boxes of all arrays. Each box is an object."""
         columns = ChunkColumns()
         for leaf, places in _decode(tree, state).items():
             for key, box in places:
@@ -134,7 +135,7 @@ class ShelfLayout(Layout):
 
 
 class ShelfPlugin:
-    """Offers the layout."""
+    """A plugin with the layout ``shelf``."""
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
@@ -197,12 +198,12 @@ def _said(mark: Any) -> tuple[dict[str, JSON], dict[str, float], str | None]:
 
 def _members(store: ReadStore) -> dict[str, MemberKind]:
     """Return the names on the shelf, without names with an underscore at the start, which the software reserves."""
-    found: dict[str, MemberKind] = {}
+    members: dict[str, MemberKind] = {}
     for entry in store.list_names():
         if entry.endswith("/") and not entry.startswith(("_", ".")):
             names = store.list_names(entry)
-            found[entry[:-1]] = "files" if INDEX not in names and "strange" not in names else "tree"
-    return found
+            members[entry[:-1]] = "files" if INDEX not in names and "strange" not in names else "tree"
+    return members
 
 
 def _inspection(
@@ -223,10 +224,10 @@ def _inspection(
     return Inspection(tree, {"prefix": prefix, "rows": rows}, "shelfware 3", custom, metrics, created)
 
 
-def _count(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < 1 << 62:
-        raise ValueError(f"{found!r:.40} is no count")
-    return found
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def _decode(tree: TreeMetadata, state: JSON) -> dict[int, list[tuple[str, Box]]]:

@@ -1,4 +1,4 @@
-"""Objects that save themselves, in each way that the core tells apart."""
+"""Objects of each kind that the core saves: with a state tree, with a state, and with files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Linear:
         self.bias = np.arange(4.0) + version
 
     def get_state_tree(self) -> dict[str, Any]:
-        """Its arrays."""
+        """Return the arrays."""
         return {"weight": self.weight, "bias": self.bias}
 
     def set_state_tree(self, state_tree: dict[str, Any]) -> None:
-        """Take them."""
+        """Set the arrays."""
         self.weight, self.bias = state_tree["weight"], state_tree["bias"]
 
 
 class Counter:
-    """An iterator: every process has one of its own."""
+    """An iterator with a state that differs between processes."""
 
     def __init__(self, position: int = 0) -> None:
         self.position = position
@@ -43,16 +43,16 @@ class Counter:
         return self.position - 1
 
     def get_state(self) -> dict[str, Any]:
-        """Its own lists, which it goes on changing."""
+        """Return the state, including a list that later calls change."""
         return {"position": self.position, "seen": self.seen}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue at a stored position."""
         self.position, self.seen = state["position"], list(state["seen"])
 
 
 class Files:
-    """Writes files of its own, the last of them in the background; can fail on the way."""
+    """An object that writes its files in the background. It can fail in each method."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         self.files = dict(files or {})
@@ -62,7 +62,7 @@ class Files:
         self.then: Callable[[Path], None] | None = None
 
     def save(self, directory: Path) -> Callable[[], None]:
-        """Capture."""
+        """Return a function that writes the current files."""
         files = dict(self.files)
         (directory / "early").write_bytes(b"before the continuation")
         if self.save_error is not None:
@@ -82,7 +82,7 @@ class Files:
         return go_on
 
     def load(self, directory: Path) -> None:
-        """Take the state."""
+        """Replace the files by those in the directory."""
         self.files = {}
         if self.load_error is not None:
             raise self.load_error

@@ -1,4 +1,4 @@
-"""Captured state of an asynchronous save of several objects, and its memory."""
+"""Asynchronous saves of several objects: captured state, and limits of memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_changes_after_the_call_are_not_saved(save_bytes: int | None, place: str
 
 
 def _bounded(location: str, objects: dict[str, object], context: ckptcore.Context, written: threading.Event) -> Any:
-    """A bounded save returns only once all is copied, which takes the writer."""
+    """Save with a memory limit. Let the writer continue, because the call returns only after all copies are made."""
     written.set()
     return ckptcore.save_checkpointables_async(location, objects, metadata={"at": 1}, context=context)
 
 
 def test_the_caller_can_change_the_state_before_the_files_are_written(tmp_path: Path) -> None:
-    """The save returned, and its writer pauses in the middle."""
+    """The writer pauses after the save returned."""
     go_on = threading.Event()
     files = Files({"a": b"1"})
     files.then = lambda directory: None if go_on.wait(60) else pytest.fail("the main thread did not continue")
@@ -95,7 +95,7 @@ def test_a_memory_limit_applies_to_all_members(limit: int, tmp_path: Path, monke
             array[...] = -1
     handle.result()
     assert held == 0
-    # A small member is written in one piece, whatever the limit; but never two of them at a time.
+    # A small member is copied whole even if it exceeds the limit, but two members are never copied at a time.
     assert 0 < most <= max(limit, 9 * 40_000)
     for m in range(4):
         loaded = ckptcore.load(tmp_path / "c" / f"member {m}")

@@ -1,4 +1,4 @@
-"""Metadata, verification, conversion of composites, and what a load of one name reads."""
+"""Composites: metadata, verification, conversion, and the bytes that a load of one name reads."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tests.composites.objects import Counter, Files, Linear
 
 def save_all(location: str, version: int = 3, **options: object) -> None:
     objects = {"model": Linear(version), "data": Counter(version), "files": Files({"a/b": b"%d" % version, "c": b""})}
-    ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # passed on
+    ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # the options are passed on
 
 
 def test_metadata_can_be_read_by_name(place: str) -> None:
     save_all(place + "/c", metadata={"note": [1, None]})
-    found = ckptcore.metadata(place + "/c")
-    assert found.custom == {"note": [1, None]} and found.checkpointables.deleted == ()
-    assert found.checkpointables.processes == {"data": 1, "files": 1}
-    model = found.checkpointables["model"]
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.custom == {"note": [1, None]} and metadata.checkpointables.deleted == ()
+    assert metadata.checkpointables.processes == {"data": 1, "files": 1}
+    model = metadata.checkpointables["model"]
     assert model.abstract == {
         "weight": ckptcore.AbstractArray((3, 4), "float32"), "bias": ckptcore.AbstractArray((4,), "float64"),
     }  # fmt: skip
-    assert model.save_id == found.save_id and model.layout == "safetensors" and model.nbytes == 80
-    assert list(found.checkpointables["files"].objects) == ["a/b", "c"]
-    assert found.nbytes == 81
+    assert model.save_id == metadata.save_id and model.layout == "safetensors" and model.nbytes == 80
+    assert list(metadata.checkpointables["files"].objects) == ["a/b", "c"]
+    assert metadata.nbytes == 81
     loaded = ckptcore.load_checkpointables(place + "/c", {"model": model.abstract})
     assert same_value(loaded["model"], Linear(3).get_state_tree())
-    assert "write" in [event.phase for event in found.timeline]
+    assert "write" in [event.phase for event in metadata.timeline]
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -125,7 +125,7 @@ def test_all_roots_have_one_format_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_load_during_an_overwrite_returns_one_save(scheme: str, tmp_path: Path) -> None:
-    """The checkpoint is replaced before each operation of a load: the load returns one save, old or new."""
+    """The checkpoint is replaced before each operation of a load. The load returns either the old or the new save."""
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     save_all(f"{above}/count")
     counting = FaultPlan()
@@ -137,7 +137,7 @@ def test_a_load_during_an_overwrite_returns_one_save(scheme: str, tmp_path: Path
     for number in range(len(counting.operations)):
         location = f"{above}/{number}"
         save_all(location, 1)
-        plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # bound now
+        plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # the default binds the value
         model, files = Linear(0), Files()
         loaded = ckptcore.load_checkpointables(
             through(location),

@@ -30,10 +30,10 @@ def _member_metadata(location: str, context: ckptcore.Context) -> set[Any]:
 
 
 def _metadata(location: str, context: ckptcore.Context) -> set[Any]:
-    found = ckptcore.metadata(location, context=context)
-    assert not found.checkpointables.deleted
-    assert {told.save_id for told in found.checkpointables.values()} == {found.save_id}
-    return {found.custom["version"], *(told.abstract["version"] for told in found.checkpointables.values())}
+    metadata = ckptcore.metadata(location, context=context)
+    assert not metadata.checkpointables.deleted
+    assert {told.save_id for told in metadata.checkpointables.values()} == {metadata.save_id}
+    return {metadata.custom["version"], *(told.abstract["version"] for told in metadata.checkpointables.values())}
 
 
 def _verify(location: str, context: ckptcore.Context) -> set[Any]:
@@ -47,7 +47,7 @@ def _verify(location: str, context: ckptcore.Context) -> set[Any]:
 def test_a_load_returns_the_state_of_one_save(
     read: Callable[[str, ckptcore.Context], set[Any]], scheme: str, tmp_path: Path
 ) -> None:
-    """It is replaced before each operation of a read: nothing fails, and all is of the old one or of the new one."""
+    """The checkpoint is replaced before each operation of a read. The result is of the old or of the new save."""
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     _save(f"{above}/count", 1)
     counting = FaultPlan()
@@ -55,7 +55,7 @@ def test_a_load_returns_the_state_of_one_save(
     for number in range(len(counting.operations)):
         location = f"{above}/{number}"
         _save(location, 1)
-        plan = InterruptedPlan(number, lambda location=location: _save(location, 2))  # type: ignore[misc]  # bound now
+        plan = InterruptedPlan(number, lambda location=location: _save(location, 2))  # type: ignore[misc]  # the default binds the value
         versions = read(through(location), faulty_context(location, plan))
         assert plan.interrupted and len(versions) == 1, f"a mix of {versions}, after operation {number}"
 
@@ -93,7 +93,7 @@ def test_a_conversion_does_not_replace_a_concurrent_save(scheme: str, tmp_path: 
     other = {"w": np.full(3, 7)}
 
     class Meanwhile(FaultPlan):
-        """Once what was converted is there, another process replaces both."""
+        """Replaces the source and the destination once the converted checkpoint exists."""
 
         done = False
 

@@ -1,4 +1,4 @@
-"""Objects that fail while they are saved or loaded: nothing is committed or left, and the next save succeeds."""
+"""Objects that fail in a save or load. Nothing is committed, no file remains, and the next save succeeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.composites.objects import Counter, Files, Linear, staged
 
 
 class _BrokenState(Counter):
-    """Cannot say where it is."""
+    """An object that fails to return its state."""
 
     def get_state(self) -> dict[str, Any]:
         raise RuntimeError("no state")
@@ -110,14 +110,16 @@ class _BrokenSetter(Counter):
         raise KeyError("position")
 
 
-def test_a_state_that_an_object_refuses_is_an_error(place: str) -> None:
+def test_an_object_that_refuses_its_stored_state_fails_the_load(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"data": Counter(3)})
     with pytest.raises(TreeMismatchError, match=f"{place}/c/data.* refused its stored state: KeyError: 'position'"):
         ckptcore.load_checkpointables(place + "/c", into={"data": _BrokenSetter()})
 
 
 @pytest.mark.parametrize("with_files", [False, True])
-def test_a_deletion_after_an_object_was_changed_leaves_the_target_undefined(with_files: bool, place: str) -> None:
+def test_if_the_checkpoint_is_deleted_after_an_object_changed_the_target_is_undefined(
+    with_files: bool, place: str
+) -> None:
     location = place + "/c"
 
     class Gone(Counter):
@@ -131,12 +133,12 @@ def test_a_deletion_after_an_object_was_changed_leaves_the_target_undefined(with
             ckptcore.delete(location)
 
     ckptcore.save_checkpointables(location, {"it": Files({"a": b"1"}) if with_files else Counter(3), "b": {"x": 1}})
-    found = GoneFiles() if with_files else Gone()
+    target = GoneFiles() if with_files else Gone()
     with pytest.raises(TargetUndefinedError, match="replaced or deleted"):
-        ckptcore.load_checkpointables(location, into={"it": found})
+        ckptcore.load_checkpointables(location, into={"it": target})
 
 
-def test_the_error_of_late_damage_names_changed_objects(tmp_path: Path) -> None:
+def test_the_error_names_objects_that_changed_before_damage_was_found(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": Linear(3), "params": {"w": np.ones(3)}, "files": Files({"a": b"1"})}
     )
@@ -171,12 +173,12 @@ def test_a_disk_error_while_copying_files_fails_the_load(place: str, monkeypatch
     def no_room(directory: Any, exist_ok: bool = False) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    found = Files({"as it": b"was"})
+    files = Files({"as it": b"was"})
     monkeypatch.setattr("ckptcore.loading.targets.os.makedirs", no_room)
     with pytest.raises(StorageError, match="no space left") as caught:
-        ckptcore.load_checkpointables(place + "/c", into={"files": found})
+        ckptcore.load_checkpointables(place + "/c", into={"files": files})
     assert not isinstance(caught.value, TargetUndefinedError)
-    assert found.files == {"as it": b"was"}
+    assert files.files == {"as it": b"was"}
 
 
 @pytest.mark.system
@@ -224,7 +226,7 @@ class _Position:
         self.number = state["number"]
 
 
-def test_a_rank_whose_objects_were_restored_puts_them_back_if_another_one_refuses(tmp_path: Path) -> None:
+def test_all_ranks_reset_their_objects_if_an_object_of_one_rank_refuses(tmp_path: Path) -> None:
     def save(rank: int, context: Context) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", {"a": _Position(5), "b": _Position(6)}, context=context)
 
@@ -238,7 +240,7 @@ def test_a_rank_whose_objects_were_restored_puts_them_back_if_another_one_refuse
     assert list(run_ranks(2, load)) == [(1, 1), (1, 1)]
 
 
-def test_damaged_files_leave_objects_as_they_were(tmp_path: Path) -> None:
+def test_damaged_files_change_no_object(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"position": _Position(5), "files": Files({"a": b"1"})})
     (tmp_path / "c" / "files" / "a").write_bytes(b"2")
     position = _Position(1)

@@ -1,4 +1,4 @@
-"""Objects that write files of their own: every file comes back as it was, or the load says what is wrong."""
+"""Objects that write files. A load restores every file exactly or reports the problem."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_files_of_every_size_and_name_are_restored(place: str) -> None:
         "model.safetensors": b"no such",
     }  # fmt: skip
     ckptcore.save_checkpointables(place + "/c", {"files": Files(files)})
-    found = Files()
-    ckptcore.load_checkpointables(place + "/c", into={"files": found})
-    assert found.files == files
+    target = Files()
+    ckptcore.load_checkpointables(place + "/c", into={"files": target})
+    assert target.files == files
     assert ckptcore.load_checkpointables(place + "/c")["files"] == files
     assert set(ckptcore.metadata(place + "/c/files").objects) == set(files)
     assert ckptcore.metadata(place + "/c").nbytes == sum(map(len, files.values()))
@@ -56,12 +56,12 @@ def test_files_of_every_size_and_name_are_restored(place: str) -> None:
 
 def test_an_object_can_write_no_files(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files()})
-    found = Files({"a": b""})
-    ckptcore.load_checkpointables(place + "/c", into={"files": found})
-    assert found.files == {}
+    target = Files({"a": b""})
+    ckptcore.load_checkpointables(place + "/c", into={"files": target})
+    assert target.files == {}
 
 
-def test_a_load_of_files_has_a_report(place: str) -> None:
+def test_a_load_of_files_fills_the_report(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"12345", "b": b""})})
     report = ckptcore.results.LoadReport()
     assert ckptcore.load(place + "/c/files", report=report) == {"a": b"12345", "b": b""}
@@ -69,29 +69,29 @@ def test_a_load_of_files_has_a_report(place: str) -> None:
 
 
 class Directories:
-    """Has directories with nothing in them."""
+    """An object that writes empty directories."""
 
     def __init__(self, *keys: str) -> None:
         self.keys = keys
         self.found: list[str] = []
 
     def save(self, directory: Path) -> None:
-        """Make them, and one file."""
+        """Create the directories, and a file in another directory."""
         (directory / "full").mkdir()
         (directory / "full" / "file").write_bytes(b"x")
         for key in self.keys:
             (directory / key).mkdir(parents=True)
 
     def load(self, directory: Path) -> None:
-        """List the files."""
+        """List the directories."""
         self.found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_dir())
 
 
 def test_empty_directories_are_restored(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"it": Directories("shards", "a/b/ä", "full/none", "a/.hidden", "x.y")})
-    found = Directories()
-    ckptcore.load_checkpointables(place + "/c", into={"it": found})
-    assert found.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
+    target = Directories()
+    ckptcore.load_checkpointables(place + "/c", into={"it": target})
+    assert target.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
     assert ckptcore.load_checkpointables(place + "/c")["it"] == {"full/file": b"x"}
     assert ckptcore.verify(place + "/c").ok
 
@@ -129,17 +129,17 @@ def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_pat
     assert root is not None
     data, _ = encode_root(dataclasses.replace(root, state={"empty_directories": [key]}))
     (tmp_path / "c" / "it" / "checkpoint.json").write_bytes(data)
-    found = Directories()
-    found.found = ["as it was"]
+    target = Directories()
+    target.found = ["as it was"]
     with pytest.raises(CorruptCheckpointError):
-        ckptcore.load_checkpointables(tmp_path / "c", into={"it": found})
-    assert found.found == ["as it was"]
+        ckptcore.load_checkpointables(tmp_path / "c", into={"it": target})
+    assert target.found == ["as it was"]
     assert not list(tmp_path.parent.rglob("escaped"))
     (problem,) = ckptcore.verify(tmp_path / "c").problems
     assert problem.key == "it/checkpoint.json" and "directory" in problem.message
 
 
-def test_a_file_that_two_processes_wrote_is_an_error_of_the_object() -> None:
+def test_an_object_that_writes_a_file_in_two_processes_fails_the_save() -> None:
     part = SavePart("it", ckptcore.SafetensorsLayout(), WritePlan(NO_LEAVES, (), 0, 2, "", "it"), is_files=True)
     part.receipts = [Receipt(rank, (), None, (ObjectRecord("a.txt", rank, b""),)) for rank in range(2)]
     recorder = recorder_of(memory_storage(), default_context())
@@ -163,7 +163,7 @@ def _pipe(directory: Path) -> None:
 @pytest.mark.parametrize("make", [_link, _linked_directory, _pipe])
 def test_special_files_are_refused(make: object, place: str) -> None:
     odd = Files({"fine": b""})
-    odd.then = make  # type: ignore[assignment]  # one of the above
+    odd.then = make  # type: ignore[assignment]  # one of the functions above
     with pytest.raises(UnsupportedLeafError, match=r"in 'odd'.*(link|pipe)"):
         ckptcore.save_checkpointables(place + "/c", {"model": Linear(1), "odd": odd})
     with pytest.raises(CheckpointNotFoundError):
@@ -185,19 +185,19 @@ def test_an_unreadable_directory_is_an_error(place: str) -> None:
 
 
 @pytest.mark.parametrize("position", [0, BLOCK_BYTES, LARGE - 1])
-def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(position: int, tmp_path: Path) -> None:
     files = {"sub/large": random.Random(0).randbytes(LARGE), "other": b"fine"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(3), "files": Files(files)})
     path = tmp_path / "c" / "files" / "sub" / "large"
     content = bytearray(path.read_bytes())
     content[position] ^= 4
     path.write_bytes(content)
-    found, model = Files({"as it": b"was"}), Linear(0)
+    target, model = Files({"as it": b"was"}), Linear(0)
     with pytest.raises(ChecksumError, match="sub/large"):
-        ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
+        ckptcore.load_checkpointables(tmp_path / "c", into={"files": target})
     with pytest.raises(ChecksumError, match="sub/large"):
         ckptcore.load_checkpointables(tmp_path / "c")
-    assert found.files == {"as it": b"was"}
+    assert target.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     assert not (tmp_path / "d").exists()
@@ -221,10 +221,10 @@ def test_a_changed_file_is_detected(change: str, tmp_path: Path) -> None:
     report = ckptcore.verify(tmp_path / "c")
     assert [problem.key for problem in report.problems] == ["files/a"]
     if change != "longer":
-        found = Files({"as it": b"was"})
+        target = Files({"as it": b"was"})
         with pytest.raises(CheckpointError, match="a"):
-            ckptcore.load_checkpointables(tmp_path / "c", into={"files": found})
-        assert found.files == {"as it": b"was"}
+            ckptcore.load_checkpointables(tmp_path / "c", into={"files": target})
+        assert target.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
 

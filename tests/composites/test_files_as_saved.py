@@ -1,4 +1,4 @@
-"""Files that an object wrote, loaded by the location of the object and without it."""
+"""Files that an object wrote, loaded as bytes without the object."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_files_cannot_be_loaded_as_a_tree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"0123", b"0123456789 and more"])
 def test_a_file_of_another_size_is_an_error(content: bytes, tmp_path: Path) -> None:
-    """Also where no checksums are kept."""
+    """Sizes are checked even if the checkpoint has no checksums."""
     context = ckptcore.Context(io=ckptcore.context.IOOptions(checksums=False))
     ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789"})}, context=context)
     (tmp_path / "c" / "files" / "a").write_bytes(content)

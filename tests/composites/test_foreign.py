@@ -1,4 +1,4 @@
-"""Composite checkpoints of other software: found, loaded, described, verified and converted."""
+"""Composite checkpoints of other software: loading, metadata, verification and conversion."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
     assert same_value(ckptcore.load(tmp_path / "one", context=context), PARAMS)
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
     assert list(loaded) == ["tree"] and same_value(loaded["tree"], PARAMS)
-    # All other functions treat it as one tree.
-    found = ckptcore.metadata(tmp_path / "one", context=context)
-    assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
+    # All other functions treat the checkpoint as one tree.
+    metadata = ckptcore.metadata(tmp_path / "one", context=context)
+    assert (metadata.metrics, metadata.created, metadata.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
     ckptcore.copy(tmp_path / "one", tmp_path / "ours", layout="safetensors", context=context)
     assert same_value(ckptcore.load(tmp_path / "ours"), PARAMS)
@@ -148,12 +148,12 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
 
 
 def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context: ckptcore.Context) -> None:
-    """The other software loads like this, too. Describing, verifying and converting apply to the whole checkpoint."""
+    """The other software loads in this way, too. All functions but loads apply to the whole checkpoint."""
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same_value(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
-    found = ckptcore.metadata(tmp_path / "c", context=context)
-    assert list(found.checkpointables) == ["ema", "tree"] and found.tree == found.checkpointables["tree"].tree
+    metadata = ckptcore.metadata(tmp_path / "c", context=context)
+    assert list(metadata.checkpointables) == ["ema", "tree"] and metadata.tree == metadata.checkpointables["tree"].tree
     ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors", context=context)
     assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
 
@@ -187,7 +187,7 @@ def test_other_checkpoints_have_no_member_names(tmp_path: Path, context: ckptcor
         ckptcore.load_checkpointables(tmp_path / "c", context=ckptcore.Context())
 
 
-# --- what cannot be read, or is not there
+# --- unreadable and missing members
 
 
 def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context: ckptcore.Context) -> None:
@@ -202,11 +202,11 @@ def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context:
 
 
 def test_unsupported_members_are_described(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.metadata(strange(shelf), context=context)
-    assert list(found.checkpointables) == ["data", "moments", "params"] and found.checkpointables.deleted == ()
+    metadata = ckptcore.metadata(strange(shelf), context=context)
+    assert list(metadata.checkpointables) == ["data", "moments", "params"] and metadata.checkpointables.deleted == ()
     assert (
-        list(found.checkpointables.unreadable) == ["ema"]
-        and "not a checkpoint that an installed layout reads" in found.checkpointables.unreadable["ema"]
+        list(metadata.checkpointables.unreadable) == ["ema"]
+        and "not a checkpoint that an installed layout reads" in metadata.checkpointables.unreadable["ema"]
     )
 
 
@@ -273,7 +273,7 @@ def test_damaged_arrays_are_refused(shelf: Path, context: ckptcore.Context) -> N
 
 
 def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, context: ckptcore.Context) -> None:
-    """It looks like a foreign one. But only its root shows what was deleted or replaced later."""
+    """It looks like a foreign checkpoint. But without its root, deleted and replaced members would go unnoticed."""
     ckptcore.save_checkpointables(
         tmp_path / "c", {"params": PARAMS, "moments": PARAMS}, layout="shelf", context=context
     )
@@ -285,31 +285,31 @@ def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, con
     assert same_value(ckptcore.load(tmp_path / "c" / "params", context=context), PARAMS)
 
 
-# --- what it says
+# --- metadata and verification
 
 
 def test_metadata_describes_the_members(shelf: Path, context: ckptcore.Context) -> None:
-    found = ckptcore.metadata(shelf, context=context)
-    assert (found.created, found.writer, found.custom, found.metrics) == (
+    metadata = ckptcore.metadata(shelf, context=context)
+    assert (metadata.created, metadata.writer, metadata.custom, metadata.metrics) == (
         CREATED,
         "shelfware 3",
         {"run": 1},
         {"loss": 0.5},
     )
     assert (
-        found.save_id is None
-        and found.timeline == ()
-        and found.checkpointables.processes == {}
-        and found.checkpointables.unreadable == {}
+        metadata.save_id is None
+        and metadata.timeline == ()
+        and metadata.checkpointables.processes == {}
+        and metadata.checkpointables.unreadable == {}
     )
-    assert {name: one.layout for name, one in found.checkpointables.items()} == {
+    assert {name: member.layout for name, member in metadata.checkpointables.items()} == {
         "data": "files",
         "moments": "shelf",
         "params": "shelf",
     }
-    assert found.nbytes == 2 * (48 + 32) + 5
+    assert metadata.nbytes == 2 * (48 + 32) + 5
     assert same_value(
-        ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS
+        ckptcore.load(shelf / "params", metadata.checkpointables["params"].abstract, context=context), PARAMS
     )
 
 
@@ -331,7 +331,7 @@ class Caching(ShelfLayout):
         self.reads: list[int] = []
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """An index that counts the reads of each store."""
+        """Return an index that counts the reads of each store."""
         return WatchedIndex(super().index(tree, state), self._read)
 
     def _read(
@@ -343,7 +343,7 @@ class Caching(ShelfLayout):
 
 
 class CachingPlugin:
-    """Offers one layout object."""
+    """A plugin with the layout object ``shelf``."""
 
     def __init__(self) -> None:
         self.layout = Caching()
@@ -356,7 +356,7 @@ class CachingPlugin:
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Path) -> None:
-    """This holds for any number of reads, so that a layout can cache facts. The store is freed with the tree."""
+    """All reads of a tree use one store, so that a layout can cache facts. The store is freed with the tree."""
     plugin = CachingPlugin()
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(plugin,)), memory=ckptcore.context.MemoryOptions(load_bytes=1)
@@ -389,8 +389,8 @@ def test_members_are_converted(layout: str, shelf: Path, context: ckptcore.Conte
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
     assert list(loaded) == ["data", "moments", "params"]
     assert same_value(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
-    found = ckptcore.metadata(tmp_path / "ours", context=context)
-    assert (found.custom, found.metrics) == ({"run": 1}, {"loss": 0.5})
+    metadata = ckptcore.metadata(tmp_path / "ours", context=context)
+    assert (metadata.custom, metadata.metrics) == ({"run": 1}, {"loss": 0.5})
     assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")
 
 
@@ -418,11 +418,11 @@ def test_a_save_replaces_a_foreign_composite_only_on_request(shelf: Path, contex
         ckptcore.delete(shelf, context=context)
 
 
-# --- while it is replaced
+# --- concurrent replacement
 
 
 def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path) -> None:
-    """It is replaced by a checkpoint of ours before each operation of a load. The result must be one of the two."""
+    """Our checkpoint replaces the foreign one before each operation of a load. The load returns one of the two."""
     counting = FaultPlan()
     location = f"file://{tmp_path}/count"
     put_on_shelf(tmp_path / "count", {"a": PARAMS, "b": PARAMS})
@@ -438,9 +438,9 @@ def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path)
             ckptcore.save_checkpointables(location, {"a": tree, "b": tree})
 
         plan = InterruptedPlan(number, replace)
-        found = load_all(location, plan)
-        assert plan.interrupted and len(found) == 1, f"a mix of {found}, after operation {number}"
-        versions |= found
+        values = load_all(location, plan)
+        assert plan.interrupted and len(values) == 1, f"a mix of {values}, after operation {number}"
+        versions |= values
     assert versions == {0.0, 1.0} or versions == {1.0}
 
 
@@ -452,4 +452,4 @@ def load_all(location: str, plan: FaultPlan) -> set[float]:
         durability="none",
     )
     loaded = ckptcore.load_checkpointables(through(location), context=context)
-    return {float(one["bias"][0]) for one in loaded.values()}
+    return {float(tree["bias"][0]) for tree in loaded.values()}

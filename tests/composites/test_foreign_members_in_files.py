@@ -1,4 +1,4 @@
-"""Checkpointables of other software that are files: found, loaded, listed, verified and converted by name."""
+"""Checkpointables of other software that are single files: loading, verification and conversion by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIST = "LIST"
 
 
 class _ListLayout(ShelfLayout):
-    """Trees that a file lists by name; what they are is the affair of others."""
+    """A layout for a file that lists the names of trees. Other layouts read the trees."""
 
     name = "list"
 
@@ -46,7 +46,7 @@ def context() -> ckptcore.Context:
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
-    """A file, a directory, and a file that is gone."""
+    """Create a checkpoint that lists a file, a directory, and a missing file."""
     directory = tmp_path / "step_7"
     (directory / "inner").mkdir(parents=True)
     for name, value in (("weights.safetensors", 1.0), ("inner/model.safetensors", 2.0)):
@@ -57,14 +57,14 @@ def listed(tmp_path: Path) -> Path:
 
 def test_a_file_loads_by_its_name(listed: Path, context: ckptcore.Context) -> None:
     with pytest.raises(CompositeCheckpointError, match=r"weights.safetensors, inner, gone.safetensors"):
-        ckptcore.load(listed, context=_without_files(listed, context))
+        ckptcore.load(listed, context=_with_a_second_file(listed, context))
     loaded = ckptcore.load_checkpointables(listed, ["weights.safetensors", "inner"], context=context)
     assert loaded["weights.safetensors"]["w"].tolist() == [1, 1, 1]
     assert loaded["inner"]["w"].tolist() == [2, 2, 2]
 
 
-def _without_files(listed: Path, context: ckptcore.Context) -> ckptcore.Context:
-    """A plain load would take the only safetensors file of the directory: a second one leaves nothing to guess."""
+def _with_a_second_file(listed: Path, context: ckptcore.Context) -> ckptcore.Context:
+    """Add a second safetensors file. A plain load would accept the only safetensors file of a directory."""
     safetensors.numpy.save_file({"w": np.zeros(1)}, listed / "other.safetensors")
     return context
 
@@ -73,8 +73,8 @@ def test_a_missing_file_is_an_error(listed: Path, context: ckptcore.Context) -> 
     assert set(ckptcore.load_checkpointables(listed, context=context)) == {"weights.safetensors", "inner"}
     with pytest.raises(CheckpointNotFoundError, match=r"'gone.safetensors' was saved and deleted later"):
         ckptcore.load_checkpointables(listed, ["gone.safetensors"], context=context)
-    found = ckptcore.metadata(listed, context=context)
-    assert list(found.checkpointables) == ["weights.safetensors", "inner"] and found.checkpointables.deleted == (
+    metadata = ckptcore.metadata(listed, context=context)
+    assert list(metadata.checkpointables) == ["weights.safetensors", "inner"] and metadata.checkpointables.deleted == (
         "gone.safetensors",
     )
 

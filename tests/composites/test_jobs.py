@@ -1,4 +1,4 @@
-"""Checkpoints of several checkpointables that several processes save together."""
+"""Checkpoints of several checkpointables that a job of several processes saves."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def test_each_rank_restores_its_own_state(background: bool, place: str) -> None:
     _run(save)
     _run(load)
     assert ckptcore.verify(place + "/c").ok
-    found = ckptcore.metadata(place + "/c")
-    assert found.checkpointables.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(
-        found.checkpointables
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.checkpointables.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(
+        metadata.checkpointables
     ) == list(_objects(0))
     if "://" not in place:
         assert sorted(os.listdir(place + "/c")) == sorted(
             ["checkpoint.json", "model", "params"]
             + [f"{name}.rank_{rank}" for name in ("data", "seed", "files") for rank in range(SIZE)]
         )
-    # What all saved together was written once, and each state is a checkpoint by itself.
+    # The shared model was written once. Each state of a process is also a checkpoint.
     assert ckptcore.load(place + "/c/model")["bias"].tolist() == Linear(3).bias.tolist()
     assert ckptcore.load(place + "/c/data.rank_2")["position"] == 20
 
@@ -118,7 +118,7 @@ def test_states_of_another_number_of_processes_do_not_block_the_others(place: st
         _run(load, size)
 
 
-def test_the_reader_of_a_run_knows_the_step_of_a_partial_load(tmp_path: Path) -> None:
+def test_a_reader_of_a_run_reports_the_step_of_a_partial_load(tmp_path: Path) -> None:
     directory = str(tmp_path / "run")
 
     def save(rank: int, context: ckptcore.Context) -> None:
@@ -144,8 +144,8 @@ def test_a_job_of_one_process_has_no_rank_in_its_names(place: str) -> None:
     assert ckptcore.load_checkpointables(place + "/c")["seed"]["name"] == "rank 0"
 
 
-def test_lost_states_of_all_processes_are_named_by_their_directories(place: str) -> None:
-    """The remedy that the errors name is followed."""
+def test_errors_about_lost_states_name_the_directories_of_all_processes(place: str) -> None:
+    """The test applies the remedy that the error suggests."""
     _save(place + "/c")
     store = store_at(place + "/c" if "://" in place else f"file://{place}/c")
     for rank in range(SIZE):
@@ -154,10 +154,10 @@ def test_lost_states_of_all_processes_are_named_by_their_directories(place: str)
     lost = re.compile(r"ckptcore\.delete: (\S+/seed\.rank_0) to seed\.rank_2")
     with pytest.raises(CheckpointError, match=lost):
         ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
-    found = lost.search(problem.message)
-    assert found is not None
+    named = lost.search(problem.message)
+    assert named is not None
     for rank in range(SIZE):
-        ckptcore.delete(found[1].replace("rank_0", f"rank_{rank}"))
+        ckptcore.delete(named[1].replace("rank_0", f"rank_{rank}"))
     assert ckptcore.verify(place + "/c").ok
     ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
 

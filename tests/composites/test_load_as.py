@@ -1,4 +1,4 @@
-"""One of several checkpointables that is loaded with a selection, transforms, or differences that are allowed."""
+"""`LoadAs`: selections, transforms and allowed differences for one of several checkpointables."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def test_steps_are_loaded_with_transforms_and_selections(place: str) -> None:
         target = {"weight": np.zeros(6), "b": np.zeros(3)}
         run.load_into(target, step=0, transforms=[Rename("w", "weight")], select=~select.names("step", "b"))
         assert target["weight"].tolist() == PARAMS["w"].tolist() and target["b"].tolist() == [0, 0, 0]
-        with pytest.raises(TransformError):  # of every step, and told at once: none is passed over
+        with pytest.raises(TransformError):  # it would fail for every step, so no step is skipped
             run.load(transforms=[Rename("nothing", "x")])
         assert not run.skipped_steps

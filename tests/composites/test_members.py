@@ -1,4 +1,4 @@
-"""Each checkpointable of a composite is by itself a checkpoint, and counts only with its composite."""
+"""Members of composites. Each is a checkpoint with its own location, but is valid only with its composite."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def save_all(location: str, version: int = 3, **options: Any) -> None:
     ckptcore.save_checkpointables(location, objects, **options)
 
 
-def put_in_the_place_of(place: str, replaced: str, other: str) -> None:
-    """Copy a checkpoint, object by object, to where another one is: no save goes inside a checkpoint."""
+def replace_member(place: str, replaced: str, other: str) -> None:
+    """Replace a member by another checkpoint. Copy object by object, because saves inside a checkpoint are refused."""
     target, source = (
         store_at(f"{place}/{at}" if "://" in place else f"file://{place}/{at}") for at in (replaced, other)
     )
@@ -50,8 +50,8 @@ def test_every_function_takes_the_location_of_a_member(place: str) -> None:
     model = Linear(0)
     ckptcore.load_into(place + "/c/model", model)
     assert model.bias.tolist() == Linear(3).bias.tolist()
-    found = ckptcore.metadata(place + "/c/model")
-    assert found.layout == "safetensors" and found.save_id == ckptcore.metadata(place + "/c").save_id
+    metadata = ckptcore.metadata(place + "/c/model")
+    assert metadata.layout == "safetensors" and metadata.save_id == ckptcore.metadata(place + "/c").save_id
     assert ckptcore.verify(place + "/c/model").ok and ckptcore.verify(place + "/c/files").ok
     for name in ("model", "files"):
         ckptcore.copy(f"{place}/c/{name}", f"{place}/{name}", layout="safetensors")
@@ -86,7 +86,7 @@ def test_a_member_in_another_composite_is_ignored(tmp_path: Path) -> None:
     assert ckptcore.load_checkpointables(tmp_path / "two", ["data"])["data"]["position"] == 2
 
 
-def test_a_member_of_a_claim_is_ignored(tmp_path: Path) -> None:
+def test_a_member_of_an_uncommitted_composite_is_ignored(tmp_path: Path) -> None:
     location = f"memory://{tmp_path.name}/c"
     save_all(location)
     store = installed_plugins().storage("memory")(location, StorageOptions())
@@ -101,7 +101,7 @@ def test_a_member_of_a_claim_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rooted", [False, True])
 def test_a_member_of_a_hidden_directory_is_ignored(rooted: bool, tmp_path: Path) -> None:
-    """A running save, one that failed right before its rename, or a checkpoint that is being deleted."""
+    """Such a directory belongs to a running save, to a save that failed before its rename, or to a deletion."""
     save_all(str(tmp_path / "c"))
     hidden = tmp_path / ".c.0123456789abcdef.ckptcore"
     (tmp_path / "c").rename(hidden)
@@ -118,7 +118,7 @@ def test_a_member_of_a_hidden_directory_is_ignored(rooted: bool, tmp_path: Path)
 def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
     save_all(place + "/c")
     ckptcore.save(f"{place}/other", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)})
-    put_in_the_place_of(place, f"c/{name}", "other")
+    replace_member(place, f"c/{name}", "other")
     target = {"model": Linear(0), "data": Counter(), "files": Files()}[name]
     wanted: Sequence[dict[str, Any]] = ({"abstract": [name]}, {"into": {name: target}}, {})
     for how in wanted:
@@ -136,7 +136,7 @@ def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
 def test_a_member_that_became_a_composite_is_refused(place: str) -> None:
     save_all(place + "/c")
     save_all(place + "/other")
-    put_in_the_place_of(place, "c/model", "other")
+    replace_member(place, "c/model", "other")
     with pytest.raises(CheckpointError):
         ckptcore.load_checkpointables(place + "/c", ["model"])
     assert not ckptcore.verify(place + "/c").ok

@@ -1,4 +1,4 @@
-"""Layouts add metadata for other readers inside a checkpoint, before it is committed."""
+"""Metadata files, which layouts add for other software before a checkpoint is committed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.composites.objects import Counter, Files
 ARRAYS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
 
 
-class Told(ShelfLayout):
-    """Records its arguments, and may fail."""
+class RecordingLayout(ShelfLayout):
+    """A layout that records its arguments, and can fail."""
 
     def __init__(self, *keys: str, error: Exception | None = None) -> None:
         self.keys = keys
@@ -35,7 +35,7 @@ class Told(ShelfLayout):
         self.names: list[str] = []
 
     def write(self, snapshot: Any, store: WriteStore) -> Any:
-        """Remember the name."""
+        """Record the name."""
         self.names.append(snapshot.plan.name)
         return super().write(snapshot, store)
 
@@ -50,7 +50,7 @@ class Told(ShelfLayout):
 
 
 def keys(place: str) -> list[str]:
-    """Every object below a place."""
+    """Return the keys of all objects below a location."""
     scheme = "memory" if "://" in place else "file"
     return sorted(installed_plugins().storage(scheme)(place, StorageOptions()).list())
 
@@ -61,12 +61,12 @@ def mark(place: str) -> Any:
 
 
 def test_metadata_files_of_a_tree_are_its_objects(place: str, context: ckptcore.Context) -> None:
-    layout = Told()
+    layout = RecordingLayout()
     ckptcore.save(place + "/c", ARRAYS, layout=layout, metadata={"run": 1}, context=context)
-    found = ckptcore.metadata(place + "/c", context=context)
-    assert layout.about == [CheckpointInfo(str(found.created), {"run": 1}, {}, {})] and layout.names == [""]
-    assert {f"{key}" for key in keys(place + "/c")} == {*found.objects, "checkpoint.json"}
-    assert MARK in found.objects and "tree/index.shelf" in found.objects
+    metadata = ckptcore.metadata(place + "/c", context=context)
+    assert layout.about == [CheckpointInfo(str(metadata.created), {"run": 1}, {}, {})] and layout.names == [""]
+    assert {f"{key}" for key in keys(place + "/c")} == {*metadata.objects, "checkpoint.json"}
+    assert MARK in metadata.objects and "tree/index.shelf" in metadata.objects
     assert ckptcore.verify(place + "/c", context=context).ok
 
 
@@ -80,7 +80,7 @@ def test_damage_to_a_metadata_file_is_found(tmp_path: Path, context: ckptcore.Co
 
 
 def test_several_checkpointables_have_one_set_of_metadata_files(place: str, context: ckptcore.Context) -> None:
-    layout = Told()
+    layout = RecordingLayout()
     state = {"params": ARRAYS, "ema": ARRAYS, "data": Counter(3), "words": Files({"a": b"b"})}
     ckptcore.save_checkpointables(place + "/c", state, layout=layout, metadata={"run": 1}, context=context)
     created = ckptcore.metadata(place + "/c", context=context).created
@@ -105,7 +105,7 @@ def test_the_layout_gets_the_metrics_of_a_step(tmp_path: Path, context: ckptcore
 
 
 def test_the_requested_layout_writes_its_metadata_files_without_a_tree(place: str, context: ckptcore.Context) -> None:
-    layout = Told()
+    layout = RecordingLayout()
     ckptcore.save_checkpointables(place + "/c", {"words": Files({"a": b"b"})}, layout=layout, context=context)
     (about,) = layout.about
     assert about.members == {"words": "files"} and MARK in keys(place + "/c")
@@ -113,7 +113,7 @@ def test_the_requested_layout_writes_its_metadata_files_without_a_tree(place: st
 
 def test_the_layout_gets_the_directories_of_process_states(tmp_path: Path) -> None:
     location = f"memory://{tmp_path.name}/step"
-    layout = Told()
+    layout = RecordingLayout()
 
     def save(coordinator: Coordinator) -> None:
         context = ckptcore.Context(
@@ -132,7 +132,7 @@ def test_the_layout_gets_the_directories_of_process_states(tmp_path: Path) -> No
 
 
 def test_the_other_software_reads_the_checkpoint(tmp_path: Path, context: ckptcore.Context) -> None:
-    """Without our roots it is a checkpoint of theirs."""
+    """Without our roots, the checkpoint is one of the other software."""
     ckptcore.save(tmp_path / "one", ARRAYS, layout="shelf", metadata={"run": 1}, context=context)
     ckptcore.save_checkpointables(tmp_path / "c", {"params": ARRAYS, "ema": ARRAYS}, layout="shelf", context=context)
     for root in list(tmp_path.rglob("checkpoint.*")):
@@ -186,26 +186,26 @@ def test_steps_have_metadata_files(tmp_path: Path, context: ckptcore.Context) ->
     assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()} == {"3", "4"}
 
 
-# --- layouts that break the rules, and saves that die
+# --- invalid layouts and crashed saves
 
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "checkpoint.mark", "params/mark", "data/mark"])
 def test_metadata_files_in_a_wrong_directory_are_refused(key: str, place: str, context: ckptcore.Context) -> None:
     state = {"params": ARRAYS, "data": Counter(3)}
     with pytest.raises(PluginError, match=key):
-        ckptcore.save_checkpointables(place + "/c", state, layout=Told(key), context=context)
+        ckptcore.save_checkpointables(place + "/c", state, layout=RecordingLayout(key), context=context)
     assert keys(place) == []
 
 
 def test_a_metadata_file_with_the_key_of_an_array_object_is_refused(place: str, context: ckptcore.Context) -> None:
     for key in ("tree/index.shelf", "checkpoint.mark", "checkpoint.json"):
         with pytest.raises(PluginError, match=key):
-            ckptcore.save(place + "/c", ARRAYS, layout=Told(key), context=context)
+            ckptcore.save(place + "/c", ARRAYS, layout=RecordingLayout(key), context=context)
         assert keys(place) == []
 
 
 def test_an_error_of_write_metadata_files_fails_the_save(place: str, context: ckptcore.Context) -> None:
-    layout = Told("half", error=RuntimeError("no marks today"))
+    layout = RecordingLayout("half", error=RuntimeError("no marks today"))
     for save in (ckptcore.save, ckptcore.save_checkpointables):
         with pytest.raises(RuntimeError, match="no marks today"):
             save(place + "/c", {"params": ARRAYS}, layout=layout, context=context)
@@ -213,7 +213,7 @@ def test_an_error_of_write_metadata_files_fails_the_save(place: str, context: ck
 
 
 def faults(scheme: str, tmp_path: Path) -> Iterator[tuple[str, FaultPlan]]:
-    """A place and a plan for a death before and in the middle of each operation of a save, and for its failure."""
+    """Yield locations with fault plans: a crash before or during each operation of a save, or an error of it."""
     counting = FaultPlan()
     count = f"{above(scheme, tmp_path)}/count"
     if scheme == "file":
@@ -247,7 +247,7 @@ def save_both(location: str, version: int, plan: FaultPlan) -> None:
 def test_a_crashed_save_leaves_the_old_or_the_new_checkpoint(
     scheme: str, tmp_path: Path, context: ckptcore.Context
 ) -> None:
-    """On a storage without directories readers see nothing or the new checkpoint, never one of other software."""
+    """On a storage without directories, readers see no checkpoint or the new one, never one of other software."""
     outcomes = set()
     for location, plan in faults(scheme, tmp_path):
         if scheme == "file":

@@ -36,7 +36,7 @@ PARAMS = {"layers": [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5)
 
 
 def save_all(location: str, **options: Any) -> None:
-    """One of each sort."""
+    """Save an object of each kind."""
     objects = {"params": PARAMS, "model": Linear(3), "data": Counter(5), "files": Files({"a/b": b"one", "c": b""})}
     ckptcore.save_checkpointables(location, objects, **options)
 
@@ -75,7 +75,7 @@ def test_objects_are_restored_in_place_and_trees_are_new(place: str) -> None:
     assert files.files == {"a/b": b"one", "c": b""}
     assert loaded["params"]["layers"][0].dtype == np.int32
     assert loaded["params"]["layers"][1] is ckptcore.PLACEHOLDER
-    assert abstract["layers"][1] is ckptcore.PLACEHOLDER  # what was asked with is as it was
+    assert abstract["layers"][1] is ckptcore.PLACEHOLDER  # the load does not change the abstract tree
 
 
 def test_objects_with_a_state_are_refused_in_the_abstract_mapping(place: str) -> None:
@@ -130,8 +130,8 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
     assert report.ok and report.deleted == (name,)
     with pytest.raises(CheckpointNotFoundError, match=f"'{name}' was saved and deleted"):
         ckptcore.load_checkpointables(place + "/c", [name])
-    found = ckptcore.metadata(place + "/c")
-    assert found.checkpointables.deleted == (name,) and name not in found.checkpointables
+    metadata = ckptcore.metadata(place + "/c")
+    assert metadata.checkpointables.deleted == (name,) and name not in metadata.checkpointables
     ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables(place + "/converted")) == list(loaded)
     with pytest.raises(CheckpointNotFoundError):
@@ -154,7 +154,7 @@ def _store_of(location: str) -> StorageBackend:
     return store_at(location if "://" in location else f"file://{location}")
 
 
-def test_the_only_object_of_a_checkpoint_was_not_downloaded(place: str) -> None:
+def test_a_missing_only_member_is_a_problem(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"params": {"w": np.ones(3)}})
     store = _store_of(place + "/c")
     store.delete(list(store.list("params")))
@@ -162,8 +162,8 @@ def test_the_only_object_of_a_checkpoint_was_not_downloaded(place: str) -> None:
     assert [problem.key for problem in report.problems] == ["params"] and report.deleted == ("params",)
 
 
-def test_a_lost_one_is_not_lost_again_by_a_conversion(place: str) -> None:
-    """The remedy that the error names is followed."""
+def test_a_conversion_refuses_a_lost_member_until_it_is_deleted(place: str) -> None:
+    """The test applies the remedy that the error suggests."""
     save_all(place + "/c")
     store = _store_of(place + "/c")
     store.delete(list(store.list("files")))
@@ -179,7 +179,7 @@ def test_a_lost_one_is_not_lost_again_by_a_conversion(place: str) -> None:
     assert ckptcore.verify(place + "/whole").ok and ckptcore.verify(place + "/whole").deleted == ("files",)
 
 
-def test_the_mark_of_a_deletion_says_nothing_about_the_next_checkpoint(place: str) -> None:
+def test_the_record_of_a_deletion_does_not_apply_to_the_next_checkpoint(place: str) -> None:
     save_all(place + "/c")
     ckptcore.delete(place + "/c/files")
     save_all(place + "/c", overwrite="non-atomic")
@@ -188,8 +188,8 @@ def test_the_mark_of_a_deletion_says_nothing_about_the_next_checkpoint(place: st
     assert not ckptcore.verify(place + "/c").ok
 
 
-def test_a_deletion_that_fails_leaves_no_mark(place: str) -> None:
-    """The object stays. If it is lost later, that is damage."""
+def test_a_failed_deletion_leaves_no_record(place: str) -> None:
+    """The object remains. If it is lost later, this is damage."""
     watch, marks = Watch(), list[str]()
     location, context = through(place + "/c"), watched(watch)
     save_all(location, context=context)
@@ -297,13 +297,13 @@ def test_the_error_names_the_function_that_loads_each_kind(place: str) -> None:
 
 def test_metadata_of_several_objects_has_no_tree_of_its_own(place: str) -> None:
     save_all(place + "/several")
-    found = ckptcore.metadata(place + "/several")
-    assert found.is_composite and found.contents is None
+    metadata = ckptcore.metadata(place + "/several")
+    assert metadata.is_composite and metadata.contents is None
     with pytest.raises(CompositeCheckpointError, match=r"metadata.checkpointables\['params'\].tree"):
-        _ = found.tree
+        _ = metadata.tree
     with pytest.raises(CompositeCheckpointError):
         ckptcore.metadata(place + "/several", transforms=[Rename("w", "v")])
-    assert list(ckptcore.load_checkpointables(place + "/several", found.abstract)) == list(found.checkpointables)
+    assert list(ckptcore.load_checkpointables(place + "/several", metadata.abstract)) == list(metadata.checkpointables)
     ckptcore.save(place + "/one", PARAMS)
     assert not ckptcore.metadata(place + "/one").is_composite
 
@@ -338,7 +338,7 @@ def test_errors_name_the_checkpointable(place: str) -> None:
     assert model.weight.tolist() == Linear(0).weight.tolist()
 
 
-def test_per_process_needs_no_name(place: str) -> None:
+def test_per_process_states_of_one_process_load_as_plain_trees(place: str) -> None:
     ckptcore.save(place + "/tree", ckptcore.PerProcess({"a": 1}))
     assert ckptcore.load(place + "/tree") == {"a": 1}
     ckptcore.save_checkpointables(place + "/c", {"seed": ckptcore.PerProcess({"a": 1})})

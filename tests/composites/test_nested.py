@@ -1,4 +1,4 @@
-"""Objects with a state of their own inside the tree that is saved under a name."""
+"""Objects with a state inside a tree that is saved under a name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.composites.objects import Counter, Files, Linear
 
 
 class Train(NamedTuple):
-    """Cannot be changed."""
+    """An immutable container."""
 
     model: Linear
     step: Any
@@ -40,7 +40,7 @@ def test_objects_in_a_tree_are_restored_in_place(place: str) -> None:
     assert model.bias.tolist() == Linear(3).bias.tolist() and other.bias.tolist() == Linear(4).bias.tolist()
     assert counter.position == 2
     assert loaded["params"] is not params and loaded["params"]["w"].tolist() == [0, 1, 2]
-    assert isinstance(params["w"], ckptcore.AbstractArray)  # a tree without objects is built new
+    assert isinstance(params["w"], ckptcore.AbstractArray)  # a tree without objects is not changed in place
 
 
 def test_an_immutable_leaf_next_to_an_object_is_refused(place: str) -> None:
@@ -49,8 +49,8 @@ def test_an_immutable_leaf_next_to_an_object_is_refused(place: str) -> None:
     with pytest.raises(TreeMismatchError, match=r"step.*its own name"):
         ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, 0)})
     assert model.bias.tolist() == Linear(0).bias.tolist()
-    found = ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
-    assert found.model is model and model.bias.tolist() == Linear(3).bias.tolist()
+    loaded = ckptcore.load_checkpointables(place + "/c", into={"train": Train(model, ckptcore.PLACEHOLDER)})["train"]
+    assert loaded.model is model and model.bias.tolist() == Linear(3).bias.tolist()
 
 
 def test_a_mismatch_in_a_tree_of_objects_changes_nothing(place: str) -> None:

@@ -1,4 +1,4 @@
-"""The only object of a checkpoint of several, which is loaded without its name."""
+"""Composites with a single member, which can be loaded without its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError
 ONE = np.arange(3.0)
 
 
-def test_its_tree_is_loaded(tmp_path: Path) -> None:
+def test_the_tree_of_the_only_member_is_loaded(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"state": {"w": ONE}})
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0, 1, 2]
     target = {"w": np.zeros(3)}
@@ -29,7 +29,7 @@ def test_its_tree_is_loaded(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "run").load()["w"].tolist() == [0, 1, 2]
 
 
-def test_several_need_a_name(tmp_path: Path) -> None:
+def test_several_members_need_a_name(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"one": {"w": ONE}, "other": {"w": ONE}})
     with pytest.raises(CompositeCheckpointError, match="one, other"):
         ckptcore.load(tmp_path / "c")

@@ -18,7 +18,7 @@ from tests.composites.objects import Files, staged
 
 
 def _left_behind() -> Path:
-    """Make a directory of a killed process, which no process locks."""
+    """Create the staging directory of a killed process, which no process locks."""
     with closing(StagingDirectory()) as directory:
         prefix = directory.path.name.rpartition("-")[0]
     left = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=directory.path.parent))
@@ -36,7 +36,7 @@ def test_unlocked_staged_files_are_removed_by_the_next_process() -> None:
 
 
 def test_staged_files_of_another_machine_are_not_removed() -> None:
-    """It may be held there: on some network file systems a lock holds on one machine only."""
+    """A process of that machine may use it. On some network file systems, locks exist on one machine only."""
     path = Path(tempfile.mkdtemp(prefix="ckptcore-staging-0123456789abcdef-"))
     (path / "file").write_text("x")
     StagingDirectory().close()
@@ -46,7 +46,7 @@ def test_staged_files_of_another_machine_are_not_removed() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOLCK])
-def test_a_failed_lock_is_an_error_unless_there_are_none(
+def test_a_failed_lock_is_an_error_unless_locks_are_unsupported(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = fcntl.flock

@@ -1,4 +1,4 @@
-"""The tests for plugins fail for plugins that break the rules."""
+"""The conformance tests of plugins fail for plugins that break the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.hookspecs import hookimpl
 
 
 class Entry:
-    """An entry point that names a plugin made here."""
+    """A fake entry point for a plugin of this module."""
 
     def __init__(self, plugin: object, module: str = "ckptcore.errors") -> None:
         self.module = module
@@ -27,7 +27,7 @@ class Entry:
 
 
 def suite_of(plugin: object, **attributes: object) -> Any:
-    """The tests for a plugin that is not installed."""
+    """Return the conformance tests for a plugin that is not installed."""
     methods = {"entry_point": "broken", "heavy": (), "_entry": lambda self: Entry(plugin), "_samples": lambda self: []}
     return type("Suite", (PluginTests,), {**methods, **attributes})()
 
@@ -123,7 +123,7 @@ def test_a_plugin_that_is_not_installed_is_detected() -> None:
         missing.test_hooks_match_their_specifications()
 
 
-def test_a_plugin_that_imports_internals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_of_internals_by_a_plugin_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "nosy_plugin" / "__init__.py"
     source.parent.mkdir()
     source.write_text("from ckptcore.saving import save\n", encoding="utf-8")

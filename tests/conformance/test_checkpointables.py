@@ -1,4 +1,4 @@
-"""The tests for checkpointable handlers pass for one that is right, and fail for ones that are not."""
+"""The conformance tests of checkpointable handlers pass for a correct handler, and fail for broken ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptcore.protocols import CheckpointableHandler
 
 
 class Meter:
-    """An object with a state: a running mean."""
+    """An object whose state is a running mean."""
 
     def __init__(self, count: int, values: list[float]) -> None:
         self.count = count
@@ -20,7 +20,7 @@ class Meter:
 
 
 class MeterHandler(CheckpointableHandler):
-    """Takes meters apart."""
+    """A correct handler of meters."""
 
     priority = 100
 
@@ -49,7 +49,7 @@ class TestMeters(CheckpointableHandlerTests):
 
 
 class TestMetersThatAreBuilt(CheckpointableHandlerTests):
-    """`unflatten` may also give a new object."""
+    """A correct handler whose `unflatten` returns a new object."""
 
     class Handler(MeterHandler):
         def unflatten(self, like: Meter, state: Any) -> object:

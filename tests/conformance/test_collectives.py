@@ -1,4 +1,4 @@
-"""The collectives of the testing kit are what the protocol asks for."""
+"""The collectives of the testing kit satisfy the protocol."""
 
 from __future__ import annotations
 

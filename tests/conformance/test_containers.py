@@ -1,4 +1,4 @@
-"""The container handlers of the core are what the protocol asks for."""
+"""The container handlers of the core satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Slotted:
 
 
 class Registry(dict[str, Any]):
-    """A dict that carries more than its items."""
+    """A dict with an additional attribute."""
 
     label = "class"
 
@@ -58,13 +58,13 @@ def _registry() -> Registry:
 
 
 class Items(list[Any]):
-    """A list of a type of its own."""
+    """A subclass of list."""
 
 
 def _handler(value: object) -> ContainerHandler:
-    found = container_handler(type(value))
-    assert found is not None
-    return found
+    handler = container_handler(type(value))
+    assert handler is not None
+    return handler
 
 
 def _mapping(name: str, make: Callable[[], Any]) -> ContainerExample:

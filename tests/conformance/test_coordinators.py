@@ -1,4 +1,4 @@
-"""The coordinators of the core are what the protocol asks for."""
+"""The coordinators of the core satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class TestThreadCoordinator(CoordinatorTests):
             "Make every rank call it. ThreadJob.run also raises the errors of ranks that failed before"
         )
         assert failed == "rank 1 is unwell"
-        found = ThreadJob(2).run(lambda coordinator: coordinator.gather("key", b"x"))
-        assert found == [[b"x", b"x"], None]
+        gathered = ThreadJob(2).run(lambda coordinator: coordinator.gather("key", b"x"))
+        assert gathered == [[b"x", b"x"], None]
 
     def test_errors_of_ranks_are_raised(self) -> None:
         def fail(coordinator: Coordinator) -> None:
@@ -79,7 +79,7 @@ class TestThreadCoordinator(CoordinatorTests):
 
 
 class _Sleepy(CoordinatorTests):
-    """Rank 1 starts after the deadline of the others, as on a busy machine."""
+    """Tests in which rank 1 starts after the deadline of the others, as on a busy machine."""
 
     short_seconds = 0.05
 

@@ -1,4 +1,4 @@
-"""Covering arrays have every pair or triple, and checks on all examples name those that failed."""
+"""Covering arrays contain every pair or triple, and checks of several examples name those that fail."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def test_every_choice_of_values_is_covered(sizes: tuple[int, ...], strength: int
     combinations = covering(*parameters, strength=strength)
     assert len(combinations) == len(set(combinations)) <= rows
     for positions in itertools.combinations(range(len(sizes)), strength):
-        found = {tuple(row[position] for position in positions) for row in combinations}
-        assert found == set(itertools.product(*(parameters[position] for position in positions)))
+        covered = {tuple(row[position] for position in positions) for row in combinations}
+        assert covered == set(itertools.product(*(parameters[position] for position in positions)))
 
 
-def test_few_parameters_are_their_product() -> None:
+def test_few_parameters_give_their_product() -> None:
     assert covering(["a", "b"], ["c", "d"], strength=2) == [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]
     assert covering(["a", "b"], ["c", "d"], strength=3) == [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]
     assert covering(["a", "b"], ["c"], [], strength=2) == []
 
 
-def test_each_example_that_fails_is_named() -> None:
+def test_the_error_names_each_example_that_fails() -> None:
     def example(name: str, dtype: str, described: str) -> LeafExample:
         elements = bit_patterns(ArraySpec((2,), dtype))
         return LeafExample(name, lambda: elements, elements.view(described), np.asarray)

@@ -1,4 +1,4 @@
-"""The tests for handlers of files pass for ones that are right, and fail for ones that are not."""
+"""The conformance tests of files handlers pass for correct handlers, and fail for broken ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.conformance.test_broken_plugins import suite_of
 
 
 class Diary:
-    """Writes its entries at once."""
+    """An object that writes its entries in the first phase."""
 
     def __init__(self, *entries: str) -> None:
         self.entries = list(entries)
 
     def save(self, directory: Path) -> Continuation | None:
-        """A file for each."""
+        """Write a file for each entry."""
         for number, entry in enumerate(self.entries):
             (directory / f"{number:04}").mkdir()
             (directory / f"{number:04}" / "entry.txt").write_text(entry)
@@ -32,16 +32,16 @@ class Diary:
         return None
 
     def load(self, directory: Path) -> None:
-        """Read them."""
+        """Read all entries."""
         count = int((directory / "count").read_text())
         self.entries = [(directory / f"{number:04}" / "entry.txt").read_text() for number in range(count)]
 
 
 class LateDiary(Diary):
-    """Writes later what it holds now."""
+    """An object that copies its entries, and writes them in the second phase."""
 
     def save(self, directory: Path) -> Continuation | None:
-        """A function that writes a copy."""
+        """Return a function that writes a copy of the entries."""
         held = Diary(*self.entries)
 
         def write() -> None:
@@ -51,7 +51,7 @@ class LateDiary(Diary):
 
 
 class AwaitedDiary:
-    """Saves itself asynchronously."""
+    """An object that saves itself asynchronously."""
 
     def __init__(self, *entries: str) -> None:
         self.entries = list(entries)
@@ -83,21 +83,21 @@ def example_of(kind: Any) -> FilesExample:
 
 
 class TestFiles(FilesHandlerTests):
-    """Plain methods."""
+    """Objects with plain methods."""
 
     handler = SavesToDirectoryHandler()
     examples = (example_of(Diary), example_of(LateDiary))
 
 
 class TestAwaitedFiles(FilesHandlerTests):
-    """Coroutines."""
+    """Objects with coroutines."""
 
     handler = SavesToDirectoryAsyncHandler()
     examples = (example_of(AwaitedDiary),)
 
 
-class OfOurOwn:
-    """A handler that knows its type, which knows nothing of files, and gives a new object."""
+class OwnHandler:
+    """A handler for a type without methods for files. It returns a new object."""
 
     priority = 100
 
@@ -119,11 +119,11 @@ EXAMPLE = example_of(Diary)
 class TestOfOurOwn(FilesHandlerTests):
     """A handler of a plugin."""
 
-    handler = OfOurOwn()
+    handler = OwnHandler()
     examples = (EXAMPLE,)
 
 
-class LooksLater(OfOurOwn):
+class LooksLater(OwnHandler):
     def save(self, value: Diary, directory: Path) -> Continuation | None:
         def write() -> None:
             (directory / "entries.json").write_text(json.dumps(value.entries))
@@ -131,7 +131,7 @@ class LooksLater(OfOurOwn):
         return write
 
 
-class RemembersOneDirectory(OfOurOwn):
+class RemembersOneDirectory(OwnHandler):
     def save(self, value: Diary, directory: Path) -> Continuation | None:
         self.directory = directory
         text = json.dumps(value.entries)
@@ -142,26 +142,26 @@ class RemembersOneDirectory(OfOurOwn):
         return write
 
 
-class ForgetsTheRest(OfOurOwn):
+class ForgetsTheRest(OwnHandler):
     def save(self, value: Diary, directory: Path) -> Continuation | None:
         super().save(value, directory)
         return None
 
 
-class ClearsWhatItSaves(OfOurOwn):
+class ClearsWhatItSaves(OwnHandler):
     def save(self, value: Diary, directory: Path) -> Continuation | None:
         rest = super().save(value, directory)
         value.entries.clear()
         return rest
 
 
-class LoadsNothing(OfOurOwn):
+class LoadsNothing(OwnHandler):
     def load(self, like: Diary, directory: Path) -> object:
         return like
 
 
-class ReadsLater(OfOurOwn):
-    """The directory no longer exists when it is read."""
+class ReadsLater(OwnHandler):
+    """A handler that reads after `load` returned, when the directory no longer exists."""
 
     class Lazy(Diary):
         directory: Path
@@ -181,7 +181,7 @@ class ReadsLater(OfOurOwn):
 
 
 class NeedsItsOwnLoop(SavesToDirectoryAsyncHandler):
-    """Like `asyncio.run`, which refuses where a loop runs."""
+    """A handler that fails like `asyncio.run` if an event loop runs."""
 
     def save(self, value: AwaitedDiary, directory: Path) -> Continuation | None:
         import asyncio
@@ -219,11 +219,11 @@ def test_a_broken_handler_is_detected(handler: type, test: str, error: type[Base
 
 
 class Greedy:
-    """A plugin that takes every type."""
+    """A plugin that claims every type."""
 
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> object:
-        return OfOurOwn()
+        return OwnHandler()
 
 
 def test_a_plugin_that_claims_all_types_is_detected() -> None:

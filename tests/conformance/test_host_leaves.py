@@ -1,4 +1,4 @@
-"""The leaf handlers of the core are what the protocol asks for."""
+"""The leaf handlers of the core satisfy the protocol."""
 
 from __future__ import annotations
 

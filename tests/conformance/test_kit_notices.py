@@ -1,4 +1,4 @@
-"""Each conformance class fails for an implementation that breaks its contract: the tests can fail."""
+"""Each conformance class fails for implementations that break its protocol."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class OwnsEverywhere(HostArrayHandler):
 
 
 class GoesThroughFloat64(HostArrayHandler):
-    """A signalling NaN comes back as a quiet one."""
+    """A handler that turns signalling NaNs into quiet ones."""
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         with np.errstate(all="ignore"):
@@ -277,7 +277,7 @@ def test_a_broken_container_handler_is_detected(handler: type[SwapsChildren], te
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapped(Layout):
-    """A layout that does what the safetensors layout does; the classes below do one thing wrong."""
+    """A layout that forwards to the safetensors layout. Each subclass below breaks one rule."""
 
     inner: SafetensorsLayout = dataclasses.field(default_factory=lambda: SafetensorsLayout(standalone=True))
     name: str = "safetensors"
@@ -332,7 +332,7 @@ class YieldsEarly(Wrapped):
 
 class TrustsItsState(Wrapped):
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        _ = state["files"]  # type: ignore[index,call-overload]  # that is what is wrong with it
+        _ = state["files"]  # type: ignore[index,call-overload]  # it does not check the state, which is its fault
         return self.inner.index(tree, state)
 
 
@@ -382,7 +382,7 @@ class _Unreleased:
         self.take = snapshot.take
 
     def release(self, item: int) -> None:
-        """Forget to."""
+        """Do nothing, although the memory should be released."""
 
 
 class RoundsElements(Wrapped):
@@ -441,7 +441,7 @@ class MarksTheIndexAgain(ShelfLayout):
 
 class MarksNothing(ShelfLayout):
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
-        """Forget to."""
+        """Write no file, although the layout should mark the checkpoint."""
 
 
 class FindsNoNames(ShelfLayout):
@@ -456,8 +456,8 @@ class FindsNamesEverywhere(ShelfLayout):
 
 class NamesEveryDirectory(ShelfLayout):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        found = super().inspect_composite(store)
-        return found and InspectedComposite({**found.members, "other": "tree"}, "anyone")
+        inspected = super().inspect_composite(store)
+        return inspected and InspectedComposite({**inspected.members, "other": "tree"}, "anyone")
 
 
 class TrustsItsMarks(ShelfLayout):
@@ -519,7 +519,7 @@ def test_a_coordinator_that_mixes_ranks_is_detected() -> None:
 
 
 class TestOneCell(SaveLoadMatrixTests):
-    """A matrix of fewer members."""
+    """A matrix of fewer objects."""
 
     def frameworks(self) -> dict[str, FrameworkSample]:
         return {"numpy": NUMPY}
@@ -539,7 +539,7 @@ def test_a_framework_that_loses_bits_is_detected(tmp_path: Path) -> None:
         TestOneCell().test_any_framework_loads_checkpoints_of_another(NUMPY, lossy, layout, FILE, tmp_path)
 
 
-def test_two_samples_of_one_name_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_samples_with_the_same_name_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
     from ckptcore_testing.samples import SAMPLE_GROUP, installed_samples
@@ -560,7 +560,7 @@ IMPOSTOR = dataclasses.replace(NUMPY, fills=False)
 
 
 class _Described:
-    """An abstract array like `jax.ShapeDtypeStruct`: NumPy makes an array of one object of it."""
+    """An abstract array like `jax.ShapeDtypeStruct`, which NumPy converts to an array of one object."""
 
     dtype = np.dtype(np.float32)
 
@@ -589,16 +589,16 @@ def test_values_with_a_dtype_are_compared_by_their_content(make: Callable[[], An
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("actual", "expected"),
     [
         (np.float32(0.0), np.float32(-0.0)),
         (np.float64(0.0), np.float64(-0.0)),
         (_Described((2, 3)), _Described((3, 2))),
     ],
 )
-def test_other_values_with_a_dtype_differ(found: Any, expected: Any) -> None:
+def test_other_values_with_a_dtype_differ(actual: Any, expected: Any) -> None:
     with pytest.raises(AssertionError, match="value: expected"):
-        assert_same_value(found, expected, "value")
+        assert_same_value(actual, expected, "value")
 
 
 def test_nans_of_numpy_with_other_bits_are_equal() -> None:

@@ -1,4 +1,4 @@
-"""The layouts of the core are what the protocol asks for."""
+"""The layouts of the core satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TestSafetensors(LayoutTests):
     composites = False
 
     def layout(self) -> Layout:
-        return SafetensorsLayout(standalone=True)  # inspect refuses other files without a root
+        return SafetensorsLayout(standalone=True)  # without a root, `inspect` accepts only standalone files
 
 
 class TestSafetensorsInSeveralFiles(TestSafetensors):
@@ -44,7 +44,7 @@ class TestSafetensorsCrashes(LayoutCrashTests):
 
 
 class TestShelf(LayoutTests):
-    """A layout that writes metadata files and finds those of several checkpointables."""
+    """A layout that writes metadata files, and reads those of composites."""
 
     def layout(self) -> Layout:
         return ShelfLayout()

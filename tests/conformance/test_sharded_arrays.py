@@ -1,4 +1,4 @@
-"""The handler of arrays of which each process holds a part is what the protocol asks for."""
+"""The handler of `ShardedArray` satisfies the protocol."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class TestShardedArrays(LeafHandlerTests):
     examples = tuple([_example(dtype) for dtype in ("float32", "bfloat16", "int4", "complex128", "bool")])
 
     def test_shards_of_all_processes_cover_the_array(self) -> None:
-        found = [
+        boxes = [
             self.handler.shards(
                 ShardedArray((4, 5), "float32", [ArrayShard(box, np.zeros(box.shape, np.float32))]), rank, 3
             )
             for rank, box in enumerate(_BOXES)
         ]
-        assert found == [[Shard(box)] for box in _BOXES]
+        assert boxes == [[Shard(box)] for box in _BOXES]

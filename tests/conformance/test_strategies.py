@@ -1,4 +1,4 @@
-"""The strategies give what they say."""
+"""The Hypothesis strategies of the testing kit give valid examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_partitions_cover_the_array(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_boxes_are_inside(data: st.DataObject) -> None:
+def test_boxes_are_inside_the_array(data: st.DataObject) -> None:
     shape = data.draw(strategies.shapes())
     box = data.draw(strategies.boxes(shape))
     assert_inside(box, shape, "a box")
@@ -25,7 +25,7 @@ def test_boxes_are_inside(data: st.DataObject) -> None:
 
 
 @given(spec=strategies.specs())
-def test_bit_patterns_are_of_their_spec_and_the_same_every_time(spec: ArraySpec) -> None:
+def test_bit_patterns_match_their_spec_and_are_deterministic(spec: ArraySpec) -> None:
     array = bit_patterns(spec)
     assert array.shape == spec.shape
     assert name_of_dtype(array.dtype) == spec.dtype

@@ -1,4 +1,4 @@
-"""Everything that reads a checkpoint, each with an outcome that can be compared."""
+"""All functions that read a checkpoint, with outcomes that can be compared."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _numbers = itertools.count()
 
 
 def outcome_of(reader: Reader, location: str, context: ckptcore.Context) -> Outcome:
-    """Return the outcome of one read; for an error, its type.
+    """Return the outcome of one read, or the type of its `CheckpointError`.
 
-    Any error but a `CheckpointError` is raised.
+    Other errors are raised.
     """
     try:
         return _plain(reader(location, context))
     except CheckpointError as error:
         reason: BaseException = error
         if isinstance(error, TargetUndefinedError) and error.__cause__ is not None:
-            reason = error.__cause__  # a target that was filled before, by a try that was overtaken
+            reason = error.__cause__  # an earlier attempt filled the target before the replacement
         return "replaced" if any(text in str(reason) for text in _REPLACED) else type(reason).__name__
 
 
 def _plain(value: object) -> str:
-    """A value as text, types and elements included."""
+    """Return a value as text, including types and elements."""
     if isinstance(value, Mapping):
         return "{" + ", ".join([f"{key}: {_plain(value[key])}" for key in value]) + "}"
     if isinstance(value, list | tuple):
@@ -71,33 +71,38 @@ def _load_checkpointables(location: str, context: ckptcore.Context) -> object:
     return ckptcore.load_checkpointables(location, context=context)
 
 
-def _told(found: CheckpointMetadata) -> object:
-    return {"tree": found.abstract, "custom": found.custom, "layout": found.layout, "ours": found.save_id is not None}
-
-
-def _told_of_several(found: CheckpointMetadata) -> object:
+def _told(metadata: CheckpointMetadata) -> object:
     return {
-        "members": {name: _told(one) for name, one in found.checkpointables.items()},
-        "custom": found.custom,
-        "deleted": found.checkpointables.deleted,
-        "unreadable": list(found.checkpointables.unreadable),
-        "ours": found.save_id is not None,
+        "tree": metadata.abstract,
+        "custom": metadata.custom,
+        "layout": metadata.layout,
+        "ours": metadata.save_id is not None,
+    }
+
+
+def _told_of_several(metadata: CheckpointMetadata) -> object:
+    return {
+        "members": {name: _told(member) for name, member in metadata.checkpointables.items()},
+        "custom": metadata.custom,
+        "deleted": metadata.checkpointables.deleted,
+        "unreadable": list(metadata.checkpointables.unreadable),
+        "ours": metadata.save_id is not None,
     }
 
 
 def _metadata(location: str, context: ckptcore.Context) -> object:
-    found = ckptcore.metadata(location, context=context)
-    return _told_of_several(found) if found.is_composite else _told(found)
+    metadata = ckptcore.metadata(location, context=context)
+    return _told_of_several(metadata) if metadata.is_composite else _told(metadata)
 
 
 def _inspect(location: str, context: ckptcore.Context) -> object:
-    found = describe_checkpoint(location, context)
-    return _told_of_several(found) if found.is_composite else _told(found)
+    description = describe_checkpoint(location, context)
+    return _told_of_several(description) if description.is_composite else _told(description)
 
 
 def _inspect_files(location: str, context: ckptcore.Context) -> object:
-    found, files = describe_and_check(location, context)
-    told = _told_of_several(found) if found.is_composite else _told(found)
+    description, files = describe_and_check(location, context)
+    told = _told_of_several(description) if description.is_composite else _told(description)
     return {"told": told, "problems": files.problems, "deleted": files.deleted}
 
 
@@ -106,37 +111,37 @@ def _step_states(location: str, context: ckptcore.Context) -> object:
         steps = find_steps(location.rpartition("/")[0], ckptcore.step_names.StepNames(), context)
     except CheckpointNotFoundError:
         return []
-    found = read_steps(steps, steps.candidates(), context)
-    # A step that was deleted after it was listed has the state "other". An uncommitted one is hidden on file systems.
-    # Sizes are not compared: a checkpoint of several sessions has other files than one of a single save.
-    shown = [status for status in found if status.state not in ("other", "uncommitted")]
+    statuses = read_steps(steps, steps.candidates(), context)
+    # A step that was deleted after its listing has the state "other". File systems hide uncommitted steps.
+    # Sizes are not compared, because a checkpoint of several sessions has other files than that of a single save.
+    shown = [status for status in statuses if status.state not in ("other", "uncommitted")]
     return [(status.state, status.nbytes is not None, status.problems) for status in shown]
 
 
 def _open(location: str, context: ckptcore.Context) -> object:
-    with ckptcore.open(location, context=context) as opened:
-        return _elements(opened)
+    with ckptcore.open(location, context=context) as checkpoint:
+        return _elements(checkpoint)
 
 
-def _elements(found: Any) -> object:
-    if isinstance(found, StoredTree):
-        return {key: _elements(found[key]) for key in found}
-    return found[...] if isinstance(found, StoredArray) else found
+def _elements(value: Any) -> object:
+    if isinstance(value, StoredTree):
+        return {key: _elements(value[key]) for key in value}
+    return value[...] if isinstance(value, StoredArray) else value
 
 
 def _slice(location: str, context: ckptcore.Context) -> object:
-    with ckptcore.open(location, context=context) as opened:
-        return opened["a/w"][1:3]
+    with ckptcore.open(location, context=context) as checkpoint:
+        return checkpoint["a/w"][1:3]
 
 
 def _iter_boxes(location: str, context: ckptcore.Context) -> object:
-    with ckptcore.open(location, context=context) as opened:
-        return {box.name: box.elements for box in opened.iter_boxes()}
+    with ckptcore.open(location, context=context) as checkpoint:
+        return {box.name: box.elements for box in checkpoint.iter_boxes()}
 
 
 def _metadata_of_open(location: str, context: ckptcore.Context) -> object:
-    with ckptcore.open(location, context=context) as opened:
-        return _told(opened.metadata)
+    with ckptcore.open(location, context=context) as checkpoint:
+        return _told(checkpoint.metadata)
 
 
 def _verify(location: str, context: ckptcore.Context) -> object:
@@ -166,13 +171,13 @@ def _consolidate_subtree(location: str, context: ckptcore.Context) -> object:
 
 
 def _made(make: Callable[[str], object]) -> object:
-    """Return the contents of a new location in memory after a call has written it."""
+    """Return the contents of a new location in memory that a call has written."""
     destination = f"memory://copies-{next(_numbers)}/copy"
     make(destination)
-    found = describe_checkpoint(destination, ckptcore.Context())
-    if not found.is_composite:
-        return {"told": _told(found), "value": ckptcore.load(destination)}
-    return {"told": _told_of_several(found), "value": ckptcore.load_checkpointables(destination)}
+    description = describe_checkpoint(destination, ckptcore.Context())
+    if not description.is_composite:
+        return {"told": _told(description), "value": ckptcore.load(destination)}
+    return {"told": _told_of_several(description), "value": ckptcore.load_checkpointables(destination)}
 
 
 def _steps(location: str, context: ckptcore.Context) -> object:

@@ -50,7 +50,7 @@ def save_composite(version: int, layout: str, location: str, **options: Any) -> 
 
 
 def save_update(version: int, layout: str, location: str, *, base: str, **options: Any) -> None:
-    """Save an update of a version over `tree_of` it."""
+    """Save an update of the tree of a version. Its base has the same version."""
     ckptcore.save(
         location, {"b": (np.full(2, version + 1), "text")}, strategy=ckptcore.Update(base), layout=layout, **options
     )

@@ -1,4 +1,4 @@
-"""A location that changes its state before each call of a reader: the result must be that of one of the two states."""
+"""Reads of a location that changes before each operation of the reader. The result must be that of one state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.system
 
 
 class _Changes(FaultPlan):
-    """Makes each change before one operation of the reader."""
+    """A plan that makes each change before the chosen operation of the reader."""
 
     def __init__(self, changes: Sequence[tuple[int, Callable[[], None]]]) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class _Changes(FaultPlan):
 
 @functools.cache
 def _undisturbed(reader: str, scheme: str, layout: str, state: str, directory: Path) -> Outcome:
-    """The outcome of a read of a place that does not change."""
+    """Return the outcome of a read of a location that does not change."""
     place = Place(scheme, directory, state_of(state, layout, scheme))
     return outcome_of(READERS[reader], through(place.location), faulty_context(place.location, FaultPlan()))
 
 
-def _read_beside(
+def _read_during_changes(
     reader: str, scheme: str, layout: str, states: Sequence[str], moments: Sequence[int], directory: Path
 ) -> tuple[Outcome, bool]:
     """Read a location that changes at these operations. Return the outcome, and whether the last state was reached."""
@@ -62,20 +62,20 @@ def _read_beside(
 def _wrong(reader: str, scheme: str, layout: str, states: Sequence[str], directory: Path) -> list[str]:
     """Return the failures of reads during every change, one line each."""
     allowed = {_undisturbed(reader, scheme, layout, state, directory): state for state in states}
-    found = []
+    failures = []
     moments = [0] * (len(states) - 1)
     while True:
-        outcome, done = _read_beside(reader, scheme, layout, states, moments, directory)
+        outcome, done = _read_during_changes(reader, scheme, layout, states, moments, directory)
         if outcome not in allowed and (outcome != "replaced" or not max(moments)):
-            found.append(
+            failures.append(
                 f"{reader} {scheme} {layout} {' -> '.join(states)} before {moments}: {outcome}, not {list(allowed)}"
             )
         if done:
             moments[-1] += 1
         else:
-            # The reader ended before the last change: no later moment is another one.
+            # The reader ended before the last change, so later moments would give no new case.
             if len(moments) == 1 or moments[-1] == moments[-2]:
-                return found
+                return failures
             moments[-2] += 1
             moments[-1] = moments[-2]
 
@@ -140,7 +140,7 @@ _PARTS: Final = 5
 
 
 def _part(changes: Sequence[Sequence[str]], reader: str, full: bool) -> Sequence[Sequence[str]]:
-    """Return a part of the changes, another one for each reader; with `full`, all."""
+    """Return a part of the changes, which differs between readers, or all with `full`."""
     return changes if full else changes[list(READERS).index(reader) % _PARTS :: _PARTS]
 
 
@@ -166,7 +166,7 @@ def test_every_change_before_each_call(reader: str, scheme: str, layout: str, fu
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
-def test_any_two_states(reader: str, layout: str, full: bool, tmp_path: Path) -> None:
+def test_a_change_between_any_two_states(reader: str, layout: str, full: bool, tmp_path: Path) -> None:
     pairs = _part(list(itertools.permutations(STATES, 2)), reader, full)
     _expect_right(reader, "memory", layout, pairs, tmp_path)
 
@@ -174,10 +174,10 @@ def test_any_two_states(reader: str, layout: str, full: bool, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_changes(reader: str, layout: str, full: bool, tmp_path: Path) -> None:
+def test_two_changes_during_a_read(reader: str, layout: str, full: bool, tmp_path: Path) -> None:
     """A checkpoint is deleted, and another one saved, during one read.
 
-    After each slice of a checkpoint of other software only the root is checked, not the names, because slices are many.
+    After each slice of a checkpoint of other software, only its root is checked, because checking all names is slow.
     """
     changes = [states for states in _TWO_CHANGES if reader not in _OF_SLICES or states[0] != "foreign"]
     _expect_right(reader, "memory", layout, _part(changes, reader, full), tmp_path)

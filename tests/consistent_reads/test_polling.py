@@ -1,4 +1,4 @@
-"""Readers that poll a location during random changes by a writer: each result must be a state of that time."""
+"""Readers that poll a location during random changes by a writer. Each result must be a state of that time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Writing:
     """A running writer.
 
     Attributes:
-        location: the location that it changes.
+        location: the location that the writer changes.
         log: the log of the changes.
         context: the Context for reads.
         has_claims: True if readers can see the claim of a save before the commit.
@@ -119,7 +119,7 @@ def _undisturbed(reader: str, state: State) -> Outcome:
 
 
 class _Judge:
-    """Knows the possible states of a location."""
+    """The possible states of a location during a read, from the log of the writer."""
 
     def __init__(self, writing: _Writing) -> None:
         self._writing = writing
@@ -138,7 +138,7 @@ class _Judge:
         self._possible = self._possible[-2:] if self._busy else self._possible[-1:]
 
     def _follow(self) -> bool:
-        """Read the log; True if the writer was at work at any time since the last look."""
+        """Read new entries of the log. Return True if the writer was changing the location since the last call."""
         was_busy = self._busy
         for state in self._writing.log.news():
             self._busy = state is not None
@@ -148,7 +148,7 @@ class _Judge:
         return was_busy
 
     def end(self, reader: str, outcome: Outcome) -> tuple[set[Outcome], bool]:
-        """Return the valid outcomes of a read since `begin`, and whether the location changed meanwhile."""
+        """Return the valid outcomes of a read since `begin`, and True if the location changed meanwhile."""
         changed = self._follow()
         allowed = {_undisturbed(reader, state) for state in self._possible}
         if changed:
@@ -201,14 +201,14 @@ def _in_bucket(scheme: str, directory: Path) -> Iterator[_Writing]:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
-def test_reads_next_to_changes(scheme: str, tmp_path: Path) -> None:
+def test_reads_during_changes(scheme: str, tmp_path: Path) -> None:
     with _begin(scheme, tmp_path) as writing:
         _poll(writing, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
-def test_thousands_of_reads_next_to_changes(scheme: str, full: bool, tmp_path: Path) -> None:
+def test_thousands_of_reads_during_changes(scheme: str, full: bool, tmp_path: Path) -> None:
     with _begin(scheme, tmp_path) as writing:
         met = _poll(writing, 10_000 if full else 2_000)
     print(scheme, sum(met.values()), dict(met))  # the outcomes of the run

@@ -1,4 +1,4 @@
-"""A writer that changes one location at random, by a seed, and logs each change."""
+"""A writer that makes random changes to one location, determined by a seed, and logs each change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class State:
 
     Attributes:
         kind: one of `STATES`.
-        version: of what was saved.
-        layout: of what was saved.
+        version: the saved version.
+        layout: the layout of the save.
     """
 
     kind: str
@@ -39,10 +39,10 @@ NOTHING: Final = State("nothing", 0, "")
 
 
 class Log:
-    """The log of a writer: for each change a line before it begins, and one when it is done."""
+    """The log of a writer. It has a line before and a line after each change."""
 
     def __init__(self, path: Path) -> None:
-        """Use a file, which is there already."""
+        """Use an existing file."""
         self._path = path
         self._read = 0
 
@@ -69,8 +69,8 @@ class Log:
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            found = json.loads(line)
-            yield None if found is None else State(*found)
+            entry = json.loads(line)
+            yield None if entry is None else State(*entry)
 
 
 class _Writer:
@@ -84,7 +84,7 @@ class _Writer:
         self._bases: State | None = None
 
     def change(self) -> None:
-        """Make one change, in some steps."""
+        """Make a change, which may consist of several steps."""
         changes: Mapping[str, Callable[[str, int], None]] = {
             "tree": self._save_tree,
             "several": self._save_several,
@@ -158,17 +158,17 @@ class _Writer:
 
 
 def write(seed: int, location: str, log: Log, context: ckptcore.Context, is_stopped: Callable[[], bool]) -> None:
-    """Change what is at a place until told to stop."""
+    """Change a location until `is_stopped` returns True."""
     writer = _Writer(seed, location, log, context)
     draw = random.Random(seed)
     while not is_stopped():
         began = time.monotonic()
         writer.change()
-        time.sleep((time.monotonic() - began) * 2 * draw.random())  # so that readers also meet what does not change
+        time.sleep((time.monotonic() - began) * 2 * draw.random())  # a pause, so that some reads see no change
 
 
 def main(seed: str, location: str, log: str, storage: str) -> None:
-    """Write until the standard input ends."""
+    """Write until the standard input is closed."""
     stopped = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Arrays of worker processes, and the layouts and states of the tests."""
+"""Arrays of worker processes for the tests of controllers, and their expected digests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WHOLE = ((Box.whole(SPEC.shape),),) * 2
 
 
 def make_rows(workers: WorkerProcesses) -> RemoteArray:
-    """An array of which each worker has half of the rows."""
+    """Return an array whose rows are divided between two workers."""
     return workers.make(SPEC, ROWS, counted)
 
 
 def make_whole(workers: WorkerProcesses) -> RemoteArray:
-    """An array that both workers have."""
+    """Return an array that both workers hold whole."""
     return workers.make(SPEC, WHOLE, counted)
 
 
 def digests_of(boxes: tuple[tuple[Box, ...], ...]) -> list[dict[Box, str]]:
-    """By worker and box, the digest of what an array of `counted` has there."""
+    """Return for each worker the digest of `counted` elements in each of its boxes."""
     return [{box: WorkerProcesses.digest(counted(SPEC, box)) for box in held} for held in boxes]

@@ -1,4 +1,4 @@
-"""Worker processes for the tests of a single controller; they take seconds to start, so tests share them."""
+"""Worker processes for the tests of a single controller. Tests share them, because they take seconds to start."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.controller.worker_processes import WorkerProcesses
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerProcesses]:
-    """Two workers. A test that ends one starts its own."""
+    """Start two shared workers. A test that kills a worker starts its own workers."""
     with WorkerProcesses(2) as started:
         yield started
 
 
 @pytest.fixture
 def context(workers: WorkerProcesses) -> ckptcore.Context:
-    """The Context of their controller."""
+    """Return the Context of a controller of the shared workers."""
     return controlling(workers)
 
 
 def controlling(workers: WorkerProcesses) -> ckptcore.Context:
-    """A Context for a controller of workers."""
+    """Return a Context for a controller of workers."""
     return ckptcore.Context(
         job=ckptcore.context.JobOptions(
             executor=workers, replicas=ckptcore.context.ReplicaOptions(piece_bytes=1 << 14)

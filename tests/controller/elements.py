@@ -1,4 +1,4 @@
-"""Elements of arrays that worker processes make: functions that can be sent to them."""
+"""Functions that create elements of arrays. They can be sent to worker processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckptcore.model import ArraySpec, Box, HostArray
 
 
 def counted(spec: ArraySpec, box: Box) -> HostArray:
-    """0, 1, 2 and so on, in C order of the whole array."""
+    """Return the elements of a box of an array that counts 0, 1, 2 and so on in C order."""
     whole = np.arange(spec.size, dtype=np.int64).astype(spec.numpy_dtype)
     return whole.reshape(spec.shape)[box.slices].copy()
 
 
 @dataclass(frozen=True)
 class Given:
-    """These elements."""
+    """A function that returns the elements of a given array."""
 
     whole: HostArray
 

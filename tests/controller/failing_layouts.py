@@ -13,41 +13,41 @@ from ckptcore.protocols import Snapshot, WriteStore
 
 @dataclass(frozen=True)
 class RaisingLayout(SafetensorsLayout):
-    """Safetensors, that one rank cannot write.
+    """A safetensors layout that fails on one rank.
 
     Attributes:
-        failing: the rank; the controller is 0.
+        failing: the rank that fails. The controller has rank 0.
     """
 
     failing: int = 0
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write something, and fail on the rank that is to."""
+        """Write an object, then fail on the chosen rank."""
         store.put(f"half-{snapshot.plan.rank}", b"half")
         if snapshot.plan.rank == self.failing:
             self.fail()
         return super().write(snapshot, store)
 
     def fail(self) -> None:
-        """Fail."""
+        """Raise an error."""
         raise ValueError("this rank is unwell")
 
 
 @dataclass(frozen=True)
 class EndingLayout(RaisingLayout):
-    """Safetensors, whose writer ends the process on one rank."""
+    """A safetensors layout that ends the process of one rank."""
 
     def fail(self) -> None:
-        """Die at once."""
+        """End the process immediately."""
         os._exit(1)
 
 
 @dataclass(frozen=True)
 class SlowRaisingLayout(RaisingLayout):
-    """Safetensors, that rank 1 writes slowly and another cannot."""
+    """A safetensors layout that fails on one rank while rank 1 still writes."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write what there is after a while, where it is not to fail."""
+        """Write after a delay on rank 1, and fail on the chosen rank."""
         if snapshot.plan.rank == 1:
             time.sleep(0.5)
         return super().write(snapshot, store)
@@ -55,9 +55,9 @@ class SlowRaisingLayout(RaisingLayout):
 
 @dataclass(frozen=True)
 class OneNameLayout(SafetensorsLayout):
-    """Safetensors, in addition to which every rank writes an object of one name."""
+    """A safetensors layout in which every rank also writes an object with the same name."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write as the only rank."""
+        """Write an object with a fixed name, then the arrays."""
         store.put("notes", str(snapshot.plan.rank).encode())
         return super().write(snapshot, store)

@@ -1,4 +1,4 @@
-"""Arrays whose elements are in worker processes: leaves for tests of what a single controller does."""
+"""Arrays whose elements are in worker processes, as leaves for tests of a single controller."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ckptcore.protocols import HostMemory, LeafHandler, Priority
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array that worker processes hold; also what a load asks for, where it says who is to hold what.
+    """An array that worker processes hold. An abstract one requests boxes for each worker.
 
     Attributes:
-        spec: the whole array.
-        boxes: by worker, what it holds.
-        number: under which the workers hold it; None for an abstract array.
+        spec: the spec of the whole array.
+        boxes: for each worker, the boxes that it holds.
+        number: the number by which the workers identify the array, or None for an abstract array.
     """
 
     spec: ArraySpec
@@ -29,51 +29,51 @@ class RemoteArray:
 
 
 class RemoteArrayHandler(LeafHandler):
-    """Describes a `RemoteArray`, and fails a test in which anything asks the controller for its elements."""
+    """The handler of `RemoteArray`. It fails a test that requests elements from the controller."""
 
     @property
     def priority(self) -> int:
-        """Has a type of its own."""
+        """Return the priority of handlers of a single type."""
         return Priority.EXACT
 
     def describe(self, leaf: RemoteArray) -> LeafRecord:
-        """Its shape and dtype, cut where any worker's box ends."""
+        """Return the shape and dtype, with cuts at the borders of all boxes."""
         return ArrayRecord(leaf.spec, cuts=cuts_of(leaf.spec.shape, [box for boxes in leaf.boxes for box in boxes]))
 
     def abstract(self, leaf: RemoteArray) -> RemoteArray:
-        """The same boxes, of no array that is there."""
+        """Return an abstract array with the same boxes."""
         return leaf if leaf.number is None else RemoteArray(leaf.spec, leaf.boxes)
 
     def identity(self, leaf: RemoteArray) -> Hashable | None:
-        """Its number."""
+        """Return the number of the array."""
         return leaf.number
 
     def shards(self, leaf: RemoteArray, rank: int, size: int) -> NoReturn:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def copy_to_host(self, leaf: RemoteArray, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def view_on_host(self, leaf: RemoteArray, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def wanted(self, abstract: RemoteArray, stored: ArrayRecord) -> Sequence[Box]:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def destination(self, abstract: RemoteArray, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def build(self, abstract: RemoteArray, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Not here."""
+        """Fail, because only workers have elements."""
         self._refuse()
 
     def memory_to_fill(self, target: Any) -> None:

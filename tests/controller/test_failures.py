@@ -1,4 +1,4 @@
-"""Workers that fail or die: the error names them, nothing is half there, and the next save works."""
+"""Workers that fail or are killed: the error names them, no partial checkpoint remains, and the next save works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.controller.worker_processes import WorkerProcesses
 
 
 def assert_next_save_works(directory: Path, workers: WorkerProcesses, context: ckptcore.Context) -> None:
-    """Also at the same place."""
+    """Save and load at the location of the failed save."""
     rows = make_rows(workers)
     ckptcore.save(directory / "it", {"rows": rows}, context=context)
     loaded = ckptcore.load(directory / "it", {"rows": rows}, context=context)
@@ -65,7 +65,7 @@ def test_a_controller_that_fails_waits_for_its_workers(
 def test_workers_that_write_one_name_are_refused(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
-    """Perhaps the file system takes two names for one. No worker replaces the object of another."""
+    """A worker must not replace the object of another worker, for example if a file system ignores case."""
     with pytest.raises(NameCollisionError, match="wrote notes twice"):
         ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, layout=OneNameLayout(), context=context)
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +73,7 @@ def test_workers_that_write_one_name_are_refused(
 
 
 class _Awaited:
-    """A report to come that says when it was waited for."""
+    """A pending report that records when its result is awaited."""
 
     def __init__(self, report: Pending[bytes], awaited: list[int], worker: int) -> None:
         self._report, self._awaited, self._worker = report, awaited, worker
@@ -86,7 +86,7 @@ class _Awaited:
 def test_workers_finish_if_another_cannot_start(
     workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the first went on to write into what is removed."""
+    """Otherwise the first worker would write to files that are being removed."""
     run_write = WorkerProcesses.run_write
     awaited: list[int] = []
 
@@ -104,7 +104,7 @@ def test_workers_finish_if_another_cannot_start(
     assert_next_save_works(tmp_path, workers, context)
 
 
-def test_a_failed_worker_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_failed_worker(tmp_path: Path) -> None:
     with WorkerProcesses(2) as workers:
         context = controlling(workers)
         rows = make_rows(workers)
@@ -131,11 +131,11 @@ def test_damage_found_by_workers_is_raised(workers: WorkerProcesses, context: ck
     assert caught.value.__cause__.__notes__ == ["This was raised on the worker worker-1"]
 
 
-@pytest.mark.slow  # a worker looks for the claim of its controller for ten seconds
+@pytest.mark.slow  # a worker waits ten seconds for the claim of its controller
 def test_a_storage_in_process_memory_is_refused(
     workers: WorkerProcesses, context: ckptcore.Context, request: pytest.FixtureRequest
 ) -> None:
-    """The memory of a worker is not where the controller commits."""
+    """Each worker has its own memory, so the controller cannot commit objects of workers."""
     location = f"memory://{request.node.name}/it"
     with pytest.raises(NotSharedError):
         ckptcore.save(location, {"rows": make_rows(workers)}, context=context)
@@ -143,7 +143,7 @@ def test_a_storage_in_process_memory_is_refused(
         ckptcore.load(location)
 
 
-def test_leaves_without_elements_are_named(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_the_error_names_leaves_without_elements(context: ckptcore.Context, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="rows: this RemoteArray has no elements"):
         ckptcore.save(tmp_path / "other", {"rows": RemoteArray(SPEC, WHOLE)}, context=context)
 
@@ -156,7 +156,7 @@ def test_a_session_and_a_file_are_refused(workers: WorkerProcesses, context: ckp
     for save in (ckptcore.save, ckptcore.save_async):
         with pytest.raises(InvalidLocationError, match="several processes hold the arrays"):
             save(tmp_path / "it.safetensors", {"rows": rows}, context=context)
-    assert list(tmp_path.iterdir()) == [] and workers.crossings[asked:] == []  # refused before workers copy
+    assert list(tmp_path.iterdir()) == [] and workers.crossings[asked:] == []  # refused before workers copy elements
     ckptcore.save(tmp_path / "here.safetensors", {"w": np.ones(3)}, context=context)
 
 

@@ -1,4 +1,4 @@
-"""A controller saves and loads what its workers hold; no elements come to it."""
+"""A controller saves and loads arrays of its workers. It receives no elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(workers: WorkerProcesses) -> dict[str, Any]:
 
 
 def assert_saved(location: Path) -> None:
-    """Check that any program finds the workers' elements in the checkpoint."""
+    """Assert that a program without workers loads the elements of all workers."""
     loaded = ckptcore.load(location)
     expected = counted(SPEC, Box.whole(SPEC.shape))
     np.testing.assert_array_equal(loaded["rows"], expected)
@@ -41,12 +41,12 @@ def assert_saved(location: Path) -> None:
 
 
 def crossings(workers: WorkerProcesses, work: Callable[[], object]) -> list[str]:
-    """The requests of some work, each of which is small."""
+    """Return the requests to workers during a call. Assert that each of them is small."""
     before = len(workers.crossings)
     work()
     made = workers.crossings[before:]
-    assert all(one.sent + one.received < MOST_BYTES for one in made), made
-    return sorted(f"{one.request} {one.worker}" for one in made)
+    assert all(crossing.sent + crossing.received < MOST_BYTES for crossing in made), made
+    return sorted(f"{crossing.request} {crossing.worker}" for crossing in made)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,8 +105,8 @@ def test_workers_cast_and_pad_according_to_matching(
     loaded: dict[str, Any] = {}
 
     def load() -> None:
-        found = ckptcore.load(tmp_path / "it", asked, transforms=chain, matching=matching, context=context)
-        loaded.update(found)
+        arrays = ckptcore.load(tmp_path / "it", asked, transforms=chain, matching=matching, context=context)
+        loaded.update(arrays)
 
     assert crossings(workers, load) == ["read 0", "read 1"]
     ckptcore.save(tmp_path / "made", loaded, context=context)
@@ -146,7 +146,7 @@ def test_shards_are_written_by_the_workers_that_hold_them(
 ) -> None:
     ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, context=context)
     files = sorted(path.name for path in (tmp_path / "it").iterdir())
-    assert [name for name in files if "00001-model" in name] == []  # rank 0 is the controller
+    assert [name for name in files if "00001-model" in name] == []  # rank 0, the controller, writes no arrays
     assert len([name for name in files if name.endswith(".safetensors")]) == 2
 
 
@@ -160,7 +160,7 @@ def test_progress_of_workers_is_planned_once(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_phase_has_all_writes(
+def test_one_phase_covers_the_writes_of_all_workers(
     layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     events: list[Event] = []
@@ -265,7 +265,7 @@ def test_a_memory_limit_divides_the_load(workers: WorkerProcesses, tmp_path: Pat
     assert asked == ["read 0", "read 0", "read 1", "read 1"]
 
 
-def test_a_limit_of_copies_applies_to_the_controller(
+def test_a_memory_limit_of_copies_applies_to_the_controller(
     workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context
 ) -> None:
     bounded = ckptcore.Context(

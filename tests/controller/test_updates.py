@@ -1,4 +1,4 @@
-"""Workers write what is given of an update, and read what is in its bases, wherever these are."""
+"""Updates with workers, which write the changed arrays and read the others from the bases."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_workers_save_and_load_updates(
     abstract = {
         name: RemoteArray(SPEC, boxes) for name, boxes in (("kept", COLUMNS), ("given", ROWS), ("more", COLUMNS))
     }
-    found = ckptcore.load(second, {**abstract, "n": 0}, context=context)
-    for name, one in abstract.items():
-        assert workers.digests(found[name]) == digests_of(one.boxes), name
+    updated = ckptcore.load(second, {**abstract, "n": 0}, context=context)
+    for name, requested in abstract.items():
+        assert workers.digests(updated[name]) == digests_of(requested.boxes), name
     narrow = RemoteArray(ArraySpec(SPEC.shape, "bfloat16"), COLUMNS)
     cast = ckptcore.load(
         second,

@@ -1,4 +1,4 @@
-"""The worker processes of the testing kit are an executor as the protocol asks for."""
+"""The executor of `worker_processes` satisfies the protocol."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestWorkerProcesses(ExecutorTests):
 
     def abstract(self, executor: StagedExecutor, spec: ArraySpec) -> RemoteArray:
         rows = spec.shape[0] // COUNT
-        boxes = [(Box((rows * one, 0), (rows * one + rows, spec.shape[1])),) for one in range(COUNT)]
+        boxes = [(Box((rows * worker, 0), (rows * worker + rows, spec.shape[1])),) for worker in range(COUNT)]
         return RemoteArray(spec, tuple(boxes))
 
 

@@ -40,7 +40,7 @@ class Crossing:
     Attributes:
         worker: the number of the worker.
         request: the name of the request.
-        sent, received: all bytes that passed the boundary.
+        sent, received: numbers of bytes of the request and of the answer.
     """
 
     worker: int
@@ -87,7 +87,7 @@ class WorkerProcesses(StagedExecutor):
 
         Args:
             count: number of processes.
-            timeout_seconds: timeout of an answer.
+            timeout_seconds: the timeout for an answer.
         """
         spawning = multiprocessing.get_context("spawn")
         self.crossings: list[Crossing] = []
@@ -163,12 +163,12 @@ class WorkerProcesses(StagedExecutor):
         return [self.ask(worker, _Digest(array.number or 0)) for worker in range(len(self.workers))]
 
     def elements(self, array: RemoteArray) -> HostArray:
-        """Return all elements of an array, for tests. They pass the boundary and are counted."""
-        found = np.zeros(array.spec.shape, array.spec.numpy_dtype)
+        """Return all elements of an array, for tests. Their transfer is counted in `crossings`."""
+        whole = np.zeros(array.spec.shape, array.spec.numpy_dtype)
         for worker in range(len(self.workers)):
             for box, part in self.ask(worker, _Get(array.number or 0)).items():
-                found[box.slices] = part
-        return found
+                whole[box.slices] = part
+        return whole
 
     @staticmethod
     def digest(elements: HostArray) -> str:
@@ -205,7 +205,7 @@ class WorkerProcesses(StagedExecutor):
     def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
         """See `StagedExecutor`."""
         number = next(self._numbers)
-        boxes = tuple([(one.leaf.number, one.leaf.boxes[worker], one.boxes) for one in leaves])
+        boxes = tuple([(leaf.leaf.number, leaf.leaf.boxes[worker], leaf.boxes) for leaf in leaves])
         return _HeldNumbers(self, worker, number, self._threads.submit(self.ask, worker, _Hold(number, boxes, copied)))
 
     def run_write(self, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
@@ -277,15 +277,15 @@ class _Hold:
     copied: bool
 
     def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
-        found = []
+        held_views = []
         for array, there, wanted in self.boxes:
             views = []
             for box in wanted:
-                outer = next(one for one in there if one.contains(box))
+                outer = next(candidate for candidate in there if candidate.contains(box))
                 view = arrays[array, outer][box.within(outer)]
                 views.append(view.copy() if self.copied else view)
-            found.append(views)
-        held[self.number] = found
+            held_views.append(views)
+        held[self.number] = held_views
         return None
 
 
@@ -314,8 +314,8 @@ class _Read:
 
     def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
         report, read = self.stage()
-        for (number, boxes), found in zip(self.names, read, strict=False):  # fewer if the stage failed
-            arrays.update({(number, box): array for box, array in zip(boxes, found, strict=True)})
+        for (number, boxes), parts in zip(self.names, read, strict=False):  # shorter if the stage failed
+            arrays.update({(number, box): array for box, array in zip(boxes, parts, strict=True)})
         return report
 
 

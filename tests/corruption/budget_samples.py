@@ -1,6 +1,6 @@
-"""Hostile checkpoints with one number that can be large. Each function writes a checkpoint with a number of about `n`.
+"""Hostile checkpoints in which one number can be large. Each function writes a checkpoint for a number `n`.
 
-A sample can be loadable or refused. The tests measure the work until the result.
+A reader may load or refuse a sample. The tests measure its work until the result or error.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def _boxes(directory: Path, shape: Sequence[int], boxes: Sequence[tuple[Sequence
 
 def _halves(axes: int, count: int) -> list[tuple[list[int], list[int]]]:
     """Return boxes that each take half of the remaining array along the next axis. The last box is the rest."""
-    found = [([0] * axis + [1] + [0] * (axes - axis - 1), [1] * axis + [2] * (axes - axis)) for axis in range(count)]
-    return [*found, ([0] * axes, [1] * count + [2] * (axes - count))]
+    boxes = [([0] * axis + [1] + [0] * (axes - axis - 1), [1] * axis + [2] * (axes - axis)) for axis in range(count)]
+    return [*boxes, ([0] * axes, [1] * count + [2] * (axes - count))]
 
 
 @_sample("root: axes of boxes", most=64)
@@ -411,7 +411,7 @@ def _torch_depth(directory: Path, n: int) -> None:
 
 @_sample("torch: lists that share lists")
 def _torch_shared(directory: Path, n: int) -> None:
-    """Write a value with many paths."""
+    """Write nested lists of which each contains the next one twice, so that one value has many paths."""
     directory.mkdir()
     value: Any = [1]
     for _ in range(n):
@@ -453,7 +453,7 @@ def _dcp(
     planner_data: Any = None,
     files: Sequence[str] = ("__0_0.distcp",),
 ) -> None:
-    """Write a `.metadata`. The files have one item, and all entries refer to it."""
+    """Write a file `.metadata`. The data files have one item, and all entries refer to it."""
     directory.mkdir()
     item = io.BytesIO()
     torch.save(torch.zeros(1, dtype=torch.uint8), item)

@@ -1,4 +1,4 @@
-"""Checkpoints to damage, and what must be true of one that is damaged."""
+"""Checkpoints that tests damage, and checks of a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
 
-_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
-_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
+FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
+RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _SLACK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class Original:
-    """A checkpoint, and what it was.
+    """A checkpoint with its undamaged state and files.
 
     Attributes:
-        location: where it is.
-        state: what was saved.
-        files: the bytes of each file, by its path in the checkpoint.
+        location: the directory of the checkpoint.
+        state: the saved state.
+        files: the undamaged bytes of each file, by its path in the checkpoint.
     """
 
     location: Path
@@ -47,7 +47,7 @@ class Original:
             (self.location / name).write_bytes(content)
 
     def damaged_files(self) -> list[str]:
-        """The paths of files that are not what they were."""
+        """Return the paths of files that are missing or differ from their undamaged bytes."""
         return [
             name
             for name, content in self.files.items()
@@ -55,34 +55,34 @@ class Original:
         ]
 
     def check(self) -> None:
-        """Fail unless every function copes with the damage and names it."""
+        """Assert that loads detect the damage, that `verify` names it, and that no function crashes."""
         damaged = self.damaged_files()
         with bounded_memory(self.location):
             try:
-                loaded = ckptcore.load(self.location, context=_FAST)
+                loaded = ckptcore.load(self.location, context=FAST)
             except CheckpointError:
-                assert damaged, "what is whole does not load"
+                assert damaged, "an undamaged checkpoint does not load"
             else:
-                assert same_value(loaded, self.state), f"{damaged} are damaged, and something else came back"
+                assert same_value(loaded, self.state), f"{damaged} are damaged, and another state was loaded"
             with contextlib.suppress(CheckpointError):
-                # It may return wrong elements, because the caller disabled verification. It must not crash.
-                ckptcore.load(self.location, context=_RELAXED)
+                # Without verification a load may return wrong elements, but must not crash.
+                ckptcore.load(self.location, context=RELAXED)
             with contextlib.suppress(CheckpointError):
                 ckptcore.metadata(self.location)
         report = ckptcore.verify(self.location)
-        found = {problem.key for problem in report.problems}
+        keys = {problem.key for problem in report.problems}
         assert report.ok == (not damaged)
         # A damaged root does not describe the other files.
         of_root = {name for name in damaged if name.startswith("checkpoint.")}
         if of_root:
-            assert found and found <= of_root, f"{damaged} are damaged, and verify names {found}"
+            assert keys and keys <= of_root, f"{damaged} are damaged, and verify names {keys}"
         else:
-            assert found == set(damaged), f"{damaged} are damaged, and verify names {found}"
+            assert keys == set(damaged), f"{damaged} are damaged, and verify names {keys}"
 
 
 @contextlib.contextmanager
 def bounded_memory(location: Path) -> Iterator[None]:
-    """Fail where a load allocates more for arrays than the files hold."""
+    """Fail if two loads in this block allocate more bytes for arrays than twice the size of the files."""
     held = sum(path.stat().st_size for path in location.rglob("*") if path.is_file() and not path.is_symlink())
 
     def bounded(spec: ArraySpec) -> HostArray:
@@ -92,7 +92,7 @@ def bounded_memory(location: Path) -> Iterator[None]:
         return allocate(spec)
 
     with pytest.MonkeyPatch.context() as patch:
-        # Twice, for one loads twice in the block.
+        # `check` loads twice in this block.
         held *= 2
         patch.setattr("ckptcore.loading.reading.allocate", bounded)
         yield
@@ -113,53 +113,53 @@ def _arrays(count: int, elements: int) -> dict[str, Any]:
 
 def _save_one_file(location: Path) -> Any:
     state = _arrays(3, 100)
-    ckptcore.save(location, state, context=_FAST)
+    ckptcore.save(location, state, context=FAST)
     return state
 
 
 def _save_several_files(location: Path) -> Any:
     state = _arrays(4, 3000)
-    ckptcore.save(location, state, layout=SafetensorsLayout(max_file_bytes=4000), context=_FAST)
+    ckptcore.save(location, state, layout=SafetensorsLayout(max_file_bytes=4000), context=FAST)
     return state
 
 
 def _save_with_parts(location: Path) -> Any:
-    """Each table of the root in an object of its own, as in a checkpoint of very many arrays."""
+    """Save each table of the root in its own object, as in a checkpoint of very many arrays."""
     state = _arrays(5, 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptcore.commit.root_json._INLINE_BYTES", 0)
-        ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=_FAST)
+        ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=FAST)
     return state
 
 
 def _save_several_blocks(location: Path) -> Any:
     state = _arrays(2, 1_300_000)
-    ckptcore.save(location, state, context=_FAST)
+    ckptcore.save(location, state, context=FAST)
     return state
 
 
 def _save_database(location: Path) -> Any:
-    """Read chunks with checksums behind them, in several data files, and a database that says where they are."""
+    """Save checksummed chunks in several data files, with a database of their offsets."""
     state = _arrays(3, 300)
-    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=64, data_file_bytes=512), context=_FAST)
+    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=64, data_file_bytes=512), context=FAST)
     return state
 
 
 def _save_compressed_database(location: Path) -> Any:
     state = _arrays(3, 300)
-    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=128, compression="zstd"), context=_FAST)
+    ckptcore.save(location, state, layout=OcdbtLayout(chunk_bytes=128, compression="zstd"), context=FAST)
     return state
 
 
 def _save_zarr3(location: Path) -> Any:
     state = _arrays(2, 100)
-    ckptcore.save(location, state, layout=Zarr3Layout(chunk_bytes=64), context=_FAST)
+    ckptcore.save(location, state, layout=Zarr3Layout(chunk_bytes=64), context=FAST)
     return state
 
 
 def _save_zarr(location: Path) -> Any:
     state = _arrays(1, 100)
-    ckptcore.save(location, state, layout=ZarrLayout(compression="blosc"), context=_FAST)
+    ckptcore.save(location, state, layout=ZarrLayout(compression="blosc"), context=FAST)
     return state
 
 
@@ -177,7 +177,7 @@ ORIGINALS: Final[Mapping[str, Callable[[Path], Any]]] = {
 
 
 def make_original(name: str, directory: Path) -> Original:
-    """Save one of them."""
+    """Save the checkpoint with a name of `ORIGINALS`."""
     location = directory / "step_1"
     state = ORIGINALS[name](location)
     paths = [path for path in sorted(location.rglob("*")) if path.is_file()]

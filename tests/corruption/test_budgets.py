@@ -45,16 +45,16 @@ def _context() -> ckptcore.Context:
 
 
 def _read_boxes(location: Path) -> None:
-    with ckptcore.open(location, context=_context()) as opened:
-        for box in opened.iter_boxes():
+    with ckptcore.open(location, context=_context()) as checkpoint:
+        for box in checkpoint.iter_boxes():
             del box
 
 
 def _read_elements(location: Path) -> None:
-    with ckptcore.open(location, context=_context()) as opened:
-        for name in opened:
+    with ckptcore.open(location, context=_context()) as checkpoint:
+        for name in checkpoint:
             with contextlib.suppress(CheckpointError):
-                array = opened[name]
+                array = checkpoint[name]
                 if isinstance(array, ckptcore.results.StoredArray) and array.size:
                     _ = array[(0,) * array.ndim]
             break
@@ -146,7 +146,7 @@ def _cost(read: Callable[[Path], object], location: Path) -> _Cost:
 
 
 def _expect_linear(name: str, reader: str, least: int, directory: Path, *, grows: bool = False) -> None:
-    """Fail unless the cost grows at most linearly with the number, and memory with the size of the files.
+    """Assert that work grows at most linearly with the number, and memory with the size of the files.
 
     With `grows`, fail also if the cost does not grow.
     """
@@ -159,7 +159,7 @@ def _expect_linear(name: str, reader: str, least: int, directory: Path, *, grows
         SAMPLES[name](location, number)
         if not costs:
             with _refused():
-                read(location)  # imports modules, and fills caches
+                read(location)  # the first read imports modules and fills caches
         held = sum([path.stat().st_size for path in location.parent.rglob("*") if path.is_file()])
         cost = _cost(read, location)
         assert cost.peak <= _PER_BYTE * held + _FREE_BYTES, f"{number}: {cost}, and the files have {held} bytes"
@@ -169,7 +169,7 @@ def _expect_linear(name: str, reader: str, least: int, directory: Path, *, grows
             )
             assert cost.peak <= _GROWTH * costs[-1].peak + _NOISE_BYTES, f"{number // 2}: {costs[-1]}, {number}: {cost}"
         costs.append(cost)
-    if grows:  # the first may also have filled caches
+    if grows:  # compared with the minimum, because the first cost may include filling caches
         least_calls, least_bytes = min([cost.calls for cost in costs]), min([cost.peak for cost in costs])
         assert costs[-1].calls > least_calls or costs[-1].peak > least_bytes + _LEAST_GROWTH, costs
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are cut off, changed, mixed up or gone."""
+"""Files of a checkpoint that are truncated, changed, exchanged or missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL: Final = [name for name in ORIGINALS if name != "several blocks"]
 
 
 def _lengths(size: int) -> Iterator[int]:
-    """Lengths of each sort to which a file can be cut."""
+    """Yield lengths for a truncated file: at its edges, in its middle, and near the ends of blocks."""
     edges = {0, 1, 7, 8, 9, 63, 64, size // 2, size - 41, size - 2, size - 1}
     for block in range(0, size, BLOCK_BYTES):
         edges |= {block - 1, block, block + 1}
@@ -28,7 +28,10 @@ def _lengths(size: int) -> Iterator[int]:
 
 
 def _truncate(original: Original, lengths: Callable[[int], Iterator[int]], every: int = 1) -> int:
-    """Cut each file to each of the lengths; or to one of `every` of them, the next file to the next ones."""
+    """Truncate each file to each length and check the checkpoint. Return the number of checks.
+
+    With `every`, a file gets only each `every`-th length, and the next file starts with the next length.
+    """
     count = 0
     for number, (name, content) in enumerate(original.files.items()):
         path = original.location / name
@@ -48,7 +51,7 @@ def _truncate(original: Original, lengths: Callable[[int], Iterator[int]], every
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_truncated_files_are_detected(name: str, tmp_path: Path) -> None:
     original = make_original(name, tmp_path)
-    # Of a checkpoint in many files each length is tried on some of them.
+    # If a checkpoint has many files, each file gets a part of the lengths.
     assert _truncate(original, _lengths, every=4 if len(original.files) > 8 else 1) > 15
 
 
@@ -86,8 +89,8 @@ def _change_run(content: bytes, choices: random.Random) -> bytes:
 def _swap_blocks(content: bytes, choices: random.Random) -> bytes:
     size = choices.choice((1, 16, 512, 4096, BLOCK_BYTES))
     blocks = [content[start : start + size] for start in range(0, len(content), size)]
-    one, other = choices.randrange(len(blocks)), choices.randrange(len(blocks))
-    blocks[one], blocks[other] = blocks[other], blocks[one]
+    first, second = choices.randrange(len(blocks)), choices.randrange(len(blocks))
+    blocks[first], blocks[second] = blocks[second], blocks[first]
     return b"".join(blocks)
 
 
@@ -111,7 +114,7 @@ _CHANGES: Final[Sequence[Callable[[bytes, random.Random], bytes]]] = (
 
 
 def _damage(original: Original, choices: random.Random) -> str:
-    """Damage one or two files; what was done, for a person."""
+    """Damage one or two files. Return a readable description."""
     names = list(original.files)
     done = []
     for _ in range(choices.choice((1, 1, 1, 2))):
@@ -168,7 +171,7 @@ def test_every_missing_file_is_detected(name: str, tmp_path: Path) -> None:
         original.restore()
     (original.location / "checkpoint.json").unlink()
     if not any(file.endswith(".safetensors") for file in original.files):
-        # What is left is a checkpoint of Orbax, which holds the tree and the values.
+        # Without its root, this is a valid checkpoint of Orbax with the tree and the values.
         assert ckptcore.metadata(original.location).save_id is None
         return
     with pytest.raises(ckptcore.errors.CorruptCheckpointError, match=r"checkpoint\.json is missing"):

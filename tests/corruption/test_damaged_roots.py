@@ -1,4 +1,4 @@
-"""A root in which one bit changed is refused wherever that bit is, by an error with its path and a way out."""
+"""Damaged roots: any changed bit is refused, and the error has the path and a remedy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_partly_written_root_is_refused(length: int, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("has_files", [False, True])
-def test_only_its_kind_says_that_a_root_is_of_files(
+def test_only_the_kind_of_a_root_decides_that_it_is_of_files(
     has_files: bool, fields: dict[str, JSON], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     root = _save_tree(tmp_path / "c")
@@ -105,7 +105,7 @@ def test_only_its_kind_says_that_a_root_is_of_files(
 
 
 def test_user_metadata_is_not_parsed_as_a_root(tmp_path: Path) -> None:
-    """Metadata, names of arrays and names of layouts that look like heads change nothing."""
+    """User metadata and names of arrays may look like the head of a root."""
     text = '{"format":"ckptcore","version":1,"state":"claimed","role":"member","save_id":"0123456789abcdef",'
     for number, member in enumerate(("role", "state", "member", "owned", "bases")):
         at = tmp_path / str(number)

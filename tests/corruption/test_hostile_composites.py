@@ -20,9 +20,8 @@ from ckptcore_testing.locations import faulty_context, through
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedVersionError
 from tests.composites.objects import Counter, Files, Linear
-from tests.corruption.checkpoints import bounded_memory
+from tests.corruption.checkpoints import FAST, bounded_memory
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 _OPERATIONS: Final = 300
 """Limit of the storage operations of one function, for any of the small composites below."""
@@ -35,22 +34,22 @@ class _Forgery:
         self.directory = directory
         self.location = directory / "step_1"
         objects = {"model": Linear(3), "data": Counter(2), "files": Files({"a/b": b"one", "c": b"two"})}
-        ckptcore.save_checkpointables(self.location, objects, metadata={"loss": 0.5}, context=_CONTEXT)
+        ckptcore.save_checkpointables(self.location, objects, metadata={"loss": 0.5}, context=FAST)
         self.root = self.read("checkpoint.json")
 
     def read(self, key: str) -> dict[str, Any]:
-        """Return a root."""
+        """Return the root with this key, without its checksum."""
         root: dict[str, Any] = json.loads((self.location / key).read_bytes())
         del root["checksum"]
         return root
 
     def forge(self, root: Any, key: str = "checkpoint.json") -> None:
-        """Seal a root."""
+        """Write a root with a correct checksum."""
         is_document = isinstance(root, dict) and root
         (self.location / key).write_bytes(sealed(root if is_document else {"forged": 0}))
 
     def with_members(self, members: Any) -> None:
-        """Seal the root with other members."""
+        """Write the root with other members and a correct checksum."""
         root = copy.deepcopy(self.root)
         root["members"] = members
         self.forge(root)
@@ -100,13 +99,13 @@ class _Forgery:
 
 @pytest.fixture
 def forgery(tmp_path: Path) -> _Forgery:
-    """A composite that can be forged."""
+    """Return a composite whose roots can be forged."""
     (tmp_path / "secret").write_bytes(b"secret")
     return _Forgery(tmp_path)
 
 
 def test_a_valid_forgery_is_accepted(forgery: _Forgery) -> None:
-    """Shows that the tests below do not fail because of the checksum."""
+    """Show that the tests below are not refused because of a wrong checksum."""
     for key in ("checkpoint.json", "model/checkpoint.json", "files/checkpoint.json"):
         forgery.forge(forgery.read(key), key)
     assert ckptcore.load_checkpointables(forgery.location)["files"] == {"a/b": b"one", "c": b"two"}
@@ -172,8 +171,8 @@ def test_impossible_numbers_of_processes_are_refused(processes: Any, forgery: _F
     forgery.assert_refused()
 
 
-def test_very_many_processes(forgery: _Forgery) -> None:
-    """No loop counts to their number, whether processes left files or not."""
+def test_a_huge_number_of_processes_needs_little_work(forgery: _Forgery) -> None:
+    """No loop runs over the stated number of processes, whether or not some of them left files."""
     members = {f"m{number}": ["tree", 1 << 24] for number in range(50)}
     forgery.with_members({**members, "model": ["tree", None]})
     forgery.assert_harmless()
@@ -190,8 +189,8 @@ def test_very_many_processes(forgery: _Forgery) -> None:
         ckptcore.load_checkpointables(forgery.location, ["m3"])
 
 
-def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery) -> None:
-    """The files of its members are found by listing, not by counting. Files that no readable root names are kept."""
+def test_overwriting_a_checkpoint_with_a_huge_number_of_processes_needs_little_work(forgery: _Forgery) -> None:
+    """The overwrite lists the files of members and does not count to the number. It keeps files that no root names."""
     for name in ("model", "data", "files"):
         shutil.rmtree(forgery.location / name)
     forgery.with_members({f"m{number}": ["tree", 1 << 24] for number in range(50)})
@@ -201,7 +200,7 @@ def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery)
     (forgery.location / "m3.rank_7" / "checkpoint.json").write_bytes(b"{}")
     tracemalloc.start(1)
     try:
-        ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=_CONTEXT)
+        ckptcore.save(forgery.location, {"a": 1}, overwrite="keep-other-files", context=FAST)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -210,7 +209,7 @@ def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery)
     assert names == {"m3.rank_7/a", "m3.rank_007/a", f"m3.rank_{1 << 24}/a", "m3/a", "other/a"}
 
 
-def test_very_many_members(forgery: _Forgery) -> None:
+def test_very_many_members_need_little_work(forgery: _Forgery) -> None:
     forgery.with_members({**{f"name {number}": ["tree", None] for number in range(10_000)}, "model": ["tree", None]})
     forgery.assert_harmless()
     assert list(ckptcore.load_checkpointables(forgery.location)) == ["model"]
@@ -238,7 +237,7 @@ def test_mixed_kinds_are_refused(forgery: _Forgery) -> None:
 
 @pytest.mark.parametrize("target", [".", "..", "model", "files/a"])
 def test_linked_members_are_refused(target: str, forgery: _Forgery) -> None:
-    """Includes a link to the composite itself, which would be its own member."""
+    """One of the targets is the composite itself, which would be its own member."""
     (forgery.location / "loop").symlink_to(target)
     forgery.with_members({"loop": ["tree", None], "model": ["tree", None]})
     forgery.assert_harmless()
@@ -265,10 +264,10 @@ def test_files_outside_of_the_checkpoint_are_refused(key: str, forgery: _Forgery
     root["tables"]["objects"]["key"] = [key, "c"]
     forgery.forge(root, "files/checkpoint.json")
     forgery.assert_refused()
-    found = Files({"as it": b"was"})
+    target = Files({"as it": b"was"})
     with pytest.raises(CheckpointError):
-        ckptcore.load_checkpointables(forgery.location, into={"files": found})
-    assert found.files == {"as it": b"was"}
+        ckptcore.load_checkpointables(forgery.location, into={"files": target})
+    assert target.files == {"as it": b"was"}
 
 
 @pytest.mark.parametrize("size", [1 << 20, 1 << 40, 1 << 60])
@@ -281,7 +280,7 @@ def test_a_false_large_file_size_allocates_no_memory(size: int, forgery: _Forger
 
 
 def test_conflicting_file_names_are_refused(forgery: _Forgery) -> None:
-    """A file that is a directory too: copied out only where the storage has no directories."""
+    """A file and a directory with the same name, which only a storage without directories can contain."""
     location = f"memory://hostile-files-{os.getpid()}/c"
     ckptcore.save_checkpointables(location, {"files": Files({"a/b": b"one", "c": b"two"})})
     from ckptcore.plugins import installed_plugins
@@ -292,15 +291,15 @@ def test_conflicting_file_names_are_refused(forgery: _Forgery) -> None:
     root["tables"]["objects"]["key"] = ["a/b", "a"]
     store.put("files/checkpoint.json", sealed(root))
     store.put("files/a", b"two")
-    found = Files({"as it": b"was"})
+    target = Files({"as it": b"was"})
     with pytest.raises(CheckpointError, match="or also as a directory"):
-        ckptcore.load_checkpointables(location, into={"files": found})
-    assert found.files == {"as it": b"was"}
+        ckptcore.load_checkpointables(location, into={"files": target})
+    assert target.files == {"as it": b"was"}
 
 
 @pytest.mark.parametrize("value", [10**400, [], {}, "1", None, True, "nan", 1e308])
 @pytest.mark.parametrize("field", ["metrics", "progress", "timeline"])
-def test_optional_members(field: str, value: Any, forgery: _Forgery) -> None:
+def test_odd_values_of_optional_fields_are_harmless(field: str, value: Any, forgery: _Forgery) -> None:
     root = copy.deepcopy(forgery.root)
     for forged in ({"step": value}, value, {"": value}, {"operation": "save", "phase": value}):
         root[field] = forged

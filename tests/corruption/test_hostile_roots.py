@@ -19,16 +19,14 @@ from ckptcore_testing.hostile_json import sealed, tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
-from tests.corruption.checkpoints import bounded_memory
+from tests.corruption.checkpoints import FAST, RELAXED, bounded_memory
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
-_RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 """More than any of the small roots below may make a load allocate, in bytes."""
 
 
 class _Forgery:
-    """A checkpoint whose root says what the test wants."""
+    """A checkpoint whose root a test can forge."""
 
     def __init__(self, directory: Path) -> None:
         self.location = directory / "step_1"
@@ -39,12 +37,12 @@ class _Forgery:
             "long": "x" * 9000,
         }
         tied = self.state["weight"]
-        ckptcore.save(self.location, self.state | {"tied": tied}, metadata={"loss": 0.5}, context=_CONTEXT)
+        ckptcore.save(self.location, self.state | {"tied": tied}, metadata={"loss": 0.5}, context=FAST)
         self.root: dict[str, Any] = json.loads((self.location / "checkpoint.json").read_bytes())
         del self.root["checksum"]
 
     def forge(self, root: Any) -> None:
-        """Seal a root."""
+        """Write a root with a correct checksum."""
         is_document = isinstance(root, dict) and root
         self._write(sealed(root if is_document else {"forged": 0}))
 
@@ -52,11 +50,11 @@ class _Forgery:
         (self.location / "checkpoint.json").write_bytes(content)
 
     def forge_text(self, text: str) -> None:
-        """Seal the text of a root that lacks its last brace."""
+        """Write the text of a root, which lacks its last brace, with a correct checksum."""
         self._write(sealed(text.encode() + b"}"))
 
     def changed(self, **tables: Any) -> dict[str, Any]:
-        """The root with other values at dotted places, ``__`` for a dot."""
+        """Return the root with some values replaced. A keyword is the path of a value, with ``__`` between keys."""
         root = copy.deepcopy(self.root)
         for place, value in tables.items():
             *above, last = place.split("__")
@@ -67,17 +65,17 @@ class _Forgery:
         return root
 
     def attempts(self) -> Iterator[Callable[[], object]]:
-        """Everything that reads a root."""
+        """Yield all functions that read a root."""
         location = self.location
-        yield lambda: ckptcore.load(location, context=_CONTEXT)
-        yield lambda: ckptcore.load(location, context=_RELAXED)
-        yield lambda: ckptcore.load(location, {"weight": self.state["weight"], "bias": ...}, context=_CONTEXT)
-        yield lambda: ckptcore.load_into(location, copy.deepcopy(self.state), context=_RELAXED)
+        yield lambda: ckptcore.load(location, context=FAST)
+        yield lambda: ckptcore.load(location, context=RELAXED)
+        yield lambda: ckptcore.load(location, {"weight": self.state["weight"], "bias": ...}, context=FAST)
+        yield lambda: ckptcore.load_into(location, copy.deepcopy(self.state), context=RELAXED)
         yield lambda: ckptcore.metadata(location).nbytes
         yield lambda: ckptcore.verify(location).ok
 
     def assert_harmless(self) -> None:
-        """Fail where something other than a CheckpointError comes out, or much memory is taken."""
+        """Fail if a function raises another error than CheckpointError, or needs much memory."""
         for attempt in self.attempts():
             tracemalloc.start(1)
             try:
@@ -89,14 +87,14 @@ class _Forgery:
             assert peak < _MEMORY_BYTES, f"{peak} bytes of memory were taken"
 
     def assert_refused(self, match: str | None = None) -> None:
-        """Fail unless it does not load."""
+        """Fail if the checkpoint can be loaded."""
         self.assert_harmless()
         with pytest.raises(CheckpointError, match=match):
             ckptcore.load(self.location)
 
 
 def test_a_valid_forgery_is_accepted(tmp_path: Path) -> None:
-    """So that what is refused below is not refused for its seal."""
+    """Show that the tests below are not refused because of a wrong checksum."""
     forgery = _Forgery(tmp_path)
     forgery.forge(forgery.root)
     assert ckptcore.load(forgery.location)["bias"].tolist() == [0, 1, 2, 3, 4]
@@ -148,7 +146,7 @@ def test_impossible_shapes_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_false_object_size_is_detected(tmp_path: Path) -> None:
-    """Sizes that agree with each other and not with the file; without checksums, which would have to be as many."""
+    """The stated sizes agree with each other, but not with the file. There are no checksums to count."""
     forgery = _Forgery(tmp_path)
     root = forgery.changed(tables__tree__shape__1=[1 << 50], tables__objects__size=[1 << 60])
     root["tables"]["objects"]["checksums"] = [""]
@@ -156,7 +154,7 @@ def test_a_false_object_size_is_detected(tmp_path: Path) -> None:
     forgery.assert_refused("model.safetensors")
 
 
-def test_many_arrays_in_the_same_bytes(tmp_path: Path) -> None:
+def test_many_arrays_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     count, extent = 2000, 9000
     root = forgery.changed(
@@ -216,7 +214,7 @@ _LAYOUTS: Final[dict[str, Any]] = {
 @pytest.mark.parametrize("shape", [[1 << 62, 10], [1 << 40, 4], [7, 10]], ids=str)
 @pytest.mark.parametrize("name", _LAYOUTS)
 def test_an_array_larger_than_its_stored_bytes_is_refused(name: str, shape: list[int], tmp_path: Path) -> None:
-    """It is refused before anything is read or allocated, and `verify` reports it."""
+    """The load is refused before it reads or allocates anything. `verify` reports the array."""
     location = tmp_path / "c"
     ckptcore.save(location, {"w": np.zeros((6, 10), np.float32), "v": np.ones(3)}, layout=_LAYOUTS[name])
     forged = json.loads((location / "checkpoint.json").read_bytes())
@@ -233,7 +231,7 @@ def test_an_array_larger_than_its_stored_bytes_is_refused(name: str, shape: list
         ):
             with pytest.raises(CorruptCheckpointError):
                 read(location)
-        if name != "safetensors":  # for an array in one place only the slice's bytes are read
+        if name != "safetensors":  # a slice of a contiguous array reads only its own bytes
             with pytest.raises(CorruptCheckpointError):
                 ckptcore.open(location)["w"][:1, :1]
         assert not _is_sound(location)
@@ -352,15 +350,14 @@ def test_columns_of_unequal_length_are_refused(tmp_path: Path) -> None:
 
 
 def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
-    """Of two readers each might believe another one."""
+    """Two readers might use different values of a duplicate key."""
     forgery = _Forgery(tmp_path)
     encoded = json.dumps(forgery.root, separators=(",", ":"))[:-1]
     forgery.forge_text(encoded + ',"layout":"no such layout"')
     forgery.assert_refused()
 
 
-# --- files that are no files
-# -------------------------------------------------------------------------------------------
+# --- special files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
@@ -396,7 +393,7 @@ def test_special_files_are_refused(name: str, kind: str, tmp_path: Path) -> None
     for attempt in forgery.attempts():
         with contextlib.suppress(CheckpointError):
             attempt()
-    if name != "checkpoint.json":  # without a root it may be a checkpoint of other software
+    if name != "checkpoint.json":  # without a root, the directory may be a checkpoint of other software
         with pytest.raises(CheckpointError):
             ckptcore.load(forgery.location)
         assert not ckptcore.verify(forgery.location).ok

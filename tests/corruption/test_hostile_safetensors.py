@@ -1,4 +1,4 @@
-"""Foreign and hostile safetensors files: they raise nothing but CheckpointError."""
+"""Foreign and hostile safetensors files. Readers raise only CheckpointError."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _assert_refused(location: Path) -> None:
         ckptcore.load(location)
 
 
-def test_the_honest_file_loads(tmp_path: Path) -> None:
+def test_the_valid_file_loads(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(_file(_HEADER))
     for location in (file, tmp_path):
@@ -86,12 +86,12 @@ def _tamper(directory: Path, count: int) -> None:
             raise
 
 
-def test_tampered_headers(tmp_path: Path) -> None:
+def test_tampered_headers_are_refused_or_load(tmp_path: Path) -> None:
     _tamper(tmp_path, 200)
 
 
 @pytest.mark.slow
-def test_many_tampered_headers(full: bool, tmp_path: Path) -> None:
+def test_many_tampered_headers_are_refused_or_load(full: bool, tmp_path: Path) -> None:
     _tamper(tmp_path, 10_000 if full else 4_000)
 
 
@@ -115,12 +115,12 @@ def _damage(directory: Path, count: int) -> None:
             raise
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_load(tmp_path: Path) -> None:
     _damage(tmp_path, 200)
 
 
 @pytest.mark.slow
-def test_much_damaged_files(full: bool, tmp_path: Path) -> None:
+def test_many_damaged_files_are_refused_or_load(full: bool, tmp_path: Path) -> None:
     _damage(tmp_path, 10_000 if full else 4_000)
 
 
@@ -169,7 +169,7 @@ _IMPOSSIBLE: Final[dict[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", _IMPOSSIBLE)
-def test_impossible_files(name: str, tmp_path: Path) -> None:
+def test_impossible_files_are_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(_IMPOSSIBLE[name])
     _assert_refused(file)
@@ -191,7 +191,7 @@ _INDEXES: Final[dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", _INDEXES)
-def test_impossible_indexes(name: str, tmp_path: Path) -> None:
+def test_impossible_indexes_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret.safetensors").write_bytes(_file(_HEADER))
     directory = tmp_path / "model"
     directory.mkdir()
@@ -202,7 +202,7 @@ def test_impossible_indexes(name: str, tmp_path: Path) -> None:
     _assert_refused(directory)
 
 
-def test_tampered_indexes(tmp_path: Path) -> None:
+def test_tampered_indexes_are_refused_or_load(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes(_file(_HEADER))
     weight_map = {name: "one.safetensors" for name in _HEADER if name != "__metadata__"}
     index = tmp_path / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Symbolic links from a checkpoint to files outside it: no reader, verification or copy follows them."""
+"""Symbolic links from a checkpoint to files outside it. No reader, verification or copy follows them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.errors import CheckpointError, NotMappableError
 from ckptcore.model import ArrayRecord
-from tests.corruption.checkpoints import ORIGINALS
+from tests.corruption.checkpoints import FAST, ORIGINALS
 
-_CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MOST_FILES: Final = 12
 
 
 def _save_dcp(location: Path) -> None:
-    ckptcore.save(location, {"w": np.arange(600.0), "v": [np.ones(3), 5, "text"]}, layout="dcp", context=_CONTEXT)
+    ckptcore.save(location, {"w": np.arange(600.0), "v": [np.ones(3), 5, "text"]}, layout="dcp", context=FAST)
 
 
 def _save_composite(location: Path) -> None:
-    ckptcore.save_checkpointables(location, {"model": {"w": np.arange(600.0)}, "info": {"step": 3}}, context=_CONTEXT)
+    ckptcore.save_checkpointables(location, {"model": {"w": np.arange(600.0)}, "info": {"step": 3}}, context=FAST)
 
 
 _SAVES: Final[Mapping[str, Callable[[Path], Any]]] = {
@@ -40,19 +39,17 @@ _SAVES: Final[Mapping[str, Callable[[Path], Any]]] = {
 
 
 def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
-    """Everything that reads a checkpoint, by name."""
+    """Return all functions that read a checkpoint, by name."""
     unverified = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
     there = location.parent / "copy"
     return {
-        "load": lambda: ckptcore.load(location, context=_CONTEXT),
+        "load": lambda: ckptcore.load(location, context=FAST),
         "load unverified": lambda: ckptcore.load(location, context=unverified),
-        "load_checkpointables": lambda: ckptcore.load_checkpointables(location, context=_CONTEXT),
+        "load_checkpointables": lambda: ckptcore.load_checkpointables(location, context=FAST),
         "metadata": lambda: ckptcore.metadata(location).nbytes,
-        "copy": lambda: ckptcore.copy(location, there, context=_CONTEXT),
-        "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=_CONTEXT),
-        "iter_boxes": lambda: [
-            part.elements.tobytes() for part in ckptcore.open(location, context=_CONTEXT).iter_boxes()
-        ],
+        "copy": lambda: ckptcore.copy(location, there, context=FAST),
+        "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=FAST),
+        "iter_boxes": lambda: [part.elements.tobytes() for part in ckptcore.open(location, context=FAST).iter_boxes()],
         "slices": lambda: _slices(location),
         "memory_map": lambda: _mapped(location),
         "verify": lambda: _verify(location),
@@ -61,11 +58,11 @@ def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
 
 
 def _arrays_of(location: Path) -> Iterator[Any]:
-    with ckptcore.open(location, context=_CONTEXT) as opened:
+    with ckptcore.open(location, context=FAST) as checkpoint:
         tree = ckptcore.metadata(location).tree
         for path, record in zip(tree.paths, tree.leaves, strict=True):
             if isinstance(record, ArrayRecord) and record.kind != "str":
-                yield opened[path]
+                yield checkpoint[path]
 
 
 def _slices(location: Path) -> object:
@@ -73,11 +70,11 @@ def _slices(location: Path) -> object:
 
 
 def _mapped(location: Path) -> object:
-    found = []
+    maps = []
     for array in _arrays_of(location):
         with contextlib.suppress(NotMappableError):
-            found.append(array.memory_map().tobytes())
-    return found
+            maps.append(array.memory_map().tobytes())
+    return maps
 
 
 def _verify(location: Path) -> object:
@@ -121,7 +118,7 @@ def test_a_link_to_a_file_next_to_a_composite_is_refused(tmp_path: Path) -> None
 
 
 def _expect_links_refused(location: Path, has_root: bool) -> None:
-    """Turn each file into a link to one with its bytes. Each reader refuses it, or gives the same without the file."""
+    """Replace each file by a link to a copy. Each reader refuses the link, or returns the same as without the file."""
     if not has_root:
         for root in location.rglob("checkpoint.json"):
             root.unlink()
@@ -145,8 +142,8 @@ def _expect_links_refused(location: Path, has_root: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "checkpoint.json", "model.safetensors"])
-def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
-    """Also a link to a checkpoint in the same directory that holds the right save."""
+def test_a_base_that_is_a_link_is_refused(name: str, tmp_path: Path) -> None:
+    """A link is refused even if it leads to the right save in the same directory."""
     runs = tmp_path / "runs"
     ckptcore.save(runs / "base", {"a": np.arange(600.0), "b": np.ones(3)})
     ckptcore.save(runs / "update", {"b": np.zeros(3)}, strategy=ckptcore.Update(runs / "base"))
@@ -162,7 +159,7 @@ def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
 
 
 def test_links_next_to_a_checkpoint_are_ignored(tmp_path: Path) -> None:
-    """Like a run with a link to its last step."""
+    """A run may contain a link to its last step."""
     ckptcore.save(tmp_path / "step_1", {"a": np.ones(3)})
     ckptcore.save(tmp_path / "step_2", {"a": np.ones(3)})
     (tmp_path / "latest").symlink_to("step_2")
@@ -174,7 +171,7 @@ def test_links_next_to_a_checkpoint_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_file_that_the_user_names_may_be_a_link(suffix: str, tmp_path: Path) -> None:
+def test_a_file_given_by_its_path_may_be_a_link(suffix: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / f"model.{suffix}"
     if suffix == "pt":
@@ -190,7 +187,7 @@ def test_a_file_that_the_user_names_may_be_a_link(suffix: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("target", ["../secrets/key", "{above}/secrets/key"])
-def test_a_downloaded_directory_with_a_link_to_a_file_next_to_it(target: str, tmp_path: Path) -> None:
+def test_a_link_out_of_a_downloaded_directory_is_refused(target: str, tmp_path: Path) -> None:
     (tmp_path / "secrets").mkdir()
     save_file({"key": np.arange(4)}, tmp_path / "secrets/key")
     (tmp_path / "downloaded").mkdir()
@@ -200,7 +197,7 @@ def test_a_downloaded_directory_with_a_link_to_a_file_next_to_it(target: str, tm
 
 
 def test_a_snapshot_in_the_cache_of_the_hub_loads(tmp_path: Path) -> None:
-    """Whole, by a directory inside it, and by one of its files."""
+    """Load the whole snapshot, a directory in it, and one of its files."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
     (snapshot / "unet").mkdir(parents=True)

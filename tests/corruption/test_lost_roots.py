@@ -1,4 +1,4 @@
-"""Checkpoints of ours that have lost their root: they are not taken for files of other software."""
+"""Our checkpoints without their root. They are not loaded as files of other software."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STATE: Final[dict[str, Any]] = {"w": np.arange(6.0), "layers": [np.ones(3), (np.
 
 
 def _open(location: Path) -> object:
-    with ckptcore.open(location) as opened:
-        return opened["w"]
+    with ckptcore.open(location) as checkpoint:
+        return checkpoint["w"]
 
 
 READERS: Final[Mapping[str, Callable[[Path], object]]] = {
@@ -53,7 +53,7 @@ SAVES: Final[Mapping[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_a_lost_root_is_named(save: str, tmp_path: Path) -> None:
+def test_the_error_names_a_lost_root(save: str, tmp_path: Path) -> None:
     SAVES[save](tmp_path / "c")
     (tmp_path / "c" / "checkpoint.json").unlink()
     for read in READERS.values():
@@ -76,7 +76,7 @@ def test_a_lost_root_without_arrays_names_the_file(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
 
 
-def test_a_lost_root_of_sessions_without_an_index_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_lost_root_of_sessions_without_an_index(tmp_path: Path) -> None:
     for number in range(2):
         ckptcore.partial(tmp_path / "c", layout="safetensors").save({f"w{number}": np.ones(2)})
     ckptcore.partial(tmp_path / "c").finalize()
@@ -88,7 +88,7 @@ def test_a_lost_root_of_sessions_without_an_index_is_named(tmp_path: Path) -> No
             read(tmp_path / "c")
 
 
-def test_the_way_on_loads_the_arrays(tmp_path: Path) -> None:
+def test_the_remedy_of_the_error_loads_the_arrays(tmp_path: Path) -> None:
     for name, layout in (
         ("one", ckptcore.SafetensorsLayout()),
         ("some", ckptcore.SafetensorsLayout(max_file_bytes=30)),
@@ -104,7 +104,7 @@ def test_the_way_on_loads_the_arrays(tmp_path: Path) -> None:
     assert set(safetensors.numpy.load_file(tmp_path / "one" / "model.safetensors")) == expected
 
 
-def test_files_that_are_handed_on_load(tmp_path: Path) -> None:
+def test_files_for_publication_load_without_their_root(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", {"model": {"w": np.ones(2)}, "step": 3})
     ckptcore.copy(tmp_path / "source", tmp_path / "published", layout="safetensors", subtree="model")
     ckptcore.save(tmp_path / "alone", {"w": np.ones(2)}, layout=ckptcore.SafetensorsLayout(standalone=True))
@@ -114,7 +114,7 @@ def test_files_that_are_handed_on_load(tmp_path: Path) -> None:
         assert ckptcore.metadata(tmp_path / name).custom == {"format": "pt"}
 
 
-def test_a_run_resumes_from_the_step_before(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_previous_step(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {**STATE, "step": step})
@@ -125,11 +125,11 @@ def test_a_run_resumes_from_the_step_before(tmp_path: Path) -> None:
         assert checkpointer.load()["step"] == 1
         with pytest.raises(CheckpointError):
             checkpointer.load(2)
-    assert (tmp_path / "run" / "2" / "model.safetensors").exists()  # nothing is deleted because of it
+    assert (tmp_path / "run" / "2" / "model.safetensors").exists()  # the files of the step are kept
 
 
 @pytest.mark.parametrize("layout", ["dcp", "ocdbt", "zarr3"])
-def test_other_layouts_are_what_they_are_to_other_software(layout: str, tmp_path: Path) -> None:
+def test_other_layouts_load_like_checkpoints_of_other_software(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", STATE, layout=layout)
     (tmp_path / "c" / "checkpoint.json").unlink()
     loaded = ckptcore.load(tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Named pipes, sockets, devices and directories in place of files: every reader refuses them, and none waits."""
+"""Named pipes, sockets, devices and directories in place of files. Every reader refuses them without waiting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECONDS: Final = 60
 
 def _socket(path: Path) -> None:
     before = os.getcwd()
-    os.chdir(path.parent)  # the names of sockets are short
+    os.chdir(path.parent)  # paths of sockets have a small maximum length
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
@@ -56,26 +56,26 @@ SPECIAL: Final[Mapping[str, Callable[[Path], object]]] = {
 
 
 def outcome(call: Callable[[], object]) -> BaseException | None:
-    """Return the error of a call, or None. Fail if it does not return."""
-    found: list[BaseException | None] = []
+    """Return the error that a call raises, or None. Fail if the call does not return."""
+    outcomes: list[BaseException | None] = []
 
     def run() -> None:
         try:
             call()
-            found.append(None)
-        except BaseException as error:  # noqa: BLE001  # the test looks at it
-            found.append(error)
+            outcomes.append(None)
+        except BaseException as error:  # noqa: BLE001  # the test checks it
+            outcomes.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_SECONDS)
-    assert found, "the call waits for ever"
-    return found[0]
+    assert outcomes, "the call waits for ever"
+    return outcomes[0]
 
 
 def _index(location: str) -> None:
-    with ckptcore.open(location) as opened:
-        _ = opened["w"][2:3]
+    with ckptcore.open(location) as checkpoint:
+        _ = checkpoint["w"][2:3]
 
 
 def _verify(location: str) -> None:
@@ -102,7 +102,7 @@ def _run(*arguments: str) -> None:
 @pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_no_reader_waits(kind: str, layout: str, scheme: str, tmp_path: Path) -> None:
+def test_no_reader_waits_for_a_special_file(kind: str, layout: str, scheme: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "sound", STATE, layout=layout)
     files = [path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound").rglob("*") if path.is_file()]
     refused = 0
@@ -119,7 +119,7 @@ def test_no_reader_waits(kind: str, layout: str, scheme: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_special_file_is_no_single_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_a_special_file_does_not_load_as_a_single_file(kind: str, tmp_path: Path) -> None:
     for name in ("model.safetensors", "model.pt", "model.bin"):
         SPECIAL[kind](tmp_path / name)
         for read in (ckptcore.load, ckptcore.metadata, ckptcore.verify):
@@ -153,7 +153,7 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_run_with_special_files(kind: str, tmp_path: Path) -> None:
+def test_a_run_with_special_files_resumes(kind: str, tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, STATE)
         checkpointer.save(2, STATE)

@@ -1,4 +1,4 @@
-"""Odd notes in a root: no operation refuses a checkpoint because of a note that no array needs."""
+"""Roots with invalid values in fields that no array needs. No operation refuses such a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ODD: Final[list[Any]] = [None, True, -1, 1 << 80, 1e308, "odd \x1b[2J", [], {}, 
 
 
 def _odd(root: Any) -> Mapping[str, Callable[[Any], None]]:
-    """Functions that put an odd value at each place of a root that holds a note."""
+    """Return, by path, functions that set an optional value of a root."""
 
     def at(*path: Any) -> Callable[[Any], None]:
         def put(value: Any) -> None:
@@ -53,7 +53,7 @@ _SHARDING: Final = {"type": "NamedSharding", "mesh": {"x": 2}, "spec": ["x"], "d
 
 
 class _Run:
-    """A run of one step, whose root says what the test wants."""
+    """A run of one step whose root a test can forge."""
 
     def __init__(self, directory: Path) -> None:
         self.location = directory / "run"
@@ -69,17 +69,17 @@ class _Run:
         tree["notes"], tree["note"] = [{"sharding": _SHARDING}], [0]
 
     def forge(self, root: Any) -> None:
-        """Seal a root."""
+        """Write a root with a correct checksum."""
         (self.step / "checkpoint.json").write_bytes(sealed(root))
 
     def assert_readable(self) -> None:
-        """Fail if something refuses the checkpoint."""
+        """Fail if an operation refuses the checkpoint."""
         assert ckptcore.load(self.step)["w"].tolist() == [0, 1, 2, 3]
         for framework in ("numpy", "jax", "torch"):
             assert np.asarray(ckptcore.load(self.step, framework=framework)["w"]).tolist() == [0, 1, 2, 3]
-        with ckptcore.open(self.step) as opened:
-            assert opened["w"][0] == 0
-            to_html(opened)
+        with ckptcore.open(self.step) as checkpoint:
+            assert checkpoint["w"][0] == 0
+            to_html(checkpoint)
         assert ckptcore.metadata(self.step).tree.paths
         assert ckptcore.verify(self.step).ok
         with ckptcore.CheckpointReader(self.location) as reader:
@@ -113,7 +113,7 @@ class _Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> _Run:
-    """A run."""
+    """Return a run of one step."""
     return _Run(tmp_path)
 
 
@@ -127,7 +127,7 @@ PLACES: Final = [
 ]
 
 
-def test_every_note_with_an_odd_value_is_passed_over(run: _Run) -> None:
+def test_an_invalid_value_in_each_optional_field_is_ignored(run: _Run) -> None:
     for number, place in enumerate(_odd(run.root)):
         root = copy.deepcopy(run.root)
         _odd(root)[place](ODD[number % len(ODD)])
@@ -136,7 +136,7 @@ def test_every_note_with_an_odd_value_is_passed_over(run: _Run) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_each_odd_value_is_passed_over(place: str, run: _Run) -> None:
+def test_each_invalid_value_of_an_optional_field_is_ignored(place: str, run: _Run) -> None:
     for value in ODD:
         root = copy.deepcopy(run.root)
         _odd(root)[place](value)
@@ -148,7 +148,7 @@ def test_each_odd_value_is_passed_over(place: str, run: _Run) -> None:
             json.dumps(document_of(viewed, name, Request({"at": "", "leaf": "0"})), allow_nan=False)
 
 
-def test_a_report_of_odd_notes(run: _Run, tmp_path: Path) -> None:
+def test_a_report_ignores_invalid_optional_values(run: _Run, tmp_path: Path) -> None:
     root = copy.deepcopy(run.root)
     root["timeline"]["phase"][0] = "Odd!"
     root["metrics"] = {"loss": [1], "accuracy": 0.5}
@@ -157,7 +157,7 @@ def test_a_report_of_odd_notes(run: _Run, tmp_path: Path) -> None:
     assert ckptcore.metadata(run.step).metrics == {"accuracy": 0.5}
 
 
-def test_the_other_events_of_a_timeline_with_an_odd_one_are_shown(run: _Run) -> None:
+def test_valid_events_of_a_timeline_are_shown_next_to_invalid_ones(run: _Run) -> None:
     root = copy.deepcopy(run.root)
     expected = len(root["timeline"]["phase"]) - 2
     root["timeline"]["phase"][0] = "Odd!"
@@ -169,7 +169,7 @@ def test_the_other_events_of_a_timeline_with_an_odd_one_are_shown(run: _Run) -> 
 
 
 class _LongText(str):
-    """Text whose representation must not be made, because it may be long and in every row."""
+    """A text that fails if its representation is made, because it may be long and in every row."""
 
     __slots__ = ()
 
@@ -178,7 +178,7 @@ class _LongText(str):
 
 
 class _Timeline(dict[str, Any]):
-    """A timeline that counts how often it is looked into."""
+    """A timeline that counts lookups."""
 
     looks = 0
 
@@ -187,8 +187,8 @@ class _Timeline(dict[str, Any]):
         return super().get(key, default)
 
 
-def test_the_rows_of_an_odd_timeline_are_read_without_the_rest_of_it(run: _Run) -> None:
-    """A root of 400 kB took 5 seconds, because each row judged the long save id again."""
+def test_invalid_rows_of_a_timeline_need_few_lookups(run: _Run) -> None:
+    """A root of 400 kB took 5 seconds, because the long save id was checked again for each row."""
     long = _LongText("x" * 1000)
     odd = {**run.root["timeline"], **{name: [value] * 100 for name, value in (
         ("phase", long), ("rank", 0), ("offset", 0), ("duration", 0), ("nbytes", long), ("error", long),
@@ -199,7 +199,7 @@ def test_the_rows_of_an_odd_timeline_are_read_without_the_rest_of_it(run: _Run) 
         assert timeline.looks < 30
 
 
-def test_nothing_is_deleted_because_of_an_odd_note(run: _Run) -> None:
+def test_no_step_is_deleted_because_of_an_invalid_optional_value(run: _Run) -> None:
     root = copy.deepcopy(run.root)
     root["created"], root["metrics"] = "long ago", {"loss": "low"}
     run.forge(root)

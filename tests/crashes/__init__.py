@@ -1,1 +1,1 @@
-"""Checkpoints after a killed save, a power failure, a full disk or a concurrent save."""
+"""Checkpoints after a killed save, a power loss, a full disk or a concurrent save."""

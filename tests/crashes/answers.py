@@ -1,4 +1,4 @@
-"""An object storage with lost answers: a request succeeds, but its client retries it, or it is repeated later."""
+"""An object storage that loses answers. Clients retry such requests, or requests are executed again later."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ SCHEME: Final = "answers"
 """The scheme of the storage."""
 
 Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
-"""Outcomes of a request that reports a failure: executed; executed twice by a client that retries; executed just
-before the next change of the same object; not executed."""
+"""Outcomes of a request. Its client gets an error, except that a client that retries gets the second answer.
+
+The request is executed ("lost"), executed twice by a client that retries ("retried"), executed just before the next
+change of the same object ("late"), or not executed ("never sent").
+"""
 
 Kept: TypeAlias = Literal["kept", "kept if it exists", "ignored", "unknown"]
-"""Handling of conditions: the storage checks them, checks only tags of existing objects, ignores them, or refuses."""
+"""Handling of conditions: the storage checks them, checks only tags of existing objects, ignores or refuses them."""
 
 
 class Storages:
-    """Objects in memory that outlive processes, as a plugin."""
+    """Objects in memory that all simulated processes of a test share."""
 
     def __init__(self) -> None:
         self.memory = MemoryStorages()
@@ -45,7 +48,7 @@ class Storages:
 
 
 class Answers:
-    """Answers to the changes of a process: puts, completed objects, deletions and aborted uploads.
+    """Answers to the changes of a process, which are puts, completed objects, deletions and aborted uploads.
 
     Attributes:
         changes: the method and the keys of each change, in order of their numbers.
@@ -66,7 +69,7 @@ class Answers:
             mishaps: the outcome of changes, by number.
             kept: the handling of conditions.
             before: called before each change with its number, its method and its keys.
-            opening: called with the key before an object is opened for writing in pieces, which is not a change yet.
+            opening: called with the key before an object is opened for writing in pieces. This is not a change.
         """
         self._mishaps = mishaps or {}
         self.kept: Final = kept
@@ -83,7 +86,7 @@ class Answers:
         self.replays.append(again)
         if self._before is not None:
             self._before(number, name, tuple(keys))
-        for key, late in [one for one in self._waiting if one[0] in keys]:
+        for key, late in [request for request in self._waiting if request[0] in keys]:
             self._waiting.remove((key, late))
             quietly(late)
         mishap = self._mishaps.get(number)
@@ -99,7 +102,7 @@ class Answers:
 
 
 def quietly(change: Callable[[], object]) -> None:
-    """Execute the requests that arrive late."""
+    """Execute a request that arrives late. Ignore a refusal."""
     try:
         change()
     except (StorageError, ValueError):
@@ -124,7 +127,7 @@ class _Answering(MemoryStorage):
     """A storage in memory with the given answers."""
 
     def __init__(self, inner: MemoryStorage, answers: Answers) -> None:
-        super().__init__(inner._store, inner._prefix, inner._url)  # the same objects
+        super().__init__(inner._store, inner._prefix, inner._url)  # shares the objects of `inner`
         self._answers = answers
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:

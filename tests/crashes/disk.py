@@ -40,7 +40,7 @@ class Call:
         name: the name of the call.
         paths: the paths in the call, in order. For an open file, its present or former path.
         data: the bytes to write.
-        number: the offset of the bytes to write, or a number of bytes.
+        number: the offset of a write, or the number of bytes of another call.
         flags: the arguments as text.
     """
 
@@ -62,7 +62,7 @@ def calls_in(log: Path) -> Iterator[Call]:
 
 
 def _whole_lines(log: Path) -> Iterator[str]:
-    """Yield one line per call, at the position where it ended. strace writes two lines if calls of threads overlap.
+    """Yield one line for each call, where the call ended. strace writes two lines if calls of threads overlap.
 
     Omits a sync that overlaps with changes of the same file or directory, because it may not cover these changes.
     """
@@ -100,8 +100,8 @@ def _all_calls_in(log: Path) -> Iterator[Call]:
         name, arguments = matched[1], matched[2]
         strings = [bytes.fromhex(text.replace("\\x", "")) for text, _ in _STRING.findall(arguments)]
         assert not any(cut for _, cut in _STRING.findall(arguments)), "strace cut a string off"
-        opened = _OPEN_FILE.match(arguments)
-        of_file = [os.fsdecode(bytes.fromhex(opened[1].replace("\\x", "")))] if opened else []
+        open_file = _OPEN_FILE.match(arguments)
+        of_file = [os.fsdecode(bytes.fromhex(open_file[1].replace("\\x", "")))] if open_file else []
         numbers = [int(part) for part in re.findall(r", (\d+)(?=,|$)", _STRING.sub("", arguments))]
         if name == "openat":
             if "O_CREAT" in arguments:
@@ -121,7 +121,7 @@ def _all_calls_in(log: Path) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class _File:
-    """The bytes on the disk, and writes that may or may not have reached it."""
+    """The synced bytes of a file, and the writes that may or may not have reached the disk."""
 
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _File:
 
 @dataclass(eq=False)
 class _Directory:
-    """Names on the disk, names that programs see, and the changes between them that may have reached the disk."""
+    """The names of a directory on the disk, the names that programs see, and the changes between the two."""
 
     durable: dict[str, _Node] = field(default_factory=dict)
     seen: dict[str, _Node] = field(default_factory=dict)
@@ -169,10 +169,10 @@ def _apply(names: dict[str, _Node], change: Mapping[str, _Node | None]) -> None:
 
 
 class Disk:
-    """The tree below one directory."""
+    """A model of the tree below one directory."""
 
     def __init__(self, root: Path) -> None:
-        """Begin with the existing files and directories, all durable."""
+        """Create the model from the existing files and directories. All of them are durable."""
         self._root = str(root)
         self._tree = _read_tree(root)
 
@@ -268,7 +268,7 @@ def _write_tree(directory: _Directory, target: Path, keep: Callable[[], bool], c
 
 
 def _torn(offset: int, data: bytes, choices: random.Random) -> tuple[int, bytes]:
-    """Return a write, or only the first sectors of it that reached the disk."""
+    """Return a write, or only its first sectors, as if the others did not reach the disk."""
     if choices.random() < 0.5 or len(data) <= _SECTOR:
         return offset, data
     return offset, data[: choices.randrange(len(data) // _SECTOR + 1) * _SECTOR]

@@ -1,4 +1,4 @@
-"""A program whose signal handler calls ckptcore while the first call of ckptcore of the process runs."""
+"""A program whose signal handler calls ckptcore during the first call of ckptcore in the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTANCE = 25
 
 
 class SignalAtImport(MetaPathFinder):
-    """Sends a signal to this process at one import of a module. The modules that import it are unfinished then."""
+    """A finder that sends a signal to this process at one import. At this time the importing modules are incomplete."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -39,7 +39,7 @@ class SignalAtImport(MetaPathFinder):
 
 
 def run(directory: Path, call: str, nested: str, at: int) -> dict[str, Any]:
-    """Run a call, and another one in a handler. Return the outcomes of the handler."""
+    """Run a call, and a nested call in the signal handler. Return the outcomes of the nested calls."""
     calls: dict[str, Callable[[Path], Any]] = {
         "save": lambda path: ckptcore.save(path, STATE),
         "save_async": lambda path: ckptcore.save_async(path, STATE).result(),
@@ -88,7 +88,7 @@ def run(directory: Path, call: str, nested: str, at: int) -> dict[str, Any]:
 
 
 def main(directory: Path, call: str, nested: str) -> None:
-    """Run in a child for each import that is interrupted, and print the results. Each child has imported the same."""
+    """Run the calls in a child for each interrupted import, and print the results. Each child is a fork."""
     for at in itertools.chain([EVERYWHERE], itertools.count(0, _DISTANCE)):
         reading, writing = os.pipe()
         child = os.fork()

@@ -1,8 +1,8 @@
-"""A program that runs tasks to be killed. It has imported everything, and forks a child for each task.
+"""A program that runs tasks that tests kill. It has imported all modules, and forks a child for each task.
 
-It reads lines of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of the child
-that will do the task. The child begins after the next line of any content. When it has ended, the
-program writes its exit status: negative for a signal, `LOST` if another save was faster.
+The program reads a line of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of
+the child for the task. The child begins after the next line, whatever its content. When the child has ended, the
+program writes the exit status: negative for a signal, `LOST` if the save lost to another save.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def _save_with_export(location: str, number: int) -> None:
 
 
 def exported(location: str) -> str:
-    """Return the location of the export: next to the checkpoint's directory."""
+    """Return the location of the export, next to the directory of the checkpoint."""
     directory, name = os.path.split(location)
     return os.path.join(os.path.dirname(directory), "exported", name)
 
 
 def _save_non_atomic(location: str, number: int) -> None:
-    """On a file system that can exchange directories, `non-atomic` saves are atomic too."""
+    """Overwrite with `non-atomic`. This is atomic on a file system that can exchange directories."""
     ckptcore.save(location, make_state(number), overwrite="non-atomic", context=_context())
 
 
@@ -110,7 +110,7 @@ def _convert(location: str, number: int) -> None:
 
 
 def copied_from(location: str) -> str:
-    """Return the source of the copy: next to the checkpoint's directory."""
+    """Return the source of the copy, next to the directory of the checkpoint."""
     directory, name = os.path.split(location)
     return os.path.join(os.path.dirname(directory), "source", name)
 
@@ -162,13 +162,13 @@ def _delete(location: str, number: int) -> None:
 
 
 def _delete_and_save(location: str, number: int) -> None:
-    """Delete and save, which is not safe. Shows that the tests detect an unsafe save."""
+    """Delete and save, which is unsafe. A test must detect this."""
     ckptcore.delete(location, context=_context())
     ckptcore.save(location, make_state(number), context=_context())
 
 
 def partial_state(number: int) -> dict[str, Any]:
-    """Return the state of session `number` of a partial save; no two have an array in common."""
+    """Return the state of session `number` of a partial save. Different sessions have no array in common."""
     return {
         "arrays": {f"array {number}": np.random.default_rng(number).integers(0, 1000, 50)},
         "sessions": "several",
@@ -185,7 +185,7 @@ def _finalize(location: str, number: int) -> None:
 
 
 def _replace_often(location: str, number: int) -> None:
-    """Replace a checkpoint by states 1 to `number`, with one or several files, with and without parts of the root."""
+    """Replace a checkpoint with states 1 to `number`. Vary the number of files, and the size of the root."""
     context = _context("none")
     layouts = SafetensorsLayout(), SafetensorsLayout(max_file_bytes=SMALL)
     for version in range(1, number + 1):
@@ -226,7 +226,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
 
 
 def _serve() -> None:
-    _save_new("memory://crashes/warm", NEW)  # triggers late imports now
+    _save_new("memory://crashes/warm", NEW)  # runs late imports before any child is forked
     _save_composite("memory://crashes/warm-composite", NEW)
     _save_partial("memory://crashes/warm-partial", NEW)
     _finalize("memory://crashes/warm-partial", NEW)
@@ -247,9 +247,9 @@ def _serve() -> None:
 
 
 def _child(order: Mapping[str, Any], begin: int) -> None:
-    """Do a task and end without returning."""
+    """Run a task, and end the process."""
     try:
-        signal.alarm(60)  # a task that hangs ends with a signal that no test expects
+        signal.alarm(60)  # a task that hangs must end, with a signal that no test expects
         os.read(begin, 1)
         TASKS[order["task"]](order["location"], order["number"])
     except (CheckpointExistsError, SaveLostError):

@@ -1,4 +1,4 @@
-"""States to save, every leaf of which tells which one it belongs to."""
+"""States with a version. Each leaf depends on the version, so that tests detect a mix of two states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE: Final = 1_900_000
 
 
 def make_state(version: int, elements: int = SMALL) -> dict[str, Any]:
-    """The state number `version`; no two states have a leaf in common."""
+    """Return the state of a version. Two versions have no leaf in common."""
     random = np.random.default_rng(version)
     return {
         "version": version,
@@ -36,13 +36,13 @@ def make_state(version: int, elements: int = SMALL) -> dict[str, Any]:
 
 
 class _Files:
-    """Writes files of a state, some at once and some later."""
+    """An object that writes some files at once, and the others in the second phase."""
 
     def __init__(self, version: int) -> None:
         self.version = version
 
     def save(self, directory: Path) -> Callable[[], None]:
-        """Write."""
+        """Write a file, and return the second phase."""
         files = _files(self.version)
         (directory / "early").write_bytes(files["early"])
 
@@ -54,7 +54,7 @@ class _Files:
         return go_on
 
     def load(self, directory: Path) -> None:
-        """Not called by these tests."""
+        """Fail, because the tests do not call this method."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ def _files(version: int) -> dict[str, bytes]:
 
 
 def make_composite(version: int) -> dict[str, object]:
-    """The composite number `version`: two trees, one of which may differ from process to process, and files."""
+    """Return the composite of a version: a tree, a tree of each process, and files."""
     return {
         "state": make_state(version),
         "own": ckptcore.PerProcess({"version": np.full(3, version)}),
@@ -71,15 +71,15 @@ def make_composite(version: int) -> dict[str, object]:
     }
 
 
-def _version_of_composite(found: dict[str, Any]) -> int:
-    version = version_of(found["state"])
-    expected = {"state": found["state"], "own": {"version": np.full(3, version)}, "files": _files(version)}
-    assert same_value(found, expected), f"a mix of composites, with leaves of {version}"
+def _version_of_composite(composite: dict[str, Any]) -> int:
+    version = version_of(composite["state"])
+    expected = {"state": composite["state"], "own": {"version": np.full(3, version)}, "files": _files(version)}
+    assert same_value(composite, expected), f"a mix of composites, with leaves of {version}"
     return version
 
 
 def version_of(value: Any) -> int:
-    """Which state a value is; fails if it is none whole."""
+    """Return the version of a state. Assert that the state is complete."""
     version = value["version"]
     assert type(version) is int
     assert same_value(value, make_state(version, value["elements"])), f"a mix of states, with leaves of {version}"
@@ -87,7 +87,7 @@ def version_of(value: Any) -> int:
 
 
 def version_at(location: str, **options: Any) -> int | None:
-    """Which state or composite is saved at a location, whole and verified; None if there is no checkpoint."""
+    """Return the version of the state or composite at a location, or None. Assert that it is complete and valid."""
     try:
         version = version_of(ckptcore.load(location, **options))
     except CompositeCheckpointError:

@@ -21,8 +21,8 @@ _STATE = {"w": np.arange(4)}
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("several", [False, True])
-def test_a_deletion_that_meets_another_one_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
-    found: list[str] = []
+def test_a_deletion_during_another_deletion_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
+    errors: list[str] = []
     for number in itertools.count():
         place = new_place(scheme, tmp_path)
         if several:
@@ -34,15 +34,15 @@ def test_a_deletion_that_meets_another_one_finds_nothing(scheme: str, several: b
             ckptcore.delete(through(place), context=faulty_context(place, plan))
         except (CheckpointNotFoundError, SaveLostError) as error:
             assert scheme == "memory" or isinstance(error, CheckpointNotFoundError)
-            found.append(type(error).__name__)
+            errors.append(type(error).__name__)
         with pytest.raises(CheckpointNotFoundError):
             ckptcore.load(place)
         if not plan.interrupted:
             break
-    assert "CheckpointNotFoundError" in found
+    assert "CheckpointNotFoundError" in errors
 
 
-def test_a_step_that_another_process_deletes_is_deleted(tmp_path: Path) -> None:
+def test_a_run_can_delete_a_step_that_another_process_deleted(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as run:
         for step in range(3):
             run.save_blocking(step, _STATE)
@@ -53,7 +53,7 @@ def test_a_step_that_another_process_deletes_is_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["save", "update"])
-def test_a_lock_that_cannot_be_released_is_no_error_of_the_save(
+def test_a_lock_that_cannot_be_released_does_not_fail_the_save(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     close = FileLock.close

@@ -1,4 +1,4 @@
-"""Processes and threads that share a location: two that save, and one that saves while others load."""
+"""Processes and threads that share a location: concurrent saves, and loads during saves."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_threads_can_save_at_once(scheme: str, overwrite: Any, tmp_path: Path) -
             location = f"{above}/{number}"
             committed = list(threads.map(save, [location] * 3, range(3)))
             if scheme == "memory" and not any(committed):
-                continue  # each took another's claim over: an object store cannot wait
+                continue  # on object stores, each save may take over the claim of another
             assert any(committed), "no save committed"
             assert sum(committed) == 1 or overwrite
             assert version_at(location) in [version for version in range(3) if committed[version]]
@@ -121,7 +121,7 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     ckptcore.save(location, make_state(0), context=_FAST)
     relaxed = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False))
     target = make_state(0)
-    found: Counter[int] = Counter()
+    versions: Counter[int] = Counter()
     warm.start("replace-often", str(location), rounds)
     warm.begin()
     ended: list[int] = []
@@ -131,13 +131,13 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     while not ended:
         match reads % 5:
             case 0:
-                found[version_of(ckptcore.load(location))] += 1
+                versions[version_of(ckptcore.load(location))] += 1
             case 1:
-                found[version_of(ckptcore.load(location, context=relaxed))] += 1
+                versions[version_of(ckptcore.load(location, context=relaxed))] += 1
             case 2:
-                found[version_of(ckptcore.load_into(location, target))] += 1
+                versions[version_of(ckptcore.load_into(location, target))] += 1
             case 3:
-                found[version_of(ckptcore.load(location, ckptcore.metadata(location).abstract))] += 1
+                versions[version_of(ckptcore.load(location, ckptcore.metadata(location).abstract))] += 1
             case _:
                 report = ckptcore.verify(location)
                 assert report.ok, report.problems
@@ -145,12 +145,12 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     waiting.join()
     assert ended == [0]
     assert version_at(str(location)) == rounds
-    assert len(found) > 5, f"the reader did not meet the writer: {found}"
+    assert len(versions) > 5, f"the reader did not meet the writer: {versions}"
 
 
 @pytest.mark.parametrize("task", ["save", "save-large", "save-several-files"])
-def test_kills_at_any_time(task: str, warm: Saver, tmp_path: Path) -> None:
-    """Kill a save after some time, without tracing."""
+def test_kills_at_random_times(task: str, warm: Saver, tmp_path: Path) -> None:
+    """Kill a save after a random time, without tracing it."""
     location = tmp_path / "run" / "step_1"
     choices = random.Random(0)
     ckptcore.save(location, make_state(OLD), context=_FAST)
@@ -165,14 +165,14 @@ def test_kills_at_any_time(task: str, warm: Saver, tmp_path: Path) -> None:
         status = warm.end()
         assert status in (0, -signal.SIGKILL)
         expected = {number} if status == 0 else {*expected, number}
-        found = version_at(str(location))
-        assert found in expected
-        expected = {found}
+        version = version_at(str(location))
+        assert version in expected
+        expected = {version}
     _assert_next_save_cleans_up(location)
 
 
 @pytest.mark.parametrize("call", ["exchange", "rename"])
-def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
+def test_a_save_succeeds_if_the_old_checkpoint_is_deleted_during_its_commit(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = tmp_path / "saved"
@@ -185,7 +185,7 @@ def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
             unpatched(storage, first, second)
             return
         try:
-            if call == "rename":  # it fails because of the old checkpoint, which is gone at the next look
+            if call == "rename":  # this first rename fails, because the old checkpoint still exists
                 unpatched(storage, first, second)
         finally:
             deleted.append(second)
@@ -200,18 +200,18 @@ def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_deletion_removes_a_save_that_commits_as_it_looks(
+def test_a_deletion_removes_a_save_that_commits_while_it_reads_the_root(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = str(tmp_path / "saved") if scheme == "file" else f"memory://{uuid.uuid4().hex}/saved"
     looks: list[object] = []
 
     def look_before_a_save(store: StorageBackend) -> object:
-        found = read_root(store)
+        root = read_root(store)
         if not looks:
             ckptcore.save(location, make_state(_ONE), context=_FAST)
-        looks.append(found)
-        return found
+        looks.append(root)
+        return root
 
     monkeypatch.setattr("ckptcore.commit.delete.read_root", look_before_a_save)
     ckptcore.delete(location, context=_FAST)

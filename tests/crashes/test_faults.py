@@ -1,4 +1,4 @@
-"""Saves and deletions that die or fail at each operation, on storage with directories and on storage without."""
+"""Saves and deletions that crash or fail at each operation, on storages with and without directories."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _delete(location: str, context: ckptcore.Context) -> None:
 
 
 class _Place:
-    """A fresh place, with faults on the way to it."""
+    """A new location, with saves directly and through a storage with faults."""
 
     def __init__(self, scheme: str, directory: Path, *, exchanges: bool = True) -> None:
         name = f"place-{next(_numbers)}"
@@ -62,16 +62,16 @@ class _Place:
         ckptcore.save(self.location, make_state(version), overwrite="non-atomic", context=_FAST)
 
     def run(self, task: Task, *faults: Fault) -> list[Operation]:
-        """Do a task in a process of its own; the operations it took."""
+        """Run a task in a new simulated process. Return its operations."""
         plan = FaultPlan(*faults)
         task(through(self.location), faulty_context(self.location, plan, exchanges=self._exchanges))
         return plan.operations
 
     def assert_clean(self, *, leased: bool = False) -> None:
-        """Nothing but a checkpoint with what it lists.
+        """Assert that only the checkpoint and its objects exist.
 
         Args:
-            leased: a deletion by a lease was killed. The lease may stay until another process sees that it expired.
+            leased: True after a killed deletion with a lease. The lease may stay until another process sees it expire.
         """
         scheme = self.above[: self.above.index("://")]
         storage = installed_plugins().storage(scheme)(self.above, StorageOptions())
@@ -82,7 +82,7 @@ class _Place:
 
 
 _SCENARIOS: Final[dict[str, tuple[str, bool, Task, set[int | None]]]] = {
-    # name: scheme, whether directories can be exchanged, task, what may be there afterwards
+    # name: (scheme, True if directories can be exchanged, task, versions that may exist afterwards)
     "overwrite a directory": ("file", True, _overwrite, {_OLD, _NEW}),
     "overwrite a directory that cannot be exchanged": ("file", False, _overwrite_non_atomic, {_OLD, _NEW}),
     "overwrite objects": ("memory", True, _overwrite_non_atomic, {_OLD, _NEW, None}),
@@ -106,9 +106,9 @@ def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str
         where = f"died {moment} {operation}"
         with pytest.raises(SimulatedCrash):
             place.run(task, CrashAt(operation.number, moment))
-        found = version_at(place.location)
-        assert found in allowed, where
-        outcomes.add(found)
+        version = version_at(place.location)
+        assert version in allowed, where
+        outcomes.add(version)
         place.save(_NEXT)
         assert version_at(place.location) == _NEXT, where
         place.assert_clean(leased=name == "delete objects")
@@ -154,7 +154,7 @@ def test_a_crash_over_the_leftovers_of_another_crash_is_cleaned_up(scheme: str, 
         with pytest.raises(SimulatedCrash):
             place.run(_save, CrashAt(first, choices.choice(_MOMENTS)))
         assert version_at(place.location) is None
-        with contextlib.suppress(SimulatedCrash):  # taking over may need fewer operations
+        with contextlib.suppress(SimulatedCrash):  # no crash if the second save needs fewer operations
             place.run(_save, CrashAt(second, choices.choice(_MOMENTS)))
             assert version_at(place.location) == _NEW
             continue

@@ -1,4 +1,4 @@
-"""A full disk, and other reasons for failed saves: a clear error, and the existing checkpoint is unchanged."""
+"""A full disk, and other reasons for failed saves: the error is clear, and the existing checkpoint is unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DISK_BYTES: Final = 4 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """Mount a file system of 4 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     options = f"size={_DISK_BYTES}"
@@ -68,7 +68,7 @@ def test_a_full_disk_fails_saves_of_every_layout(layout: Layout, small_disk: Pat
 @pytest.mark.parametrize("durability", ["full", "none"])
 @pytest.mark.parametrize("elements", [900_000, 2_000_000])
 def test_a_full_disk_fails_the_save(elements: int, durability: Any, small_disk: Path) -> None:
-    """So full that a large file does not fit, whether its place is reserved first or not."""
+    """A large file does not fit, with and without allocation in advance."""
     context = ckptcore.Context(durability=durability)
     location = small_disk / "step_1"
     ckptcore.save(location, make_state(_OLD, 500_000))
@@ -111,7 +111,7 @@ def _save_in_background(location: Path, state: Any, context: ckptcore.Context) -
 
 
 def test_a_file_size_limit_fails_the_save(tmp_path: Path) -> None:
-    """Without a mounted disk: a limit on the size of files is not a full disk, but an error too."""
+    """A limit on the size of files is another error than a full disk, and needs no mounted disk."""
     location = tmp_path / "run" / "step_1"
     ckptcore.save(location, make_state(_OLD), context=_FAST)
     program = (
@@ -133,14 +133,14 @@ def test_a_file_size_limit_fails_the_save(tmp_path: Path) -> None:
 
 
 class _BrokenLeaves(HostArrayHandler):
-    """Says it holds another part of an array than it does."""
+    """A handler that reports another part of an array than the process holds."""
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         return (Shard(Box((0,), (leaf.shape[0] - 1,)), rank, size),)
 
 
 class _FailingLeaves(HostArrayHandler):
-    """A device that fails in the middle of a transfer."""
+    """A handler of a device that fails during a transfer."""
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         raise RuntimeError("the device is gone")
@@ -162,11 +162,11 @@ class _FailingFinish(SafetensorsLayout):
 
 class _StateThatIsNoJSON(SafetensorsLayout):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        return {"not": {"JSON"}}  # type: ignore[dict-item]  # that is the point
+        return {"not": {"JSON"}}  # type: ignore[dict-item]  # not JSON
 
 
 class _Strange:
-    """No plugin knows it."""
+    """A class that no plugin handles."""
 
 
 def _with(**options: Any) -> dict[str, Any]:

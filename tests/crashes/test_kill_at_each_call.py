@@ -1,4 +1,4 @@
-"""``kill -9`` before each system call that touches storage: the old checkpoint or the new one, never neither."""
+"""``kill -9`` before each system call for storage. Afterwards the old or the new checkpoint exists and is complete."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Scenario:
         task: the name of the task in `tests.crashes.saver`.
         prepare: creates the initial state.
         allowed: the allowed states afterwards; None for no checkpoint.
-        reached: minimum fraction of the system calls at which the task must have been killed. It is below 1, because
-            the order of the threads' calls varies.
+        reached: minimum fraction of the system calls at which the task must have been killed. It is below 1 for tasks
+            with threads, because the order of their calls varies.
     """
 
     task: str
@@ -136,15 +136,17 @@ def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> 
     scenario.prepare(location)
     status = warm.killed(scenario.task, str(location), point)
     assert status in (0, -signal.SIGKILL), f"the task ended with {status}"
-    found = version_at(str(location))
-    assert found in scenario.allowed, f"found {found}"
+    version = version_at(str(location))
+    assert version in scenario.allowed, f"found {version}"
     if status == 0:
-        assert found in (NEW, None), "a task that ended is not done"
+        assert version in (NEW, None), "a task that ended is not done"
     export = Path(exported(str(location)))
     if export.parent.exists():
-        found_there = version_at(str(export))
-        assert found_there in ((OLD, NEW) if found == NEW else (OLD,)), f"found {found_there} exported of {found}"
-        assert status or found_there == NEW, "a task that ended has not exported"
+        exported_version = version_at(str(export))
+        assert exported_version in ((OLD, NEW) if version == NEW else (OLD,)), (
+            f"found {exported_version} exported of {version}"
+        )
+        assert status or exported_version == NEW, "a task that ended has not exported"
     siblings = list(location.parent.iterdir()) if location.parent.exists() else []
     for sibling in siblings:
         assert sibling == location or is_hidden_name(sibling.name), f"{sibling} would be listed"
@@ -201,7 +203,7 @@ def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
     step = max(1, len(points) // _SAMPLE)
     others = [point for number, point in enumerate(points) if number % step]
     partial = 0
-    # The progress of the threads at a call differs between runs. Repeat until a kill was between two objects.
+    # The progress of the threads at a call differs between runs, so try until a kill was between two objects.
     for number, point in enumerate([*points[::step], *others]):
         if number >= len(points[::step]) and partial:
             break
@@ -212,7 +214,7 @@ def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_kill(
+def test_a_kill_at_every_call(
     name: str, full: bool, warm: Saver, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     scenario = SCENARIOS[name]

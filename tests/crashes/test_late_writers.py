@@ -1,4 +1,4 @@
-"""A save that pauses while another one saves to its location, and then continues."""
+"""A save that pauses, and continues after another process has saved to its location."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _operations(scheme: str, directory: Path, overwrite: Overwrite) -> list[Oper
     return plan.operations
 
 
-def test_a_checkpoint_committed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_save_committed_is_not_replaced(tmp_path: Path) -> None:
     operations = _operations("memory", tmp_path, overwrite=False)
     claimed = next(operation for operation in operations if operation.name == "put")
     for operation in operations[: claimed.number + 1]:
@@ -46,7 +46,7 @@ def test_a_checkpoint_committed_meanwhile_is_not_replaced(tmp_path: Path) -> Non
 
 
 def _stands_still_in_a_change(operations: list[Operation], operation: Operation) -> bool:
-    """Return True if the claim was checked right before: no storage combines that and the change."""
+    """Return True if the operation is a change right after a check of the claim. No storage can combine the two."""
     before = operations[operation.number - 1]
     return operation.changes and before.name == "get" and before.keys == ("step_1/checkpoint.json",)
 
@@ -82,7 +82,7 @@ def test_one_of_two_first_saves_commits(scheme: str, tmp_path: Path) -> None:
             assert isinstance(refused[0], CheckpointExistsError | SaveLostError)
             assert version_at(location) == _ZOMBIE, f"interrupted at {operation}"
         assert plan.interrupted
-    # The claim of a paused save is taken over; with directories the commit is the last operation.
+    # The other save takes over the claim of a paused save. With directories, the commit is the last operation.
     assert outcomes == {"lost"}
 
 

@@ -1,4 +1,4 @@
-"""Uploads in parts that a save turns out not to need are aborted: services keep and charge them."""
+"""Multipart uploads that a save does not need. They are aborted, because services keep them and charge for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DATA = bytes(range(256)) * (5 << 12)
 
 
 def test_an_existing_object_leaves_no_upload() -> None:
-    """Another copy of the same save may have completed it, or a failed save with the same bytes."""
+    """The object may come from another copy of the same save, or from a failed save with the same bytes."""
     place = f"memory://{uuid.uuid4().hex}/step_1"
     location = resolve_location(place, runtime_of(Context()).storages)
     claimed = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")

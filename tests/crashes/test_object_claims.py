@@ -1,4 +1,4 @@
-"""Saves to a storage without directories with lost, repeated or late answers, and concurrent saves."""
+"""Saves to a storage without directories: lost, repeated and late requests, and concurrent saves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROOT = f"step_1/{ROOT_KEY}"
 
 
 def _state(version: int) -> dict[str, Any]:
-    """Two small files and one that is written in pieces."""
+    """Return a state with two small files, and a file that is written in pieces."""
     return {
         "large": np.full(140_000, version, np.float64),
         "small": np.full(50, version, np.int64),
@@ -56,7 +56,7 @@ def _save(storages: Storages, version: int, answers: Answers | None = None, **op
 
 
 def _version(storages: Storages) -> int:
-    """The version that is there, and all of it."""
+    """Return the version of the checkpoint. Assert that the checkpoint is complete."""
     loaded = ckptcore.load(LOCATION, context=storages.context())
     for name, value in _state(loaded["version"]).items():
         np.testing.assert_array_equal(loaded[name], value)
@@ -71,7 +71,7 @@ def _nothing_but_the_checkpoint(storages: Storages) -> None:
 
 
 def _changes(**options: Any) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """The changes that a save makes to the objects of a failed one."""
+    """Return the changes of a save over the objects of a failed save."""
     storages = Storages()
     _leave_dead_save(storages)
     return _save(storages, 2, **options).changes
@@ -79,7 +79,7 @@ def _changes(**options: Any) -> Sequence[tuple[str, tuple[str, ...]]]:
 
 def _leave_dead_save(storages: Storages) -> None:
     class _DeadError(BaseException):
-        """The process ends here."""
+        """The simulated end of the process."""
 
     dead = False
 
@@ -95,7 +95,7 @@ def _leave_dead_save(storages: Storages) -> None:
 
 @pytest.mark.parametrize("mishap", ["lost", "retried"])
 def test_a_change_with_a_lost_response_is_recognised(mishap: Mishap) -> None:
-    """No save is given up for it, but for a deletion or a look whose answer nothing can replace."""
+    """The save succeeds, unless the lost response is to a deletion or to a test of the conditions."""
     changes = _changes()
     for number, (name, keys) in enumerate(changes):
         storages = Storages()
@@ -123,7 +123,7 @@ def _is_there(storages: Storages) -> bool:
     return True
 
 
-def test_a_change_that_never_happened_leaves_no_or_a_complete_checkpoint() -> None:
+def test_a_change_that_was_not_executed_leaves_no_or_a_complete_checkpoint() -> None:
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
         _leave_dead_save(storages)
@@ -138,13 +138,13 @@ def test_a_change_that_never_happened_leaves_no_or_a_complete_checkpoint() -> No
 
 
 def test_a_late_commit_is_refused() -> None:
-    """It may be on its way for as long as it likes: objects are removed only once it cannot arrive any more."""
+    """The commit may arrive at any time. Objects are removed only after a change that makes the late commit fail."""
     changes = _changes()
     commit = len(changes) - 1
     assert changes[commit] == ("put", (_ROOT,))
     storages = Storages()
     _leave_dead_save(storages)
-    _save(storages, 2, Answers({commit: "late"}))  # it came before what was to keep it out
+    _save(storages, 2, Answers({commit: "late"}))  # the late commit was executed before the change that would refuse it
     assert _version(storages) == 2
 
     storages = Storages()
@@ -168,7 +168,7 @@ def test_an_unknown_outcome_is_reported_and_no_object_is_removed() -> None:
 
 
 def test_any_change_can_be_repeated_after_the_commit() -> None:
-    """But for a deletion: it is the one change that has no condition."""
+    """A repeated deletion may do harm, because it is the only change without a condition. The damage is detected."""
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
         _leave_dead_save(storages)
@@ -194,8 +194,8 @@ def test_any_change_can_be_repeated_after_another_commit() -> None:
             assert _version(storages) == 3, f"{name} of {keys}"
 
 
-def test_a_zombie_changes_no_object_of_a_later_checkpoint() -> None:
-    """It pauses right before any change, and continues when another save has committed."""
+def test_a_save_that_continues_late_changes_no_object_of_a_later_checkpoint() -> None:
+    """A save pauses right before a change, and continues after another save has committed."""
     outcomes = set()
     for number, (name, keys) in enumerate(_changes()):
         storages = Storages()
@@ -223,8 +223,8 @@ def test_a_zombie_changes_no_object_of_a_later_checkpoint() -> None:
         if name == "delete":
             _never_wrong(storages, 3)
         else:
-            found = _objects(storages)
-            assert {key: found.get(key) for key in stood[0]} == stood[0], f"{name} of {keys}"
+            objects = _objects(storages)
+            assert {key: objects.get(key) for key in stood[0]} == stood[0], f"{name} of {keys}"
             assert _version(storages) == 3
     assert "SaveLostError" in outcomes
 
@@ -258,7 +258,7 @@ def test_a_takeover_aborts_the_uploads_of_the_failed_save() -> None:
 
 
 def test_an_upload_started_after_another_commit_replaces_no_object() -> None:
-    """The upload is not aborted, and the claim was checked recently: only the condition prevents it."""
+    """The upload is not aborted, and the claim was checked recently. Only the condition refuses the upload."""
     storages = Storages()
     stood: list[dict[str, bytes]] = []
 
@@ -291,7 +291,7 @@ def test_unlisted_objects_are_replaced_under_the_claim(left: Any, monkeypatch: p
 
 
 def test_a_failed_save_removes_its_unlisted_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every listing is as old as the claim: without a root, the objects listed then would look like a checkpoint."""
+    """Listings show only the claim. If objects stayed without a root, they would later look like a checkpoint."""
     commit = len(_save(Storages(), 2).changes) - 1
     storages = Storages()
     real = MemoryStorage.list
@@ -318,7 +318,7 @@ def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
 )
 @pytest.mark.parametrize("kept", ["kept", "kept if it exists"])
 def test_a_save_next_to_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
-    """The deletion has removed the claim when the root is put. Some services accept the tag of a missing object."""
+    """The claim is deleted before the root is put. Some services accept the tag of a missing object in conditions."""
     storages, deleted = Storages(), list[int]()
 
     def delete(number: int, name: str, keys: Sequence[str]) -> None:
@@ -336,14 +336,14 @@ def test_a_save_next_to_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("shown", ["nothing", "only the root", "an error", "an error for each object"])
-def test_a_listing_that_is_not_current_undoes_no_commit(
+def test_a_stale_listing_does_not_undo_a_commit(
     shown: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storages, current, asked = Storages(), MemoryStorage.list, list[str]()
 
     def list_some(store: MemoryStorage, prefix: str = "") -> Iterator[str]:
-        found = find_object(storages.open(), f"run/{_ROOT}")
-        if found is None or is_claim(found[0]):
+        stored = find_object(storages.open(), f"run/{_ROOT}")
+        if stored is None or is_claim(stored[0]):
             return current(store, prefix)
         asked.append("list")
         if shown == "an error":
@@ -421,7 +421,7 @@ def test_a_failed_save_with_markers_leaves_no_or_a_complete_checkpoint(kept: Kep
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
 def test_a_lost_save_with_markers_is_reported(kept: Kept) -> None:
-    """A read and a put are two steps; only a process that pauses between them does harm."""
+    """With markers, a save reads and then puts. Harm is possible only if a process pauses between the two."""
     storages = Storages()
     number = [name for name, _ in _changes()].index("finish")
     save_other = functools.partial(_save, storages, 3, Answers(kept=kept), without_conditions="marker")
@@ -461,6 +461,6 @@ def test_a_run_without_conditions_is_refused_and_can_be_read() -> None:
         assert reader.load()["version"] == 1
 
 
-def test_a_context_reports_the_supported_commits() -> None:
+def test_an_unknown_option_for_missing_conditions_is_refused() -> None:
     with pytest.raises(ValueError, match="without_conditions='ignore'.: expected one of 'refuse', 'marker'"):
         ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="ignore"))  # type: ignore[arg-type]  # on purpose

@@ -1,4 +1,4 @@
-"""Saves into directories with files of other processes, which can write at any moment. With readers of both kinds."""
+"""Saves into directories with files of other software, which can write at any time, and can read the checkpoints."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _CASES: Final = {
 
 
 class _Place:
-    """A directory with an old checkpoint and files of other programs. Knows the expected content."""
+    """A directory with an old checkpoint, files of other programs, and a record of the expected files."""
 
     def __init__(self, above: Path, case: _Case) -> None:
         self.directory = above / "step"
@@ -131,7 +131,7 @@ class _Place:
             (self.directory / name).mkdir(parents=True)
 
     def write(self, name: str, text: str | None) -> None:
-        """Write a file as another program, replacing the old one by a rename, or delete it."""
+        """Replace a file by a rename, or delete it, as another program does."""
         path = self.directory / name
         if text is None:
             path.unlink()
@@ -158,22 +158,22 @@ class _Place:
     def version(self) -> int | None:
         """Return the version that ckptcore reads. It must be complete."""
         try:
-            found = ckptcore.load(self.location)
+            loaded = ckptcore.load(self.location)
         except CheckpointNotFoundError:
             return None
         assert ckptcore.verify(self.location).ok
-        (version,) = {*found["w"].tolist(), *found["b"].tolist(), found.get("n", int(found["w"][0]))}
+        (version,) = {*loaded["w"].tolist(), *loaded["b"].tolist(), loaded.get("n", int(loaded["w"][0]))}
         return int(version)
 
     def assert_others(self, at: object) -> None:
-        """Fail unless the files and empty directories of other programs are unchanged."""
-        found = {name: (self.directory / name) for name in self.others}
-        assert {name: path.read_text() for name, path in found.items() if path.exists()} == self.others, at
+        """Assert that the files and empty directories of other programs are unchanged."""
+        paths = {name: (self.directory / name) for name in self.others}
+        assert {name: path.read_text() for name, path in paths.items() if path.exists()} == self.others, at
         for name in self.empty:
             assert (self.directory / name).is_dir() and not any((self.directory / name).iterdir()), at
 
     def assert_clean(self, at: object) -> None:
-        """Fail if anything exists besides the checkpoint and the files of other programs."""
+        """Assert that only the checkpoint and the files of other programs exist."""
         self.assert_others(at)
         own = {"checkpoint.json", *ckptcore.metadata(self.location).objects}
         index = {".metadata", "model.safetensors.index.json"}
@@ -192,7 +192,7 @@ def _operations(above: Path, case: _Case) -> list[Operation]:
 
 
 def _crashes(operations: Sequence[Operation]) -> Iterator[CrashAt]:
-    """Yield the crashes that leave different states than the crash before."""
+    """Yield the crashes, without those that leave the same state as the crash before."""
     for operation in operations:
         if operation.changes:
             yield CrashAt(operation.number)
@@ -220,7 +220,7 @@ def _change_others(place: _Place) -> None:
 )
 def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
-    found = set()
+    versions = set()
     for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
         above = tmp_path / str(number)
         place, at = _Place(above, case), f"{name}: {crash}"
@@ -231,14 +231,14 @@ def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name
         version = place.version()
         assert version in (before, _NEW), at
         assert case.version(place.directory) in (foreign, _NEW), at
-        found.add(version)
+        versions.add(version)
         place.write("late.txt", "after the kill")
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _NEXT, at
         assert case.version(place.directory) in (None, _NEXT), at
         place.assert_clean(at)
         shutil.rmtree(above)
-    assert found >= {_NEW}
+    assert versions >= {_NEW}
 
 
 @pytest.mark.parametrize("name", ["dcp over dcp", _slow("safetensors over one file"), _slow("zarr3 over safetensors")])
@@ -260,7 +260,7 @@ def test_an_error_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: st
 
 
 @pytest.mark.parametrize("name", ["dcp over dcp beside others", "dcp over nothing", _slow("safetensors over one file")])
-def test_what_others_write_between_any_two_operations_stays(name: str, tmp_path: Path) -> None:
+def test_files_that_others_write_between_any_two_operations_are_kept(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
     for operation in _operations(tmp_path, case):
         above = tmp_path / str(operation.number)
@@ -272,7 +272,7 @@ def test_what_others_write_between_any_two_operations_stays(name: str, tmp_path:
 
 
 def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
-    """Includes files with names of the old checkpoint, because other software may save again with its own names."""
+    """Other software may also write files with the names of the old checkpoint."""
     case = _CASES["dcp over torch"]
     for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
         place = _Place(tmp_path / str(number), case)
@@ -281,7 +281,7 @@ def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
         arrays = {"w": torch.full((_ELEMENTS,), 9), "b": torch.full((3,), 9)}
         save(arrays, checkpoint_id=place.directory, no_dist=True)
         with suppress(CheckpointError):
-            ckptcore.save(place.location, _state(_NEW), context=_FAST)  # removes remains, then refuses to overwrite
+            ckptcore.save(place.location, _state(_NEW), context=_FAST)  # deletes remains, then refuses to overwrite
         assert _dcp_version(place.directory) == 9, f"{crash}"
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _NEXT and _dcp_version(place.directory) == _NEXT
@@ -329,9 +329,9 @@ def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
         place = _Place(tmp_path / str(number), case)
         with suppress(SimulatedCrash):
             copy(place, FaultPlan(crash))
-        found = place.version()
-        assert found in (_OLD, _NEW), crash
-        if found == _OLD:
+        version = place.version()
+        assert version in (_OLD, _NEW), crash
+        if version == _OLD:
             copy(place, FaultPlan())
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _dcp_version(place.directory) == _NEXT, crash
@@ -349,7 +349,7 @@ def _number(operations: Sequence[Operation], name: str, last: str) -> int:
 
 
 class _Suspended:
-    """A save that waits before an operation of its commit. Its lock has no effect until the test acquires it."""
+    """A save that is suspended before an operation of its commit. It has no lock, unless the test takes the lock."""
 
     def __init__(self, above: Path, operation: int) -> None:
         self.place = _Place(above, _OWN)
@@ -374,7 +374,7 @@ class _Suspended:
 
 
 def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path) -> None:
-    """If a lease expired, or other hosts do not see a lock, a sweep can remove a save during its commit."""
+    """A sweep can delete a save during its commit if a lease expired, or if other hosts do not see its lock."""
 
     def sweep(save: _Suspended, plan: FaultPlan) -> None:
         context = faulty_context(save.place.location, plan)
@@ -403,8 +403,8 @@ def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_save_between_the_root_and_the_index_of_another_one(killed: bool, tmp_path: Path) -> None:
-    """The other save continues at any operation of this save. After that, this save continues or is killed."""
+def test_a_save_while_another_is_between_its_root_and_its_index(killed: bool, tmp_path: Path) -> None:
+    """The suspended save continues at any operation of this save. Afterwards, this save continues or is killed."""
     number = _number(_operations(tmp_path, _OWN), "replace", "step/.metadata")
 
     def run(above: Path, plan: Callable[[Callable[[], None]], FaultPlan]) -> FaultPlan:
@@ -431,13 +431,13 @@ def test_a_save_between_the_root_and_the_index_of_another_one(killed: bool, tmp_
             run(tmp_path / str(at), lambda complete, at=at: InterruptedPlan(at, complete))  # type: ignore[misc]
 
 
-def test_an_index_that_other_software_replaces_keeps_the_objects_it_names(
+def test_objects_in_an_index_that_other_software_replaced_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = _Place(tmp_path, _OWN)
     number = _number(_operations(tmp_path / "first", _OWN), "replace", "step/.metadata")
 
-    def touch() -> None:  # as when a backup is restored: a new file with equal content
+    def touch() -> None:  # a new file with equal content, like a restored backup
         shutil.copy(place.directory / ".metadata", tmp_path / "copy")
         os.replace(tmp_path / "copy", place.directory / ".metadata")
 
@@ -450,7 +450,7 @@ def test_an_index_that_other_software_replaces_keeps_the_objects_it_names(
 
 
 def test_links_of_other_software_are_replaced(tmp_path: Path) -> None:
-    """A snapshot of Hugging Face has links to files in another directory."""
+    """In a snapshot of Hugging Face, the files are links to another directory."""
     (tmp_path / "blobs").mkdir()
     place = _Place(tmp_path / "snapshots", _CASES["two files over one"])
     place.save(FaultPlan(), _OLD)
@@ -486,7 +486,7 @@ def test_private_files_of_other_software_stay_private(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * 2
 
 
-def test_an_error_after_the_commit_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_after_the_commit_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     operations = _operations(tmp_path / "first", _OWN)
     committed = _number(operations, "replace", "step/checkpoint.json")
     for operation in operations[committed + 1 :]:

@@ -1,4 +1,4 @@
-"""A power failure at each step of a save to a simulated disk, which keeps what was synced and any part of the rest."""
+"""A power loss at each step of a save to a simulated disk. The disk keeps synced data, and any part of other data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _delete(context: ckptcore.Context) -> None:
 
 
 _TASKS: Final[dict[str, tuple[Task, bool, set[int | None]]]] = {
-    # name: task, whether there is a checkpoint before, what may be there afterwards
+    # name: (task, True if there is an old checkpoint, versions that may exist afterwards)
     "save": (_save, False, {None, _NEW}),
     "overwrite": (_overwrite, True, {_OLD, _NEW}),
     "overwrite beside other files": (_overwrite_beside_others, True, {_OLD, _NEW}),
@@ -101,7 +101,10 @@ def _assert_next_save_cleans_up(disk: SimulatedDisk) -> None:
 
 
 def _lose_power_at_each_step(name: str, survivors: int) -> None:
-    """Of each loss: what keeps nothing, all or the names of what was not synced, and `survivors` that keep a part."""
+    """Lose power at each step of a task, and check the disks that may result.
+
+    These disks keep nothing, everything or only the names of unsynced data, and `survivors` of them keep a random part.
+    """
     task, old, allowed = _TASKS[name]
     chance = random.Random(0)
     whole = _disk(old)
@@ -111,7 +114,7 @@ def _lose_power_at_each_step(name: str, survivors: int) -> None:
     done = None if name == "delete" else _NEW
     for survivor in whole.after_power_loss(chance, survivors):
         assert _version_on(survivor) == done, "what returned is not durable"
-    found = set()
+    versions = set()
     for crash_at in range(before + 1, len(whole.steps)):
         disk = _disk(old, crash_at)
         with pytest.raises(SimulatedCrash):
@@ -120,9 +123,9 @@ def _lose_power_at_each_step(name: str, survivors: int) -> None:
             where = f"before step {crash_at}: {whole.steps[crash_at]}"
             version = _version_on(survivor)
             assert version in allowed, where
-            found.add(version)
+            versions.add(version)
             _assert_next_save_cleans_up(survivor)
-    assert found == allowed
+    assert versions == allowed
 
 
 @pytest.mark.parametrize("name", [name for name in _TASKS if "database" not in name])
@@ -137,7 +140,7 @@ def test_a_power_loss_with_partial_writes_keeps_a_valid_state(name: str, full: b
 
 
 def test_a_loss_without_durability_is_detected() -> None:
-    """Durability that the relaxed mode does not promise, so that the tests above are known to detect losses."""
+    """Without durability a power loss can destroy the checkpoint. This shows that the tests above detect losses."""
     chance = random.Random(0)
     disk = _disk(old=True)
     ckptcore.save(_LOCATION, make_state(_NEW), overwrite=True, context=simulated_context(disk, "none"))
@@ -145,6 +148,6 @@ def test_a_loss_without_durability_is_detected() -> None:
     for survivor in disk.after_power_loss(chance, 30):
         try:
             lost += _version_on(survivor) not in (_OLD, _NEW)
-        except (CheckpointError, KeyError):  # without its root it looks like a checkpoint of other software
+        except (CheckpointError, KeyError):  # without its root, the checkpoint looks like one of other software
             lost += 1
     assert lost

@@ -1,4 +1,4 @@
-"""The power fails at each system call of a save to a local disk: the old checkpoint or the new one, never neither."""
+"""A power loss at each system call of a save to a local disk. The old or the new checkpoint survives, complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DURABLE: Final = [name for name in SCENARIOS if "without durability" not in nam
 
 
 class _Trial:
-    """The calls of one save, and the disk before it."""
+    """The system calls of one save, and the state of the disk before the save."""
 
     def __init__(self, scenario: Scenario, warm: Saver, directory: Path) -> None:
         needs_strace()
@@ -43,38 +43,38 @@ class _Trial:
         before.rename(self._root)
 
     def outcomes(self, calls: Sequence[Call], tries: int) -> list[int | str | None]:
-        """Return the results of many power failures: a state, None, or the error of its load."""
-        found: list[int | str | None] = []
+        """Return the results of many power losses: a version, None, or the error of the load."""
+        results: list[int | str | None] = []
         disk = Disk(self._root)
         choices = random.Random(0)
         for done in range(len(calls) + 1):
             losses: list[Callable[[], bool]] = [lambda: False, lambda: True]
             losses += [lambda: choices.random() < 0.5] * tries
             for keep in losses:
-                found.append(self._lose_power(disk, keep, choices))
+                results.append(self._lose_power(disk, keep, choices))
             if done < len(calls):
                 disk.perform(calls[done])
-        found.append(self._lose_power(disk, lambda: False, choices))
-        return found
+        results.append(self._lose_power(disk, lambda: False, choices))
+        return results
 
     def _lose_power(self, disk: Disk, keep: Callable[[], bool], choices: random.Random) -> int | str | None:
         self._crashed.mkdir()
         disk.after_power_loss(self._crashed, keep, choices)
         location = self._crashed / "run" / "step_1"
         try:
-            found: int | str | None = self._look(location)
+            result: int | str | None = self._look(location)
         except CheckpointError as error:
-            found = str(error)
+            result = str(error)
             shutil.rmtree(location)
         ckptcore.save(location, make_state(_NEXT), overwrite=True, context=_FAST)
         assert version_at(str(location)) == _NEXT
         assert [path.name for path in location.parent.iterdir()] == [location.name], "leftovers"
         shutil.rmtree(self._crashed)
-        return found
+        return result
 
     def _look(self, location: Path) -> int | None:
         if location.exists() and not (location / "checkpoint.json").exists():
-            # What is left may look like a checkpoint of other software.
+            # The remaining files may look like a checkpoint of other software.
             raise CorruptCheckpointError("the root is lost")
         return version_at(str(location))
 
@@ -82,9 +82,9 @@ class _Trial:
 def _check(name: str, warm: Saver, directory: Path, tries: int) -> None:
     scenario = SCENARIOS[name]
     trial = _Trial(scenario, warm, directory)
-    found = trial.outcomes(trial.calls, tries)
-    assert set(found) == scenario.allowed
-    assert found[-1] == (None if name.startswith("delete") else NEW), "what was committed is not durable"
+    outcomes = trial.outcomes(trial.calls, tries)
+    assert set(outcomes) == scenario.allowed
+    assert outcomes[-1] == (None if name.startswith("delete") else NEW), "what was committed is not durable"
 
 
 @pytest.mark.parametrize("name", ["first save", "overwrite"])
@@ -100,8 +100,8 @@ def test_any_part_of_unsynced_writes_can_be_lost(name: str, full: bool, warm: Sa
 
 def test_a_save_without_syncs_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite"], warm, tmp_path)
-    found = trial.outcomes([call for call in trial.calls if "sync" not in call.name], 2)
-    assert not set(found) <= {OLD, NEW}
+    outcomes = trial.outcomes([call for call in trial.calls if "sync" not in call.name], 2)
+    assert not set(outcomes) <= {OLD, NEW}
 
 
 @pytest.mark.parametrize("left_out", ["data", "directory", "parent"])
@@ -110,12 +110,12 @@ def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_
     wrong = {"data": ".safetensors", "directory": ".ckptcore", "parent": "run"}[left_out]
     calls = [call for call in trial.calls if "sync" not in call.name or not call.paths[0].endswith(wrong)]
     assert len(calls) < len(trial.calls)
-    found = trial.outcomes(calls, 6)
-    assert not set(found) <= {OLD, NEW} or found[-1] != NEW
+    outcomes = trial.outcomes(calls, 6)
+    assert not set(outcomes) <= {OLD, NEW} or outcomes[-1] != NEW
 
 
 def test_a_power_loss_without_durability_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite without durability"], warm, tmp_path)
     assert not [call for call in trial.calls if "sync" in call.name]
-    found = trial.outcomes(trial.calls, 12)
-    assert {OLD, NEW} < set(found)
+    outcomes = trial.outcomes(trial.calls, 12)
+    assert {OLD, NEW} < set(outcomes)

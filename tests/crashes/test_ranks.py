@@ -1,4 +1,4 @@
-"""Several ranks that save one tree: all of them succeed, or all of them learn which one failed and why."""
+"""Several ranks that save one tree. All ranks succeed, or all raise an error with the failed rank and the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Broken(RuntimeError):
 
 
 class _BrokenLeaves(HostArrayHandler):
-    """Fails in one method."""
+    """A handler that fails in one method."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -53,7 +53,7 @@ class _BrokenLeaves(HostArrayHandler):
 
 
 class _BrokenLayout(SafetensorsLayout):
-    """Fails in one method."""
+    """A layout that fails in one method."""
 
     def __init__(self, method: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _BrokenLayout(SafetensorsLayout):
 
 
 class _BrokenDatabase(OcdbtLayout):
-    """Fails when all that a process writes is there."""
+    """A layout that fails after a process has written all its objects."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         super().write(snapshot, store)
@@ -85,7 +85,7 @@ class _BrokenDatabase(OcdbtLayout):
 
 
 class _BrokenRoot(OcdbtLayout):
-    """Fails when all is there."""
+    """A layout that fails after all objects were written."""
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         super().finish(tree, receipts, store)
@@ -124,7 +124,7 @@ def test_all_ranks_succeed(scheme: str, size: int, background: bool, tmp_path: P
 _EVERYWHERE: Final = ["leaves.describe", "layout.check", "layout.write"]
 _FAILURES: Final = [
     *[(where, rank, background) for where in _EVERYWHERE for rank in (0, 1, 2) for background in (False, True)],
-    # Rank 0 owns what every rank holds alike, so it alone copies; and it alone finishes.
+    # Only rank 0 copies, because it owns the arrays that all ranks hold. Only rank 0 calls `finish`.
     ("leaves.view_on_host", 0, False),
     ("leaves.copy_to_host", 0, True),
     ("layout.finish", 0, False),
@@ -191,7 +191,7 @@ def test_a_database_that_fails_on_one_rank_fails_on_all(
 def test_a_storage_that_fails_at_any_operation_of_the_leader(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The exchanges of a save are named after its location, and here the leader goes to it through another storage.
+    # The keys of exchanges contain the location, but here the leader uses another URL for the same location.
     monkeypatch.setattr(Runtime, "exchange_key", lambda self, location: "save")
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
 
@@ -206,7 +206,7 @@ def test_a_storage_that_fails_at_any_operation_of_the_leader(
         there = through(location) if coordinator.rank == 0 else location
         try:
             ckptcore.save(there, make_state(_NEW), context=context)
-        except Exception as error:  # noqa: BLE001  # compared with that of the other rank
+        except Exception as error:  # noqa: BLE001  # compared with the error of the other rank
             return f"{type(error).__name__}: {error}"
         return "saved"
 
@@ -216,7 +216,7 @@ def test_a_storage_that_fails_at_any_operation_of_the_leader(
     for operation in whole.operations:
         location = f"{above}/{operation.number}"
         plan = FaultPlan(FailAt(operation.number, OSError("the test lets it fail")))
-        first, second = _job(2).run(lambda coordinator: save(location, coordinator, plan))  # noqa: B023  # done at once
+        first, second = _job(2).run(lambda coordinator: save(location, coordinator, plan))  # noqa: B023  # runs in this iteration
         if first == "saved":
             assert second == "saved" and version_at(location) == _NEW, f"{operation} failed"
         else:
@@ -255,7 +255,7 @@ def test_ranks_with_different_trees_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_storage_error_on_some_ranks_fails_all(tmp_path: Path) -> None:
-    """The next save fails on both, and the one after it goes on."""
+    """The next save fails on both ranks, and the save after it succeeds."""
 
     def save(coordinator: Coordinator) -> list[str]:
         context = ckptcore.Context(

@@ -1,4 +1,4 @@
-"""Overwriting by two renames, on file systems that cannot exchange directories, by processes that are killed."""
+"""Overwrites by two renames, on file systems that cannot exchange directories, in processes that are killed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_reader_finds_the_old_checkpoint_of_a_killed_save(tmp_path: Path, task
 )
 def test_every_reader_restores_the_old_checkpoint(tmp_path: Path, read: Callable[[str], object]) -> None:
     killed = _Killed(tmp_path)
-    with suppress(ckptcore.errors.CompositeCheckpointError):  # one tree, which was found
+    with suppress(ckptcore.errors.CompositeCheckpointError):  # the checkpoint is found, but it is one tree
         read(killed.place)
     if read is ckptcore.delete:
         with pytest.raises(CheckpointNotFoundError):
@@ -135,7 +135,7 @@ def test_a_series_of_killed_saves_loses_nothing(tmp_path: Path, task: Callable[.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "7-source"]
 
 
-def test_other_files_in_the_place_of_the_checkpoint_do_not_delete_it(tmp_path: Path) -> None:
+def test_other_files_in_place_of_the_checkpoint_do_not_delete_it(tmp_path: Path) -> None:
     killed = _Killed(tmp_path)
     killed.step.mkdir()
     (killed.step / "notes.txt").write_text("mine")
@@ -145,7 +145,7 @@ def test_other_files_in_the_place_of_the_checkpoint_do_not_delete_it(tmp_path: P
     assert version_at(killed.place) == _OLD
 
 
-def test_a_reader_that_may_not_rename_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_reader_that_may_not_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -171,13 +171,13 @@ def _new_place(directory: Path) -> str:
 
 
 def _commit_of(operations: list[Operation]) -> Iterator[Operation]:
-    """The changes of a save from its commit on."""
+    """Return the changes of a save from the start of its commit."""
     first = min(at.number for at in operations if at.name == "sync_directory")
     return (at for at in operations[first:] if at.changes)
 
 
-def test_a_save_killed_between_the_renames_of_another_one_loses_nothing(tmp_path: Path) -> None:
-    """The other one has committed, and is killed or goes on afterwards."""
+def test_a_save_killed_between_the_renames_of_another_save_loses_nothing(tmp_path: Path) -> None:
+    """The other save has committed. Afterwards it continues or is killed."""
 
     def meanwhile(place: str, plan: FaultPlan) -> None:
         with suppress(SimulatedCrash, SaveLostError):
@@ -205,7 +205,7 @@ def test_a_save_killed_between_the_renames_of_another_one_loses_nothing(tmp_path
 
 
 class _KilledAfter(InterruptedPlan):
-    """The process is killed after the interruption, before its operation."""
+    """A plan that kills the process after the interruption, before its operation."""
 
     def __init__(self, operation: int, meanwhile: Callable[[], None]) -> None:
         super().__init__(operation, meanwhile)
@@ -236,7 +236,7 @@ def test_a_commit_before_any_operation_of_a_restoration_wins(exchanges: bool, tm
 
 @pytest.fixture
 def lower_layer(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The inodes of directories of a lower layer of overlayfs, which cannot be renamed."""
+    """Return a set of inodes of directories that cannot be renamed, as in a lower layer of overlayfs."""
     inodes: set[int] = set()
     rename = os.rename
 
@@ -258,21 +258,21 @@ def test_a_directory_that_cannot_be_renamed_is_replaced_whole(tmp_path: Path, lo
 
     plan = FaultPlan()
     _replace(new_place("first"), _NEW, plan)
-    found = set()
+    versions = set()
     for operation in _commit_of(plan.operations):
         for moment in ("before", "midway"):
             at = f"{operation.number} {moment}"
             place = new_place(at)
             with pytest.raises(SimulatedCrash):
                 _replace(place, _NEW, FaultPlan(CrashAt(operation.number, moment)))
-            found.add(version_at(place))
+            versions.add(version_at(place))
             assert ckptcore.verify(place).ok, at
-            lower_layer.clear()  # its inode may be used again
+            lower_layer.clear()  # the system may reuse the inode
             ckptcore.save(place, make_state(_NEXT), overwrite="non-atomic", context=_FAST)
             assert version_at(place) == _NEXT, at
             assert [path.name for path in (tmp_path / at).iterdir()] == ["7"], at
             assert "checkpoint.replaces" not in [path.name for path in (tmp_path / at / "7").iterdir()], at
-    assert found == {_OLD, _NEW}
+    assert versions == {_OLD, _NEW}
 
 
 def test_sessions_of_a_directory_that_cannot_be_renamed_are_deleted_whole(
@@ -301,7 +301,7 @@ def test_sessions_of_a_directory_that_cannot_be_renamed_are_deleted_whole(
 
 
 def test_a_session_that_begins_while_a_save_sweeps_stays(tmp_path: Path) -> None:
-    """The directory of a first session that was killed is empty."""
+    """A killed first session left an empty directory."""
 
     def save(place: str, plan: FaultPlan) -> None:
         ckptcore.save(through(place), make_state(_NEW), context=faulty_context(place, plan))
@@ -332,7 +332,7 @@ def test_a_session_that_begins_while_a_save_sweeps_stays(tmp_path: Path) -> None
     assert refused and set(refused) < set(begun)
 
 
-def test_a_session_is_hidden_from_those_who_cannot_read_its_location(tmp_path: Path) -> None:
+def test_a_session_is_hidden_from_users_who_cannot_read_its_location(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir(mode=0o700)
     ckptcore.partial(tmp_path / "7", context=_FAST).save(make_state(_OLD))
     assert stat.S_IMODE((tmp_path / ".7.partial.ckptcore").stat().st_mode) == 0o700

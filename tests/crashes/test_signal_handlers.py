@@ -1,4 +1,4 @@
-"""Signal handlers that call ckptcore while another call of it runs in the same thread."""
+"""Signal handlers that call ckptcore during another call of ckptcore in the same thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ STATE = {"w": np.arange(8.0)}
     ],
 )
 def test_the_first_call_of_a_process_is_interrupted(tmp_path: Path, call: str, nested: str) -> None:
-    """The handler gets the error that says what to do, and the call succeeds: no unfinished module, and no lock."""
+    """The nested call raises an error with a remedy, and the interrupted call succeeds.
+
+    The nested call must not use an incomplete module, or wait for a lock of the interrupted call.
+    """
     ckptcore.save(tmp_path / "there", interrupted_calls.STATE)
     command = [sys.executable, interrupted_calls.__file__, str(tmp_path), call, nested]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -72,7 +75,7 @@ def _partial(nested: Callable[[], Any]) -> Callable[..., Any]:
 
 def _object(nested: Callable[[], Any]) -> Callable[..., Any]:
     class Handlers:
-        """As those of Lightning, which calls several handlers."""
+        """A callable object, as in Lightning, which calls several handlers."""
 
         def __call__(self, signum: int, frame: object) -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -93,7 +96,7 @@ def _handler() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", HANDLERS)
 def test_the_error_ends_the_interrupted_save_too(tmp_path: Path, kind: str) -> None:
-    """If the handler does not catch it. Nothing is committed, and the next save succeeds."""
+    """This happens if the handler does not catch the error. Nothing is committed, and the next save succeeds."""
 
     class Interrupts:
         """An object that gets a signal while a save asks for its state."""
@@ -119,8 +122,8 @@ def test_a_handler_that_interrupts_the_program_saves(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "x").ok
 
 
-def test_calls_within_calls_that_no_signal_made(tmp_path: Path) -> None:
-    """An object that saves itself with ckptcore, and an observer that loads."""
+def test_nested_calls_outside_of_signal_handlers_succeed(tmp_path: Path) -> None:
+    """The calls come from an object that saves itself with ckptcore, and from an observer that loads."""
 
     class Own:
         def save(self, directory: Path) -> None:
@@ -140,8 +143,8 @@ def test_calls_within_calls_that_no_signal_made(tmp_path: Path) -> None:
     assert seen == [STATE["w"].tolist()]
 
 
-def test_the_remedy_is_followed(tmp_path: Path) -> None:
-    """A signal during a save of a Checkpointer with the policy of the error: the next step is saved."""
+def test_the_remedy_in_the_error_works(tmp_path: Path) -> None:
+    """With the policy from the error, a signal during a save makes the Checkpointer save the next step."""
     from ckptcore.policies import AnySave, FixedInterval, PreemptionCheckpointing
 
     def observe(event: Event) -> None:

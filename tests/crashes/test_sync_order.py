@@ -1,4 +1,4 @@
-"""The order of syncs of a save to a local disk, as strace saw it: nothing is committed before it is durable."""
+"""The order of syncs of a save to a local disk, from strace. Everything is durable before the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.crashes.tracing import Saver, needs_strace
 
 
 def _traced(name: str, warm: Saver, directory: Path) -> tuple[Sequence[Call], str]:
-    """The calls of a save, and the directory in which it ends."""
+    """Return the system calls of a save, and its location."""
     needs_strace()
     location = directory / "new" / "run" / "step_1"
     SCENARIOS[name].prepare(location)
@@ -25,11 +25,11 @@ def _traced(name: str, warm: Saver, directory: Path) -> tuple[Sequence[Call], st
 
 
 def _publishing(calls: Sequence[Call], location: str) -> tuple[int, str]:
-    """The number of the rename that commits, and the directory that it moves."""
-    found = [
+    """Return the number of the rename that commits, and the directory that it renames."""
+    renames = [
         (number, call) for number, call in enumerate(calls) if "rename" in call.name and call.paths[-1] == location
     ]
-    (number, call) = found[-1]
+    (number, call) = renames[-1]
     return number, call.paths[0]
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_p
     parent = os.path.dirname(location)
     assert "fsync" in [call.name for call in after if call.paths == [parent]], "the commit is not durable"
     if name.startswith("first"):
-        tried = {call.paths[0] for call in calls if call.name == "rmdir"}  # to learn what the file system can do
+        tried = {call.paths[0] for call in calls if call.name == "rmdir"}  # directories that only test the file system
         for made in {call.paths[0] for call in calls if call.name == "mkdir"} - tried:
             above = os.path.dirname(made)
             assert "fsync" in [call.name for call in calls if call.paths == [above]], f"{made} is not durable"

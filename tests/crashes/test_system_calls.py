@@ -1,4 +1,4 @@
-"""System calls of the local storage that fail, or that Ctrl-C interrupts: one at a time, for each call."""
+"""System calls of the local storage that fail or are interrupted by Ctrl-C, one call at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATE: Final = {"w": np.arange(1 << 16, dtype=np.float32), "n": 3}
 
 
 class Calls:
-    """Counts the system calls of ckptcore, and injects a fault into one of them."""
+    """A counter of the system calls of ckptcore, which can inject a fault into a call."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Calls:
 
         def call(*arguments: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_code
-            # Python ignores errors of a destructor.
+            # No faults in destructors, because Python ignores their errors.
             made_here = caller.co_filename.startswith(_PACKAGE) and caller.co_name != "__del__"
             if not made_here or self.only not in (None, threading.current_thread()):
                 return function(*arguments, **options)
@@ -75,16 +75,16 @@ class Calls:
         """Count from the beginning, without a fault."""
         self.counts.clear()
         self.full, self.taken = None, 0
-        self.fault = self.error = None  # an error holds the frames that it passed
+        self.fault = self.error = None  # an error keeps the frames of its traceback alive
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The system calls of this process."""
-    found = Calls()
+    """Count the system calls of this process."""
+    counter = Calls()
     for module, name in _CALLS:
-        monkeypatch.setattr(module, name, found.wrap(name, getattr(module, name)))
-    return found
+        monkeypatch.setattr(module, name, counter.wrap(name, getattr(module, name)))
+    return counter
 
 
 def _save(directory: Path) -> None:
@@ -113,13 +113,13 @@ _OPERATIONS: Final = [_save, _load, _delete, _run]
 def _one_after_another(
     calls: Calls, operation: Callable[[Path], None], directory: Path
 ) -> Iterator[list[tuple[str, int]]]:
-    """Yield every system call of an operation that has run before."""
-    for _ in range(3):  # repeat, because the first runs create things that later ones find
+    """Yield the system calls of an operation, after it has run several times."""
+    for _ in range(3):  # repeat, because the first run creates files that later runs find
         calls.clear()
         operation(directory)
-    found = [(name, number) for name, count in calls.counts.items() for number in range(1, count + 1)]
-    assert len(found) > 3
-    yield found
+    faults = [(name, number) for name, count in calls.counts.items() for number in range(1, count + 1)]
+    assert len(faults) > 3
+    yield faults
     calls.clear()
 
 
@@ -131,8 +131,8 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 ) -> None:
     ckptcore.save(tmp_path / "saved", _STATE)
     others = []
-    with _one_after_another(calls, operation, tmp_path) as found:
-        for fault in found:
+    with _one_after_another(calls, operation, tmp_path) as faults:
+        for fault in faults:
             calls.clear()
             calls.fault, calls.error = fault, OSError(number, os.strerror(number))
             try:
@@ -149,8 +149,10 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_from_any_call_on_keeps_what_it_has(number: int, calls: Calls, tmp_path: Path) -> None:
-    """Every step of a save can fail. Other operations still work, and remains do not prevent the next save."""
+def test_a_disk_that_becomes_full_at_any_call_keeps_the_old_checkpoint(
+    number: int, calls: Calls, tmp_path: Path
+) -> None:
+    """A save can fail at every call. Other operations still work, and remains do not prevent the next save."""
     place = tmp_path / "place"
     ckptcore.save(place / "old", {**_STATE, "n": 1})
     calls.clear()
@@ -179,11 +181,11 @@ def test_a_disk_that_is_full_from_any_call_on_keeps_what_it_has(number: int, cal
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int, calls: Calls, tmp_path: Path) -> None:
-    """Includes calls that take no space, because a network file system reports a full disk at the sync or later."""
+    """A network file system may report a full disk only at the sync or later, so calls that take no space fail, too."""
     ckptcore.save(tmp_path / "saved", _STATE)
     failed = 0
-    with _one_after_another(calls, _save, tmp_path) as found:
-        for fault in found:
+    with _one_after_another(calls, _save, tmp_path) as faults:
+        for fault in faults:
             if fault[0] not in _TAKE_SPACE | {"rename", "fsync", "fdatasync", "close"}:
                 continue
             calls.clear()
@@ -204,15 +206,15 @@ def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int,
 def test_an_interrupted_call_leaks_no_file_and_no_lock(
     operation: Callable[[Path], None], calls: Calls, tmp_path: Path
 ) -> None:
-    """Ctrl-C takes effect after a call. `open` and `scandir` are left out: their results have no owner yet."""
+    """Ctrl-C takes effect after a call. `open` and `scandir` are omitted, because nothing could close their results."""
     ckptcore.save(tmp_path / "saved", _STATE)
     calls.only = threading.current_thread()
-    with _one_after_another(calls, operation, tmp_path) as found:
+    with _one_after_another(calls, operation, tmp_path) as faults:
         _save(tmp_path)
         _load(tmp_path)
         gc.collect()
         before, interrupted = _open_files(), 0
-        for fault in found:
+        for fault in faults:
             if fault[0] in ("open", "scandir"):
                 continue
             calls.clear()

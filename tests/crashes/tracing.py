@@ -1,4 +1,4 @@
-"""Running tasks of `tests.crashes.saver` under strace, which also kills them."""
+"""Tasks of `tests.crashes.saver` that run under strace, which can also kill them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALLS: Final = (
     "rename", "renameat", "renameat2", "write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "truncate",
     "ftruncate", "copy_file_range", "sendfile", "fsync", "fdatasync", "sync_file_range", "msync", "flock", "fcntl",
 )  # fmt: skip
-"""Every system call by which a save can change what is in a file system, or what others see of it."""
+"""All system calls of a save that change the contents of a file system, or what other processes see of it."""
 
 _LINE: Final = re.compile(r"(\d+) +(?:(\w+)\(|<\.\.\. )")
 _SECONDS: Final = 60.0
@@ -54,28 +54,28 @@ def _why_no_strace() -> str | None:
 
 
 def needs_strace() -> None:
-    """Skip the test where no process can be traced."""
+    """Skip the test if strace cannot trace a process."""
     if (reason := _why_no_strace()) is not None:
         pytest.skip(reason)
 
 
 class Saver(WarmProgram):
-    """The warm program."""
+    """The program `tests.crashes.saver`."""
 
     def __init__(self) -> None:
         super().__init__("tests.crashes.saver")
 
     def start(self, task: str, location: str, number: int = NEW) -> int:
-        """Fork a child that will do a task with a state; its process id. `begin` and `end` must follow."""
+        """Fork a child for a task. Return its process id. `begin` and `end` must follow."""
         self.say(json.dumps({"task": task, "location": location, "number": number}))
         return self.hear()
 
     def begin(self) -> None:
-        """Start the child."""
+        """Start the task of the child."""
         self.say("begin")
 
     def traced(self, task: str, location: str, log: Path, *options: str) -> int:
-        """Do a task in a child under strace, which writes `log`; its exit status."""
+        """Run a task in a child under strace, which writes to `log`. Return the exit status of the child."""
         child = self.start(task, location)
         tracer = subprocess.Popen(["strace", "-f", "-q", "-o", str(log), *options, "-p", str(child)])
         try:
@@ -87,7 +87,7 @@ class Saver(WarmProgram):
         return status
 
     def kill_points(self, task: str, location: str, log: Path) -> Sequence[KillPoint]:
-        """Do a task; every place in it where it could have been killed, call by call in the order they were made."""
+        """Run a task. Return the points at which it could have been killed, in the order of its calls."""
         status = self.traced(task, location, log, "-e", f"trace={','.join(_CALLS)}")
         assert status == 0, f"{task} failed"
         counts: Counter[tuple[str, str]] = Counter()
@@ -100,7 +100,7 @@ class Saver(WarmProgram):
         return list(points)
 
     def killed(self, task: str, location: str, point: KillPoint) -> int:
-        """Do a task and kill it; its exit status."""
+        """Run a task, and kill it at a point. Return the exit status."""
         return self.traced(
             task, location, Path("/dev/null"),
             "-e", f"trace={point.name}", "-e", f"inject={point.name}:signal=SIGKILL:when={point.number}",

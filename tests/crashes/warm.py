@@ -1,4 +1,4 @@
-"""A warm program: a child process that has imported what tasks need, and forks a child of its own for each task."""
+"""A warm program: a child process that has imported the modules of its tasks, and forks a child for each task."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SECONDS: Final = 120.0
 
 
 class WarmProgram:
-    """A test module that runs as a program, reads lines and answers with numbers, until the end of the block."""
+    """A test module that runs as a program until the end of the block. It reads lines, and answers with numbers."""
 
     def __init__(self, module: str) -> None:
-        """Start it.
+        """Start the program.
 
         Args:
-            module: its whole name.
+            module: the full name of the module.
         """
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -37,16 +37,16 @@ class WarmProgram:
         self._process.stdout.close()
 
     def say(self, line: str) -> None:
-        """Write a line to it."""
+        """Write a line to the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def hear(self) -> int:
-        """Wait for a number of it."""
+        """Wait for a number from the program."""
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
     def end(self) -> int:
-        """Wait for the child that does the task; its exit status, negative for a signal."""
+        """Wait for the child with the task. Return its exit status, which is negative for a signal."""
         return self.hear()

@@ -25,37 +25,37 @@ from ckptcore.results import VerifyReport
 
 def digest(value: object) -> str:
     """Return a hash of a loaded value: types, keys, dtypes, shapes and elements."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
 
     def add(value: object) -> None:
-        found.update(type(value).__name__.encode())
+        hasher.update(type(value).__name__.encode())
         if isinstance(value, Mapping):
             for key, child in value.items():
-                found.update(repr(key).encode())
+                hasher.update(repr(key).encode())
                 add(child)
         elif isinstance(value, list | tuple):
             for child in value:
                 add(child)
         elif isinstance(value, np.ndarray | np.generic):
-            found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+            hasher.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
         else:
-            found.update(repr(value).encode())
+            hasher.update(repr(value).encode())
 
     add(value)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def outcomes(directory: Path) -> Mapping[str, Mapping[str, str]]:
-    """Load each checkpoint in a directory, and return what came of it: a hash, or the type of the error."""
-    found: dict[str, Mapping[str, str]] = {}
+    """Load each checkpoint in a directory, and return the hash of its value or the type of the error."""
+    results: dict[str, Mapping[str, str]] = {}
     for root in sorted(directory.rglob("checkpoint.json")):
         path = root.parent
-        found[str(path.relative_to(directory))] = {
+        results[str(path.relative_to(directory))] = {
             "verify": _outcome(partial(ckptcore.verify, path)),
             "load": _outcome(partial(ckptcore.load, path)),
             "load_checkpointables": _outcome(partial(ckptcore.load_checkpointables, path)),
         }
-    return found
+    return results
 
 
 def _outcome(load: Callable[[], object]) -> str:
@@ -67,15 +67,15 @@ def _outcome(load: Callable[[], object]) -> str:
 
 
 def use(directory: str) -> object:
-    """Save, load and train; return the import packages and distributions of this environment that are ours."""
+    """Save, load and train. Return our import packages and our distributions in this environment."""
     scratch = Path(directory)
     state = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "step": 3}
     ckptcore.save(scratch / "state", state)
     assert digest(ckptcore.load(scratch / "state")) == digest(state)
     handle = ckptcore.save_async(scratch / "later", state)
     handle.result()
-    with ckptcore.open(scratch / "later") as opened:
-        assert np.array_equal(opened["w"][1:, :2], state["w"][1:, :2])  # type: ignore[index]
+    with ckptcore.open(scratch / "later") as checkpoint:
+        assert np.array_equal(checkpoint["w"][1:, :2], state["w"][1:, :2])  # type: ignore[index]
     assert ckptcore.verify(scratch / "state").ok
     ckptcore.save_checkpointables(scratch / "several", {"model": state, "data": {"position": 7}})
     assert digest(ckptcore.load_checkpointables(scratch / "several")["model"]) == digest(state)
@@ -83,7 +83,9 @@ def use(directory: str) -> object:
     assert not (scratch / "state").exists()
     _train(scratch / "run", until=3)
     assert _train(scratch / "run", until=5) == 3
-    installed = {str(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    installed = {
+        str(distribution.metadata["Name"]): distribution.version for distribution in importlib.metadata.distributions()
+    }
     return {
         "distributions": installed,
         "modules": sorted(name for name in sys.modules if name.startswith("ckptcore_")),
@@ -92,7 +94,7 @@ def use(directory: str) -> object:
 
 
 def _train(directory: Path, *, until: int) -> int:
-    """Resume a run and save each step; return the step from which it resumed, or 0."""
+    """Resume a run and save each step. Return the step from which it resumed, or 0."""
     with ckptcore.Checkpointer(directory) as checkpointer:
         weights, first = np.zeros(4), 0
         if checkpointer.latest is not None:
@@ -111,9 +113,9 @@ def golden(directory: str) -> object:
 
 
 def missing(directory: str) -> object:
-    """Ask for everything that other distributions add; return the type and the message of each error."""
+    """Use each feature that other distributions add. Return the type and the message of each error."""
     scratch = Path(directory)
-    found: dict[str, Mapping[str, str]] = {}
+    errors: dict[str, Mapping[str, str]] = {}
     for distribution in DISTRIBUTIONS:
         asked: dict[str, Callable[[], object]] = {}
         for name in distribution.names:
@@ -126,8 +128,8 @@ def missing(directory: str) -> object:
         for package in distribution.types:
             state = {"w": type("Array", (), {"__module__": f"{package}.arrays"})()}
             asked[f"type {package}"] = partial(ckptcore.save, scratch / package, state)
-        found[distribution.extra] = {name: _error(ask) for name, ask in asked.items()}
-    return found
+        errors[distribution.extra] = {name: _error(ask) for name, ask in asked.items()}
+    return errors
 
 
 def _error(ask: Callable[[], object]) -> str:
@@ -139,9 +141,9 @@ def _error(ask: Callable[[], object]) -> str:
 
 
 def added(extra: str, directory: str) -> object:
-    """Use what the distribution of an extra adds; return what failed."""
+    """Use the features that the distribution of an extra adds. Return the failures."""
     scratch = Path(directory)
-    (distribution,) = [found for found in DISTRIBUTIONS if found.extra == extra]
+    (distribution,) = [candidate for candidate in DISTRIBUTIONS if candidate.extra == extra]
     importlib.import_module(distribution.package)
     failed: dict[str, str] = {}
     for name in distribution.names:
@@ -150,7 +152,7 @@ def added(extra: str, directory: str) -> object:
     for layout in distribution.layouts:
         try:
             ckptcore.save(scratch / layout, state, layout=layout)
-        except UnsupportedLeafError:  # a layout that only reads
+        except UnsupportedLeafError:  # this layout can only read
             continue
         if digest(ckptcore.load(scratch / layout)) != digest(state):
             failed[f"layout {layout}"] = "another value"

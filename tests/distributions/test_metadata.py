@@ -22,8 +22,8 @@ PROJECTS = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyp
 
 
 def metadata(project: Path) -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return found
+    table: dict[str, Any] = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
 
 
 CORE = metadata(ROOT)
@@ -43,17 +43,17 @@ OTHERS = {"test", *UNTESTED_EXTRAS}
 
 def requirements_of(project: Path, without: Collection[str] = ()) -> list[Requirement]:
     """Return the requirements of a distribution and of its extras."""
-    found = metadata(project)
-    extras = [texts for name, texts in found.get("optional-dependencies", {}).items() if name not in without]
-    return [Requirement(text) for texts in (found["dependencies"], *extras) for text in texts]
+    table = metadata(project)
+    extras = [texts for name, texts in table.get("optional-dependencies", {}).items() if name not in without]
+    return [Requirement(text) for texts in (table["dependencies"], *extras) for text in texts]
 
 
 def lowest_of(requirements: Iterable[Requirement]) -> dict[str, set[Version]]:
-    """Return the lowest versions that other distributions than ours may have."""
+    """Return the lowest allowed versions of distributions of others."""
     accepted: dict[str, set[Version]] = {}
     for requirement in requirements:
         if requirement.name not in OURS:
-            lowest = {Version(one.version) for one in requirement.specifier if one.operator == ">="}
+            lowest = {Version(specifier.version) for specifier in requirement.specifier if specifier.operator == ">="}
             accepted.setdefault(canonicalize_name(requirement.name), set()).update(lowest)
     return accepted
 
@@ -79,21 +79,21 @@ LINKS = ("link_open", "image")
 
 @each_project
 def test_the_fields_are_complete(project: Path) -> None:
-    found = metadata(project)
+    table = metadata(project)
     for field in ("version", "requires-python", "license", "license-files", "classifiers"):
-        assert found[field] == CORE[field], field
-    assert 30 <= len(found["description"]) <= 120
-    assert {"checkpoint", "machine-learning"} <= set(found["keywords"])
-    assert "urls" not in found  # the project has no public address yet
-    assert found["license-files"] == ["LICENSE"]
+        assert table[field] == CORE[field], field
+    assert 30 <= len(table["description"]) <= 120
+    assert {"checkpoint", "machine-learning"} <= set(table["keywords"])
+    assert "urls" not in table  # the project has no public address yet
+    assert table["license-files"] == ["LICENSE"]
     assert (project / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @each_project
 def test_the_readme_is_useful_on_a_package_index(project: Path) -> None:
-    found = metadata(project)
-    text = (project / found["readme"]).read_text(encoding="utf-8")
-    assert text.startswith(f"# {found['name']}\n")
+    table = metadata(project)
+    text = (project / table["readme"]).read_text(encoding="utf-8")
+    assert text.startswith(f"# {table['name']}\n")
     assert len(re.findall(r"\w+", text)) > 60
     dead = [target for target in links(text) if not target.startswith("https://")]
     assert dead == [], "relative links lead nowhere on a package index"
@@ -106,7 +106,8 @@ def test_descriptions_differ() -> None:
 def test_the_front_page_names_every_extra() -> None:
     for page in ("README.md", "PACKAGE.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert [one.extra for one in DISTRIBUTIONS if f"`{one.extra}`" not in text] == [], page
+        extras = [distribution.extra for distribution in DISTRIBUTIONS]
+        assert [extra for extra in extras if f"`{extra}`" not in text] == [], page
 
 
 def test_distributions_require_each_other_at_their_own_version() -> None:
@@ -119,17 +120,20 @@ def test_distributions_require_each_other_at_their_own_version() -> None:
     assert loose == []
 
 
-def test_an_extra_has_one_meaning() -> None:
-    """A name in two distributions is the same: one forwards to the other. Each has its own extra for its tests."""
+def test_an_extra_has_the_same_meaning_in_all_distributions() -> None:
+    """If two distributions have the same extra, one forwards to the other. Only extras for tests differ."""
     meanings: dict[str, set[str]] = {}
     for project in PROJECTS:
-        found = metadata(project)
-        for extra, requirements in found.get("optional-dependencies", {}).items():
-            name = f"{found['name']}[{extra}]"
+        table = metadata(project)
+        for extra, requirements in table.get("optional-dependencies", {}).items():
+            name = f"{table['name']}[{extra}]"
             if extra != "test":
-                (meaning, *_) = [*(one.partition("==")[0] for one in requirements if f"[{extra}]" in one), name]
+                (meaning, *_) = [
+                    *(requirement.partition("==")[0] for requirement in requirements if f"[{extra}]" in requirement),
+                    name,
+                ]
                 meanings.setdefault(extra, set()).add(meaning)
-    assert {extra: sorted(found) for extra, found in meanings.items() if len(found) > 1} == {}
+    assert {extra: sorted(names) for extra, names in meanings.items() if len(names) > 1} == {}
 
 
 def test_the_core_has_the_extra_of_every_replacement_adapter_and_format() -> None:
@@ -140,12 +144,12 @@ def test_the_core_has_the_extra_of_every_replacement_adapter_and_format() -> Non
         for name in metadata(ROOT / "plugins" / plugin)["optional-dependencies"].keys() - {"test"}
     }
     assert {name: extras.get(name) for name in offered} == offered
-    own = {one.extra: [f"ckptcore-{one.extra}=={CORE['version']}"] for one in DISTRIBUTIONS}
+    own = {distribution.extra: [f"ckptcore-{distribution.extra}=={CORE['version']}"] for distribution in DISTRIBUTIONS}
     assert {name: extras[name] for name in extras.keys() - offered.keys() - {"all"}} == own
     assert Requirement(extras["all"][0]).extras == own.keys()
 
 
-def test_the_lowest_versions_are_those_that_are_tested() -> None:
+def test_the_lowest_versions_are_tested() -> None:
     tested = pinned(OLDEST)
     accepted = lowest_of(
         requirement
@@ -155,7 +159,7 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
     assert accepted == {name: {tested[name]} if name in tested else set() for name in accepted}
 
 
-def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None:
+def test_the_lowest_versions_of_separate_extras_are_tested() -> None:
     """If two extras differ, the highest of their lowest versions is tested."""
     tested = pinned(OLDEST_ADAPTERS)
     tables = [metadata(project) for project in PROJECTS if metadata(project)["name"] in APART]
@@ -172,7 +176,7 @@ def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None
     assert UNTESTED_EXTRAS == tuple(sorted(UNTESTED_EXTRAS)) and {*UNTESTED_EXTRAS} < APART["ckptcore-integrations"]
 
 
-def test_the_page_lists_the_versions_that_are_tested() -> None:
+def test_the_page_lists_the_tested_versions() -> None:
     text = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([A-Za-z0-9_-]+) \| ([0-9.]+ \| [0-9.]+) \|$", text, flags=re.MULTILINE))
     oldest, newest = pinned(OLDEST), pinned("constraints.txt")

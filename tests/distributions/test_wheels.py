@@ -1,4 +1,4 @@
-"""The wheels work as users install them: the core alone has everything that it should, and each extra adds the rest."""
+"""Wheels as users install them: the features of the core alone, and the features that each extra adds."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ def _program(environment: Environment, *arguments: str) -> Any:
 
 def _of_extra(distribution: Distribution, wheels: Mapping[str, Wheel]) -> Wheel:
     """Return the wheel of a distribution, found by its import package."""
-    (found,) = [wheel for wheel in wheels.values() if distribution.package in wheel.packages]
-    return found
+    (match,) = [wheel for wheel in wheels.values() if distribution.package in wheel.packages]
+    return match
 
 
 def test_the_core_alone_saves_loads_and_trains(core: Environment, tmp_path: Path) -> None:
-    found = _program(core, "use", str(tmp_path))
-    assert set(found["distributions"]) == {"ckptcore", "ml_dtypes", "numpy", "pluggy", "xxhash"}
-    assert found["modules"] == []
-    assert not Path(found["file"]).is_relative_to(ROOT)
+    result = _program(core, "use", str(tmp_path))
+    assert set(result["distributions"]) == {"ckptcore", "ml_dtypes", "numpy", "pluggy", "xxhash"}
+    assert result["modules"] == []
+    assert not Path(result["file"]).is_relative_to(ROOT)
 
 
 def test_the_core_alone_loads_every_golden_checkpoint(core: Environment) -> None:
-    found = _program(core, "golden", str(GOLDEN))
-    assert found == alone.outcomes(GOLDEN)
+    outcomes = _program(core, "golden", str(GOLDEN))
+    assert outcomes == alone.outcomes(GOLDEN)
     loaded = {
         Path(name).parts[0]
-        for name, outcome in found.items()
+        for name, outcome in outcomes.items()
         for way in ("load", "load_checkpointables")
         if len(outcome[way]) == 64
     }
     assert loaded == {path.name for path in GOLDEN.iterdir()} - UNFINISHED
-    damaged = {name: outcome for name, outcome in found.items() if outcome["verify"] != "True"}
+    damaged = {name: outcome for name, outcome in outcomes.items() if outcome["verify"] != "True"}
     assert {Path(name).parts[0] for name in damaged} <= UNFINISHED | OF_HOSTS
 
 
-def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_path: Path) -> None:
-    found = _program(core, "missing", str(tmp_path))
+def test_errors_of_the_core_say_how_to_install_missing_features(core: Environment, tmp_path: Path) -> None:
+    messages = _program(core, "missing", str(tmp_path))
     expected = {distribution.extra: distribution.hint for distribution in DISTRIBUTIONS}
-    assert found.keys() == expected.keys()
+    assert messages.keys() == expected.keys()
     wrong = [
         f"{asked}: {error}"
-        for extra, errors in found.items()
+        for extra, errors in messages.items()
         for asked, error in errors.items()
         if expected[extra] not in error
     ]
@@ -84,7 +84,7 @@ def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_core_alone_describes_itself(core: Environment, wheels: Mapping[str, Wheel]) -> None:
+def test_the_core_alone_has_a_version_help_and_a_listing(core: Environment, wheels: Mapping[str, Wheel]) -> None:
     version = wheels["ckptcore"].path.name.split("-")[1]
     assert core.run("-c", "import ckptcore; print(ckptcore.__version__)").strip() == version
     described = core.run("-c", "import ckptcore; help(ckptcore)")
@@ -93,14 +93,14 @@ def test_the_core_alone_describes_itself(core: Environment, wheels: Mapping[str,
     assert not {"Final", "TYPE_CHECKING", "importlib", "logging"} & set(names)
 
 
-def test_the_command_line_of_the_core_alone_says_how_to_install_it(core: Environment) -> None:
+def test_the_command_of_the_core_alone_says_how_to_install_the_tools(core: Environment) -> None:
     program = "import subprocess, sys; done = subprocess.run([sys.executable, '-I', '-m', 'ckptcore'], stderr=-1); "
     error = core.run("-c", program + "print(done.returncode, done.stderr.decode())")
     assert not error.startswith("0 ")
     assert "pip install 'ckptcore[tools]'" in error and "Traceback" not in error
 
 
-def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[str, Wheel]) -> None:
+def test_every_distribution_is_listed_or_required_by_a_listed_one(wheels: Mapping[str, Wheel]) -> None:
     core = wheels["ckptcore"]
     named = {_of_extra(distribution, wheels).name for distribution in DISTRIBUTIONS}
     required = {requirement.name for name in named for requirement in wheels[name].requires}
@@ -116,9 +116,7 @@ def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[s
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: str(distribution.extra))
-def test_an_extra_adds_what_its_name_says(
-    distribution: Distribution, wheels: Mapping[str, Wheel], tmp_path: Path
-) -> None:
+def test_an_extra_adds_its_features(distribution: Distribution, wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
     environment = Environment(tmp_path / "env", wheels, [f"ckptcore[{distribution.extra}]"])
     (tmp_path / "scratch").mkdir()
     assert _program(environment, "added", distribution.extra, str(tmp_path / "scratch")) == {}
@@ -151,7 +149,7 @@ def test_all_wheels_install_together(wheels: Mapping[str, Wheel], tmp_path: Path
 
 @pytest.mark.parametrize(("page", "runs"), [("README.md", 2), ("PACKAGE.md", 1)])
 def test_the_quick_starts_work_from_wheels(page: str, runs: int, wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
-    """They run without the repository. Those of the README run twice: the second time they resume."""
+    """The examples run without the repository. Those of the README run twice, and resume in the second run."""
     environment = Environment(tmp_path / "env", wheels, ["ckptcore[torch]", "ckptcore[jax]"])
     blocks = code_blocks((ROOT / page).read_text(encoding="utf-8"))
     program = "\n".join(block.code for block in blocks if block.language == "python")

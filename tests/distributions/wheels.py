@@ -1,4 +1,4 @@
-"""Environments in which wheels of some of our distributions are installed, without a network."""
+"""Environments with wheels of some of our distributions, installed without a network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from tools.release import Wheel
 
 
 class Environment:
-    """A virtual environment with some of our distributions, and with what they require.
+    """A virtual environment with some of our distributions and their requirements.
 
-    Our distributions are installed from wheels. Those of others are links to the ones that run the tests, because the
-    test has no network, and each of them alone, because a path to all of them would hide a missing requirement.
+    Our distributions are installed from wheels. Other distributions are links to the installation that runs the tests,
+    because the test has no network. Each one is linked separately, because a path to all of them would hide a missing
+    requirement.
 
     Args:
-        directory: where it is made.
+        directory: the directory of the environment.
         wheels: all wheels.
-        requirements: what is installed; extras count.
+        requirements: the requirements to install, with extras.
     """
 
     def __init__(self, directory: Path, wheels: Mapping[str, Wheel], requirements: Iterable[str]) -> None:
@@ -39,27 +40,27 @@ class Environment:
             self._link(name)
 
     def _link(self, name: str) -> None:
-        found = distribution(name)
-        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
+        installed = distribution(name)
+        tops = {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}
         for top in tops:
             link = self._packages / top
             if not link.exists():
-                link.symlink_to(Path(str(found.locate_file(top))).resolve())
+                link.symlink_to(Path(str(installed.locate_file(top))).resolve())
 
     def run(self, *arguments: str) -> str:
-        """Run Python in the environment, without that of the tests; return what it prints.
+        """Run Python in the environment, isolated from that of the tests. Return its output.
 
         Raises:
-            AssertionError: it failed.
+            AssertionError: the program failed.
         """
         return _run([str(self._python), "-I", *arguments], [])
 
 
 def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of our and of other distributions that requirements need, directly or not."""
+    """Return the names of our and of other distributions that are directly or indirectly required."""
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in wanted]
-    found: dict[str, None] = {}
+    required: dict[str, None] = {}
     while waiting:
         requirement, extra = waiting.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
@@ -68,9 +69,9 @@ def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tupl
         for inner in ("", *requirement.extras):
             if (name, inner) not in seen:
                 seen.add((name, inner))
-                found[name] = None
+                required[name] = None
                 waiting += [(needed, inner) for needed in _requires(name, wheels)]
-    return [name for name in found if name in wheels], [name for name in found if name not in wheels]
+    return [name for name in required if name in wheels], [name for name in required if name not in wheels]
 
 
 def _requires(name: str, wheels: Mapping[str, Wheel]) -> Sequence[Requirement]:

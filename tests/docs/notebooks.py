@@ -25,8 +25,8 @@ class Cell:
     """A code cell.
 
     Attributes:
-        number: its position among all cells, from 0.
-        code: its source.
+        number: the position among all cells, from 0.
+        code: the source of the cell.
         output: the stored output.
     """
 
@@ -51,7 +51,7 @@ def read_cells(notebook: Path) -> Sequence[Cell]:
 
 
 def run_cells(notebook: Path) -> Iterator[tuple[Cell, str]]:
-    """Run the cells in the working directory. Yields each with what it printed."""
+    """Run the cells in the working directory. Yield each cell with its printed output."""
     module = page_module(notebook, "notebook")
     for cell in read_cells(notebook):
         printed = io.StringIO()

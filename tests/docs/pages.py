@@ -1,4 +1,4 @@
-"""The pages of the documentation and the code blocks in them."""
+"""Pages of the documentation, and their code blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CodeBlock:
 
 
 def documentation_pages() -> list[Path]:
-    """Return every Markdown page of the repository, without those of tests."""
+    """Return every Markdown page of the repository, except pages of tests."""
     return [path for path in project_files(".md") if path.relative_to(ROOT).parts[0] != "tests"]
 
 

@@ -13,9 +13,9 @@ from tests.docs.pages import CodeBlock
 
 
 def page_module(page: Path, purpose: str) -> ModuleType:
-    """Create a module for the names of a page. Dataclasses and pickle find it in `sys.modules`.
+    """Create a module for the names of a page. Dataclasses and pickle look it up in `sys.modules`.
 
-    Each purpose has its own module, because pickle refuses a class that is not the one in its module.
+    Each purpose has its own module, because pickle refuses a class that its module has since redefined.
     """
     module = ModuleType(f"page_{page.stem.replace('-', '_').replace('.', '_')}_{purpose}")
     sys.modules[module.__name__] = module
@@ -23,7 +23,7 @@ def page_module(page: Path, purpose: str) -> ModuleType:
 
 
 def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
-    """Execute a block so that a traceback shows the page and its line."""
+    """Execute a block. Its tracebacks show the page and the line."""
     name = f"{page}:{block.line}"
     linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
     exec(compile(block.code, name, "exec", dont_inherit=True), vars(module))  # noqa: S102  # the purpose of this file
@@ -32,7 +32,7 @@ def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
 def run_program(blocks: Sequence[CodeBlock], directory: Path) -> None:
     """Execute the blocks of a page as one program, with the line numbers of the page.
 
-    For pages that start processes and send them classes of the page: classes of a program are sent by value.
+    For pages that send their classes to other processes: pickles contain classes of a program by value.
 
     Raises:
         AssertionError: the program failed. The message has its output.

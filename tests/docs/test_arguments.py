@@ -1,4 +1,4 @@
-"""The tables of arguments on the pages "Coming from": names of ours exist, and those of other libraries too."""
+"""Tables of arguments on the pages "Coming from". The names of ckptcore and of other libraries exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHERS: Final = {
     "save_pretrained": ["transformers.PreTrainedModel.save_pretrained"],
     "TrainingArguments": ["transformers.TrainingArguments"],
     "ModelCheckpoint": ["lightning.pytorch.callbacks.ModelCheckpoint"],
-    "from_pretrained": [],  # it takes any keyword argument
+    "from_pretrained": [],  # accepts any keyword argument
 }
 """By the first name in the head of a table, the functions that have its arguments."""
 
@@ -51,7 +51,7 @@ def tables() -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def resolved(path: str) -> Any:
-    """Return what a dotted path names."""
+    """Return the object that a dotted path names."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         if (module := _module(".".join(parts[:count]))) is not None:
@@ -67,7 +67,7 @@ def _module(name: str) -> Any:
 
 
 def check(code: str) -> None:
-    """Check that an expression or an argument ``name=value`` names what exists, with arguments that it takes."""
+    """Check an expression or an argument ``name=value``: its names exist, and calls accept its arguments."""
     tree = ast.parse(f"call({code})" if re.match(r"\w+=", code) else code, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ckptcore."):
@@ -79,10 +79,10 @@ def check(code: str) -> None:
                 assert any(keyword.arg in inspect.signature(call).parameters for call in calls), code
             plain = name.startswith("ckptcore.") and name.removeprefix("ckptcore.") not in ("load", "load_into")
             if plain and node.args + node.keywords and "(function)" not in code:
-                eval(ast.unparse(node), {"ckptcore": ckptcore})  # its values are accepted, too
+                eval(ast.unparse(node), {"ckptcore": ckptcore})  # the values must be accepted, too
 
 
-def test_arguments_of_ours_exist() -> None:
+def test_arguments_of_ckptcore_exist() -> None:
     names = {name for call in CALLS for name in inspect.signature(call).parameters}
     names |= {*dir(ckptcore.Checkpointer), *dir(StepReader)}
     for _, rows in tables():
@@ -95,9 +95,9 @@ def test_arguments_of_ours_exist() -> None:
 
 
 def test_arguments_of_other_libraries_exist() -> None:
-    found = list(tables())
-    assert {head for head, _ in found} == OTHERS.keys()
-    for head, rows in found:
+    all_tables = list(tables())
+    assert {head for head, _ in all_tables} == OTHERS.keys()
+    for head, rows in all_tables:
         if not OTHERS[head] or find_spec(OTHERS[head][0].partition(".")[0]) is None:
             continue
         known = set[str]()

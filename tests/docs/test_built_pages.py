@@ -1,4 +1,4 @@
-"""The built documentation: what its search answers, and that every link has a target. ``make docs`` builds it."""
+"""The built documentation: its search answers questions, and every link has a target. ``make docs`` builds it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SEARCH: Final = "query => Search._performSearch(...Search._parseQuery(query)).re
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    """The directory of the built pages. A build that is older than a page does not count."""
+    """Return the directory of the built pages. Skip if a page is newer than the build."""
     index = BUILT / "searchindex.js"
     sources = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     if not index.exists() or index.stat().st_mtime < max(path.stat().st_mtime for path in sources):
@@ -58,7 +58,7 @@ def built() -> Path:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    """A page of a headless Chromium."""
+    """Yield a page of a headless Chromium."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("Chromium is not installed: install the Debian package chromium to test the documentation")
@@ -74,11 +74,11 @@ def test_the_search_answers_questions(built: Path, page: Page) -> None:
     results = {question: page.evaluate(SEARCH, question) for question in ("resume", *QUESTIONS)}
     assert results["resume"][0] == "how-to/resume-a-run"
     assert {
-        question: found[:3] for question, found in results.items() if QUESTIONS.get(question, found[0]) not in found[:3]
+        question: pages[:3] for question, pages in results.items() if QUESTIONS.get(question, pages[0]) not in pages[:3]
     } == {}
 
 
-def test_no_text_of_a_picture_is_cut(page: Page) -> None:
+def test_no_text_of_a_picture_is_cut_off(page: Page) -> None:
     cut = {}
     for picture in sorted((ROOT / "docs" / "pictures").glob("*.svg")):
         page.goto(picture.as_uri())
@@ -96,22 +96,22 @@ class _Links(HTMLParser):
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.anchors.add(found.get("id") or "")
+        attributes = dict(attrs)
+        self.anchors.add(attributes.get("id") or "")
         if tag == "a":
-            self.links.append(found.get("href") or "")
+            self.links.append(attributes.get("href") or "")
 
 
 def test_every_link_has_a_target(built: Path) -> None:
-    found = {page: _Links(page) for page in sorted(built.rglob("*.html"))}
+    pages = {page: _Links(page) for page in sorted(built.rglob("*.html"))}
     dead = []
-    for page, parsed in found.items():
+    for page, parsed in pages.items():
         for link in parsed.links:
             if re.match(r"[a-z]+:", link):
-                continue  # elsewhere
+                continue  # a link to another site
             path, _, anchor = link.partition("#")
             target = (page.parent / unquote(path)).resolve() if path else page
-            known = found[target].anchors if target in found else {""} if target.exists() else set[str]()
+            known = pages[target].anchors if target in pages else {""} if target.exists() else set[str]()
             if unquote(anchor) not in known:
                 dead.append(f"{page.relative_to(built)}: {link}")
-    assert len(found) > 100 and not dead
+    assert len(pages) > 100 and not dead

@@ -1,4 +1,4 @@
-"""The changelog has entries of at most three lines, and no section of changes since a release that does not exist."""
+"""The changelog has entries of at most three lines. Until the first release, it has no section for later changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the pages about plugins pass the tests that these pages recommend to plugin authors."""
+"""The examples on the pages about plugins pass the conformance tests that these pages recommend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def classes_of(page_name: str) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if name.startswith("Test") and isinstance(value, type)}
 
 
-# Pytest collects the classes of this module after its import. An error in one page must not hide the others.
+# Pytest collects test classes after it imported this module. An error in one page must not hide the others.
 _FOUND: dict[str, dict[str, object] | Exception] = {}
 for _page in PAGES:
     try:
@@ -37,13 +37,14 @@ for _page in PAGES:
         _FOUND[_page] = _classes
         for _suite in _classes.values():
             if isinstance(_suite, type) and issubclass(_suite, LayoutTests):
-                _suite.tampered_states, _suite.most_damages = 200, 10  # the kit tries all of them with our layouts
+                # Fewer than the defaults, with which the tests of our layouts run.
+                _suite.tampered_states, _suite.most_damages = 200, 10
         globals().update(_classes)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_ends_with_tests(page: str) -> None:
-    found = _FOUND[page]
-    if isinstance(found, Exception):
-        raise found
-    assert found
+    classes = _FOUND[page]
+    if isinstance(classes, Exception):
+        raise classes
+    assert classes

@@ -1,4 +1,4 @@
-"""Every notebook of the documentation runs, and prints what is stored in it."""
+"""Every notebook of the documentation runs, and prints its stored output."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from tests.docs.notebooks import notebooks, read_cells, run_cells
 
 
 @pytest.mark.parametrize("notebook", notebooks(), ids=lambda path: path.stem)
-def test_a_notebook_prints_what_is_stored_in_it(
-    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_prints_its_stored_output(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for cell, printed in run_cells(notebook):
         assert printed == cell.output, f"cell {cell.number}: store it with python -m tests.docs.notebooks {notebook}"
 
 
-def test_there_are_notebooks_in_the_format_of_jupyter() -> None:
-    found = notebooks()
-    assert len(found) >= 3
-    for notebook in found:
+def test_notebooks_exist_and_have_the_format_of_jupyter() -> None:
+    paths = notebooks()
+    assert len(paths) >= 3
+    for notebook in paths:
         document = json.loads(notebook.read_text(encoding="utf-8"))
         assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
         ids = [cell["id"] for cell in document["cells"]]

@@ -1,4 +1,4 @@
-"""The documentation has every hook with its signature and every public name, and its links work."""
+"""The documentation contains every hook with its signature and every public name, and its links work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ckptcore_azure.settings
 import ckptcore_gcs.settings
 import ckptcore_s3.settings
 from ckptcore_testing.plugins import PUBLIC_MODULES
-from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]  # documented there, defined elsewhere
+from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]  # documented, but not in the stubs
 from sphinx.util.inspect import TypeAliasForwardRef
 from sphinx.util.typing import stringify_annotation
 
@@ -75,16 +75,16 @@ def public_names(module: str) -> set[str]:
 def documented_names(module: str, page: Path) -> set[str]:
     """Return the names of a module that its page documents or excludes."""
     text = page.read_text(encoding="utf-8")
-    found = {name.removeprefix(f"{module}.").partition("(")[0] for name in DIRECTIVE.findall(text)}
+    names = {name.removeprefix(f"{module}.").partition("(")[0] for name in DIRECTIVE.findall(text)}
     block = re.search(rf"^\.\. automodule:: {re.escape(module)}\n((?:   :.*\n)*)", text, re.MULTILINE)
     if block is not None and ":no-members:" not in block[1]:
         imported = _imported(module)
-        # Sphinx documents classes and functions, and other objects only where they are defined.
+        # Sphinx documents re-exported classes and functions, but other objects only in the module that defines them.
         exported = {name for name in public_names(module) if callable(getattr(imported, name))}
-        found |= exported | set(re.findall(r"^(\w+)(?:: [^=\n]+)? =", inspect.getsource(imported), re.MULTILINE))
+        names |= exported | set(re.findall(r"^(\w+)(?:: [^=\n]+)? =", inspect.getsource(imported), re.MULTILINE))
         for excluded in re.findall(r":exclude-members: (.*)", block[1]):
-            found |= set(excluded.split(", "))
-    return found
+            names |= set(excluded.split(", "))
+    return names
 
 
 def imported_names(code: str) -> set[str]:
@@ -107,7 +107,7 @@ def test_the_documentation_has_every_hook_with_its_signature() -> None:
 def test_the_documentation_names_no_unknown_hook() -> None:
     for page in documentation_pages():
         named = set(re.findall(r"\bckpt_[a-z_]+", page.read_text(encoding="utf-8")))
-        assert named <= {*HOOKS, "ckpt_path"}, page  # ckpt_path: an argument of Lightning
+        assert named <= {*HOOKS, "ckpt_path"}, page  # `ckpt_path` is an argument of Lightning
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -142,9 +142,9 @@ def test_the_reference_has_every_name_that_examples_import() -> None:
 
 def test_the_reference_names_no_internal_module() -> None:
     named = {
-        found.rpartition(".")[0]
+        reference.rpartition(".")[0]
         for page in REFERENCE.glob("*.md")
-        for found in re.findall(
+        for reference in re.findall(
             r"^\.\. (?:auto|py:)\w+:: (ckptcore\.[\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE
         )
     }
@@ -157,7 +157,7 @@ def test_signatures_name_type_aliases() -> None:
     [setting] = re.findall(r"^TypeAliasForwardRef\.__repr__ = .*$", conf, re.MULTILINE)
     alias = type("TypeAliasForwardRef", (TypeAliasForwardRef,), {})
     exec(setting, {"TypeAliasForwardRef": alias})  # noqa: S102  # the line of the configuration
-    annotation = Mapping[str, alias("JSON")] | None  # type: ignore[misc, valid-type]  # not a type
+    annotation = Mapping[str, alias("JSON")] | None  # type: ignore[misc, valid-type]  # mypy does not see a type
     assert stringify_annotation(annotation) == "collections.abc.Mapping[str, JSON] | None"
 
 

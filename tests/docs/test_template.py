@@ -1,4 +1,4 @@
-"""The template of `docs/how-to/write-a-plugin.md` is installed as it is, and passes its tests."""
+"""The template of `docs/how-to/write-a-plugin.md` is installed without changes, and passes its tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_template_imports_public_modules_only(path: Path) -> None:
     assert internal_imports(path) == []
 
 
-def test_the_page_walks_through_every_file() -> None:
+def test_the_page_explains_every_file() -> None:
     page = (ROOT / "docs" / "how-to" / "write-a-plugin.md").read_text(encoding="utf-8")
     files = [path for path in TEMPLATE.rglob("*") if path.suffix in {".py", ".toml"} and path.stat().st_size > 200]
     missing = [path.name for path in files if f"../../{path.relative_to(ROOT)}" not in page]

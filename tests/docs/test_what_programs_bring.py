@@ -1,4 +1,4 @@
-"""The table of what programs bring has a row for each mark of the tests."""
+"""The table of objects that programs save has a row for each mark `brings` of the tests."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_rows_are_sorted_and_have_versions() -> None:
 
 
 def test_an_unknown_result_is_a_problem() -> None:
-    found = Rows()
-    found.add("test_a.py::test_it", "x", "torch", "good")
-    assert found.problems == ["test_a.py::test_it: the result 'good' is not one of same, plain form, refused"]
+    rows = Rows()
+    rows.add("test_a.py::test_it", "x", "torch", "good")
+    assert rows.problems == ["test_a.py::test_it: the result 'good' is not one of same, plain form, refused"]
 
 
 def test_the_table_is_long_enough() -> None:

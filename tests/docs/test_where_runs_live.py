@@ -1,4 +1,4 @@
-"""The table of where runs live has a row for each mark of the tests."""
+"""The table of storages for runs has a row for each mark `lives` of the tests."""
 
 from __future__ import annotations
 

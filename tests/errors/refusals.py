@@ -1,4 +1,4 @@
-"""Refused calls, whose errors advise what to do, and what is stored then."""
+"""Helpers of the tests of remedies: states, and a Context that runs an action before an operation of its storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO: Final = np.arange(3.0, 6.0)
 
 
 class Interrupting(FaultPlan):
-    """Runs a function right before the first operations of a storage with some name and a key that ends so."""
+    """A plan that runs `action` before the first `times` operations called `name` whose key ends in `ending`."""
 
     def __init__(self, name: str, ending: str, action: Callable[[], object], times: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Interrupting(FaultPlan):
 def interrupted(
     scheme: str, name: str, ending: str, action: Callable[[], object], *, times: int = 1
 ) -> ckptcore.Context:
-    """Return a Context whose storage runs `action`, as of another process, before operations. See `Interrupting`."""
+    """Return a Context whose storage runs `action` before some operations, like another process. See `Interrupting`."""
     opener = installed_plugins().storage(scheme)
     plan = Interrupting(name, ending, action, times)
     return with_storage(ckptcore.Context(), scheme, lambda url, options: with_faults(opener(url, options), plan))

@@ -1,4 +1,4 @@
-"""Files and directories that no layout reads: the error says what they are, and the way on."""
+"""Files and directories that no layout reads: the error says what they are, and what to do."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
         (["model.onnx", "model.onnx_data"], "a directory of an ONNX model"),
     ],
 )
-def test_directories(names: list[str], message: str, tmp_path: Path) -> None:
+def test_the_error_says_what_a_directory_is(names: list[str], message: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"model_checkpoint_path: x")
@@ -94,20 +94,20 @@ def test_directories(names: list[str], message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"model_checkpoint_path: 'x'\n", b"{}", pickle.dumps({"a": 1}), b"\x89HDF\r\n\x1a\n"]
 )
-def test_a_file_called_checkpoint_is_not_of_orbax(content: bytes, tmp_path: Path) -> None:
+def test_a_file_called_checkpoint_need_not_be_from_orbax(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(content)
     (tmp_path / "other.txt").write_text("")
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint that an installed|has separate files"):
         ckptcore.load(tmp_path)
 
 
-def test_an_old_checkpoint_of_flax_is_still_one(tmp_path: Path) -> None:
+def test_an_old_checkpoint_of_flax_loads(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(msgpack.packb({"step": 3}))
     assert ckptcore.load(tmp_path) == {"step": 3}
 
 
-def test_a_shard_that_is_a_pointer(tmp_path: Path) -> None:
-    """The other shards load."""
+def test_a_shard_that_is_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    """The other shards are complete."""
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
     (tmp_path / "pytorch_model-00002-of-00002.bin").write_bytes(LFS)
     weight_map = '{"weight_map": {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}}'

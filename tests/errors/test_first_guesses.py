@@ -1,4 +1,4 @@
-"""Arguments and steps that users of other libraries try first: each remedy is followed as the error has it."""
+"""Arguments and steps that users of other libraries try first. Each test follows the remedy in the error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_function_has_a_hint(name: str) -> None:
     assert hint(ckptcore.CheckpointReader, name)
 
 
-def test_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
     for name in ("map_location", "device", "dtype", "torch_dtype"):
         text = hint(ckptcore.load, name)
         assert all(
@@ -66,7 +66,7 @@ def test_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
     assert torch.equal(half.weight, model.weight.half())
 
 
-def test_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
     assert "select.names(name)" in hint(ckptcore.load, "keys")
     assert ckptcore.load(tmp_path / "c", select=select.names("step")) == {"step": 3}
     assert "CheckpointReader(directory).load(step)" in hint(ckptcore.load, "step")
@@ -76,7 +76,7 @@ def test_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
     assert "FixedInterval" in hint(ckptcore.Checkpointer, "every")
 
 
-def test_exports(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_exports(tmp_path: Path, model: nn.Linear) -> None:
     of_save, of_runs = hint(ckptcore.save, "export").split("; for a Checkpointer ")
     names = {"ckptcore": ckptcore, "other": tmp_path / "e", "name": "model"}
     ckptcore.save(tmp_path / "d", {"model": model}, strategy=eval(of_save.removeprefix("strategy="), names))
@@ -88,10 +88,10 @@ def test_exports(tmp_path: Path, model: nn.Linear) -> None:
     assert ckptcore.load(tmp_path / "f" / "1", framework="torch").keys() == {"weight", "bias"}
 
 
-def test_tensors_that_are_loaded_as_numpy_arrays(
+def test_a_hint_is_logged_if_tensors_load_as_numpy_arrays(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`load_state_dict` of a module or optimizer refuses them. The hint is logged once, and not if they are wanted."""
+    """`load_state_dict` refuses NumPy arrays. A hint is logged once, unless the caller requests NumPy arrays."""
     context = ckptcore.Context()
     ckptcore.load(tmp_path / "c", framework="numpy", context=context)
     ckptcore.load(tmp_path / "c", framework="torch", context=context)
@@ -100,7 +100,7 @@ def test_tensors_that_are_loaded_as_numpy_arrays(
         loaded = ckptcore.load(tmp_path / "c", context=context)
     with pytest.raises(RuntimeError, match=r"numpy\.ndarray"):
         model.load_state_dict(loaded["model"])
-    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    (record,) = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
     assert "framework='torch'" in record.getMessage() and "load_into(path, model)" in record.getMessage()
     ckptcore.save(tmp_path / "n", {"w": np.ones(2)})
     ckptcore.load(tmp_path / "n", context=ckptcore.Context())
@@ -127,7 +127,7 @@ def test_the_best_and_the_latest_step(tmp_path: Path) -> None:
                 call("best")
             with pytest.raises(TypeError, match=r"leave it out to load the newest valid step"):
                 call("latest")
-        assert run.load(step=run.best("loss", "min")) == {"step": 5}  # of equal ones, the later
+        assert run.load(step=run.best("loss", "min")) == {"step": 5}  # the later of two equal steps
         assert run.best("loss", "max") == 1 and run.best("accuracy", "max") == 4
         assert run.load() == run.load(run.latest) == {"step": 5}
         with pytest.raises(CheckpointNotFoundError, match="'los'; metrics of its steps: 'accuracy', 'loss'"):

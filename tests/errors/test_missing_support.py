@@ -23,13 +23,13 @@ from ckptcore.errors import CheckpointNotFoundError, UnknownPluginError, Unsuppo
 
 @pytest.fixture
 def core_alone(monkeypatch: pytest.MonkeyPatch) -> ckptcore.Context:
-    """A Context of a program that has installed no other distribution of this project."""
+    """Return a Context of a program that has installed only the core of this project."""
     hide_distributions(monkeypatch, {})
     return ckptcore.Context()
 
 
 class Model(torch.nn.Module):
-    """A class of a user that derives from one of a framework."""
+    """A class of a user that derives from a class of a framework."""
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,11 @@ class Model(torch.nn.Module):
     [(torch.ones(2), "torch"), (torch.float32, "torch"), (Model(), "torch"), (jnp.ones(2), "jax")],
     ids=["tensor", "dtype", "module", "array"],
 )
-def test_a_type_of_a_framework_names_its_distribution(value: object, extra: str, core_alone: ckptcore.Context) -> None:
+def test_the_error_for_a_type_of_a_framework_names_its_distribution(
+    value: object, extra: str, core_alone: ckptcore.Context
+) -> None:
     expected = rf"pip install 'ckptcore\[{extra}\]'"
-    if isinstance(value, Model):  # has state_dict and load_state_dict, so that the core takes it apart
+    if isinstance(value, Model):  # has state_dict and load_state_dict, so the core saves its state
         value.register_buffer("w", torch.ones(1))
     with pytest.raises(UnsupportedLeafError, match=expected):
         ckptcore.save("memory://missing/state", {"model": value}, context=core_alone)
@@ -49,7 +51,9 @@ def test_a_type_of_a_framework_names_its_distribution(value: object, extra: str,
     ("scheme", "extra"),
     [(scheme, distribution.extra) for distribution in DISTRIBUTIONS for scheme in distribution.schemes],
 )
-def test_a_url_scheme_names_its_distribution_only(scheme: str, extra: str, core_alone: ckptcore.Context) -> None:
+def test_the_error_for_a_url_scheme_names_only_its_distribution(
+    scheme: str, extra: str, core_alone: ckptcore.Context
+) -> None:
     with pytest.raises(UnknownPluginError) as caught:
         ckptcore.load(f"{scheme}://bucket/state", context=core_alone)
     assert str(caught.value).count("pip install") == 1
@@ -60,7 +64,9 @@ def test_a_url_scheme_names_its_distribution_only(scheme: str, extra: str, core_
     ("layout", "extra"),
     [(layout, distribution.extra) for distribution in DISTRIBUTIONS for layout in distribution.layouts],
 )
-def test_a_layout_names_its_distribution(layout: str, extra: str, core_alone: ckptcore.Context, tmp_path: Path) -> None:
+def test_the_error_for_a_layout_names_its_distribution(
+    layout: str, extra: str, core_alone: ckptcore.Context, tmp_path: Path
+) -> None:
     with pytest.raises(UnknownPluginError, match=rf"pip install 'ckptcore\[{extra}\]'"):
         ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, layout=layout, context=core_alone)
 
@@ -110,7 +116,7 @@ def _numpy(directory: Path) -> Path:
     ],
     ids=["torch.save", "dcp", "orbax", "deepspeed", "pickle", "numpy"],
 )
-def test_files_of_other_software_name_the_distribution_that_reads_them(
+def test_errors_for_files_of_other_software_name_a_distribution(
     write: Callable[[Path], Path], extra: str, core_alone: ckptcore.Context, tmp_path: Path
 ) -> None:
     path = write(tmp_path)
@@ -118,9 +124,7 @@ def test_files_of_other_software_name_the_distribution_that_reads_them(
         ckptcore.load(path, context=core_alone)
 
 
-def test_deepspeed_names_its_distribution_next_to_the_one_that_reads_each_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_error_for_deepspeed_names_two_distributions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hide_distributions(monkeypatch, {"dcp": ckptcore_dcp.plugin}, {"ckptcore_dcp"})
     with pytest.raises(CheckpointNotFoundError, match=r"with `pip install 'ckptcore\[formats\]'`"):
         ckptcore.load(_deepspeed(tmp_path), context=ckptcore.Context())
@@ -154,7 +158,7 @@ class _NeedsArguments:
     ],
     ids=["slice", "function", "class", "object", "state_dict", "get_state"],
 )
-def test_a_value_without_a_handler_gets_a_remedy_of_its_own(value: Any, expected: str) -> None:
+def test_each_value_without_a_handler_has_its_own_remedy(value: Any, expected: str) -> None:
     with pytest.raises(UnsupportedLeafError) as caught:
         ckptcore.save("memory://missing/state", {"x": value})
     assert expected in str(caught.value) and str(caught.value).startswith("x is a ")
@@ -165,7 +169,7 @@ def test_a_value_without_a_handler_gets_a_remedy_of_its_own(value: Any, expected
     ("layout", "meant"),
     [("safetensor", "safetensors"), ("zarr2", "zarr"), ("OCDBT", None), ("orbax", "ocdbt"), ("distcp", "dcp")],
 )
-def test_a_misspelled_layout_names_the_one_that_was_meant(layout: str, meant: str | None) -> None:
+def test_the_error_for_a_misspelled_layout_suggests_a_layout(layout: str, meant: str | None) -> None:
     with pytest.raises(UnknownPluginError) as caught:
         ckptcore.save("memory://missing/state", {}, layout=layout)
     assert (f"did you mean {meant!r}?" in str(caught.value)) == (meant is not None)
@@ -173,7 +177,7 @@ def test_a_misspelled_layout_names_the_one_that_was_meant(layout: str, meant: st
 
 
 @pytest.mark.parametrize(("scheme", "meant"), [("s3a", "s3"), ("memry", "memory"), ("gss", "gs")])
-def test_a_misspelled_scheme_names_the_one_that_was_meant(
+def test_the_error_for_a_misspelled_scheme_suggests_a_scheme(
     scheme: str, meant: str, core_alone: ckptcore.Context
 ) -> None:
     with pytest.raises(UnknownPluginError, match=rf"did you mean '{meant}'\?") as caught:
@@ -181,17 +185,17 @@ def test_a_misspelled_scheme_names_the_one_that_was_meant(
     assert "`pip install 'ckptcore[fsspec]'` adds the schemes of fsspec" in str(caught.value)
 
 
-def test_a_misspelled_leaf_below_a_container_names_the_one_that_was_meant() -> None:
+def test_the_error_for_a_misspelled_leaf_suggests_a_leaf() -> None:
     ckptcore.save("memory://missing/leaves", {"layers": [{"kernel": np.ones(2)}, {"bias": np.ones(2)}]})
-    with ckptcore.open("memory://missing/leaves") as opened:
+    with ckptcore.open("memory://missing/leaves") as checkpoint:
         with pytest.raises(KeyError, match="did you mean 'layers/0/kernel'"):
-            opened["layers/0/kernl"]
+            checkpoint["layers/0/kernl"]
         with pytest.raises(KeyError, match="did you mean '1/bias'"):
-            opened["layers"]["1/bia"]
+            checkpoint["layers"]["1/bia"]
         with pytest.raises(KeyError, match="did you mean 'layers'"):
-            opened["layer"]
+            checkpoint["layer"]
 
 
-def test_a_state_in_the_place_of_the_location_is_noticed(tmp_path: Path) -> None:
+def test_a_state_in_place_of_the_location_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ckptcore.errors.InvalidLocationError, match="dict; the location is the first argument"):
-        ckptcore.save({"w": np.ones(3)}, tmp_path / "c")  # type: ignore[arg-type]  # as other libraries order them
+        ckptcore.save({"w": np.ones(3)}, tmp_path / "c")  # type: ignore[arg-type]  # the order of other libraries

@@ -1,4 +1,4 @@
-"""Parts that are stored under another path: the error proposes transforms that load them, and names losses."""
+"""Parts that are stored under another path: the error proposes transforms that load them, and lists lost leaves."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def followed(path: Path, request: Any, text: str) -> Any:
     """Load with the options that the text proposes."""
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
-    _, found, code = text.rpartition("matching=")
-    matching = eval(code.partition(")")[0] + ")", names) if found else Matching()
+    _, separator, code = text.rpartition("matching=")
+    matching = eval(code.partition(")")[0] + ")", names) if separator else Matching()
     return ckptcore.load(path, request, transforms=transforms, matching=matching)
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    structure: Any = jax.tree.structure(found)
+def assert_equal(actual: Any, expected: Any) -> None:
+    structure: Any = jax.tree.structure(actual)
     assert structure == jax.tree.structure(expected)
-    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+    assert all(map(np.array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected)))
 
 
 @pytest.mark.brings("optimizer that became a part of a chain, or left one", "optax", "same")
 def test_an_optimizer_in_a_chain(tmp_path: Path) -> None:
-    """Adam keeps its moments."""
+    """The moments of Adam are loaded."""
     clipped = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
     alone, chained = stepped(ADAM), stepped(clipped)
     for saved, request, expected in (
@@ -74,7 +74,7 @@ def test_an_optimizer_in_a_chain(tmp_path: Path) -> None:
     ],
 )
 def test_an_optimizer_in_a_wrapper(tmp_path: Path, wrapped: Any, inner: str, anew: str) -> None:
-    """The parts that the wrapper adds start again, and the text names them."""
+    """The parts that the wrapper adds keep their initial values, and the text lists them."""
     saved, request = stepped(ADAM), wrapped.init(PARAMETERS)
     ckptcore.save(tmp_path / "c", {"o": saved})
     text = refused(tmp_path / "c", {"o": request})
@@ -102,8 +102,8 @@ def test_names_that_moved_as_a_whole(tmp_path: Path, stored: tuple[str, ...], re
     assert_equal(followed(tmp_path / "c", below(requested, zeros), text), below(requested, PARAMETERS))
 
 
-def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
-    """The momentum of SGD is not the mean of Adam, and the mean of Lion has no variance. No option would mix them."""
+def test_the_state_of_another_optimizer_is_not_moved(tmp_path: Path) -> None:
+    """The momentum of SGD is not the mean of Adam, and Lion has no variance. No option mixes their states."""
     request = {"p": PARAMETERS, "o": ADAM.init(PARAMETERS)}
     for name, optimizer in (("TraceState", optax.sgd(1e-3, momentum=0.9)), ("ScaleByLionState", optax.lion(1e-3))):
         ckptcore.save(tmp_path / name, {"p": PARAMETERS, "o": stepped(optimizer)})
@@ -117,7 +117,7 @@ def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_of_flax(tmp_path: Path) -> None:
-    """In Flax, states of Optax are dicts. Names of parameters may differ: a new head keeps its moments."""
+    """States of Optax in Flax are dicts. Their parameters may differ: a new head keeps its initial moments."""
     nnx = pytest.importorskip("flax.nnx")
     keep = Matching(missing="keep", unexpected="ignore")
 
@@ -143,14 +143,14 @@ def test_another_optimizer_of_flax(tmp_path: Path) -> None:
     assert (other.opt_state[0].mu["body"][...] == 7.0).all()
 
 
-def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:
-    """No option is proposed that would return the caller's own values."""
+def test_a_request_without_any_stored_leaf(tmp_path: Path) -> None:
+    """The error proposes no option with which the load would return the values of the caller."""
     ckptcore.save(tmp_path / "c", {"params": PARAMETERS})
     text = refused(tmp_path / "c", {"w": jnp.ones(3), "b": jnp.ones(2)})
     assert "No requested leaf is stored" in text and "matching=" not in text
 
 
-def test_a_part_is_divided_if_others_are_below_its_path() -> None:
+def test_a_move_is_divided_if_other_parts_are_below_its_path() -> None:
     requested = {0: ("x", "a", 0), 1: ("x", "a", 1), 2: ("x", "b", 0), 3: ("x", "b", 1)}
     stored = {10: ("a", 0), 11: ("a", 1), 12: ("b", 0), 13: ("b", 1)}
     moves = find_moves(requested, stored, [("c", 0)], lambda position, number: True)
@@ -159,15 +159,15 @@ def test_a_part_is_divided_if_others_are_below_its_path() -> None:
     assert (move.requested, move.stored) == (("x",), ())
 
 
-def test_parts_of_which_all_leaves_are_chosen() -> None:
+def test_whole_parts_are_the_largest_with_all_leaves_chosen() -> None:
     paths = [("a", 0), ("a", 1), ("b", "c", 0), ("b", "c", 1), ("b", "d")]
     assert whole_parts(paths, [0, 1, 2, 3]) == [("a",), ("b", "c")]
     assert whole_parts(paths, range(5)) == [()]
     assert whole_parts(paths, []) == []
 
 
-def test_parts_that_take_each_others_place(tmp_path: Path) -> None:
-    """The order of renames never merges two parts."""
+def test_parts_that_move_to_the_paths_of_other_parts(tmp_path: Path) -> None:
+    """The renames are in an order in which no two parts are ever merged."""
     saved = stepped(optax.chain(ADAM, optax.trace(0.9)))
     request = optax.chain(optax.clip_by_global_norm(1.0), ADAM, optax.trace(0.9)).init(PARAMETERS)
     ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": saved})
@@ -185,21 +185,21 @@ def test_parts_that_take_each_others_place(tmp_path: Path) -> None:
         ({"x/y*": {"w": 2, "b": 3}}, {"a{b}": {"w": 2, "b": 3}}),  # characters of patterns
     ],
 )
-def test_no_transform_is_proposed_that_may_be_wrong(tmp_path: Path, stored: Any, requested: Any) -> None:
+def test_transforms_that_may_be_wrong_are_not_proposed(tmp_path: Path, stored: Any, requested: Any) -> None:
     saved, request = (jax.tree.map(lambda size: np.ones(size), tree) for tree in (stored, requested))
     ckptcore.save(tmp_path / "c", saved)
     text = refused(tmp_path / "c", request)
     assert "moved" not in text and "missing: " in text and "unexpected: " in text
 
 
-def test_none_is_no_part_that_is_stored(tmp_path: Path) -> None:
+def test_a_requested_none_does_not_count_as_stored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"params": {"w": np.ones(3)}})
     text = refused(tmp_path / "c", {"weight": np.ones(3), "bias": None})
     assert "No requested leaf is stored" in text and "matching=" not in text
 
 
 def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
-    """Each requested leaf is compared with few stored ones, whatever their number."""
+    """Each requested leaf is compared with few stored leaves, however many there are."""
     compared = 0
 
     def fits(position: int, number: int) -> bool:
@@ -216,16 +216,16 @@ def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
     assert len(move.pairs) == 4000 and compared == 4000
 
 
-def test_many_parts_that_moved_are_not_named() -> None:
-    """Ordering them would take cubic time, and naming them would make the text too long."""
-    for count, found in ((20, 20), (1000, 0)):
+def test_too_many_moved_parts_are_not_listed() -> None:
+    """The time to order the moves is cubic in their number, and the text would be too long."""
+    for count, moves in ((20, 20), (1000, 0)):
         stored = {i: (f"w{i}",) for i in range(count)}
         requested = {i: ("model", *path) for i, path in stored.items()}
-        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == found
+        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == moves
 
 
-def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
-    """After the shown transforms are applied, the next error shows the others."""
+def test_the_text_shows_only_some_of_many_transforms(tmp_path: Path) -> None:
+    """If the caller passes the transforms that are shown, the next error shows the others."""
     saved, state = ({f"w{i}": np.full(2, value) for i in range(8)} for value in (1, 0))
     ckptcore.save(tmp_path / "c", {**saved, "step": 3})
     text = refused(tmp_path / "c", {"model": state, "step": 0})
@@ -239,19 +239,19 @@ def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
     assert loaded["step"] == 3 and all(map(np.array_equal, loaded["model"].values(), saved.values()))
 
 
-@pytest.mark.parametrize(("optimizer", "found"), [("sgd", 0), ("adam_1", 1)])
-def test_variables_of_another_optimizer_of_keras(optimizer: str, found: int) -> None:
-    """The learning rate and the moments of one class are not those of another one, whatever their names."""
+@pytest.mark.parametrize(("optimizer", "moves"), [("sgd", 0), ("adam_1", 1)])
+def test_variables_of_another_optimizer_of_keras(optimizer: str, moves: int) -> None:
+    """The learning rate and the moments of one optimizer class are never loaded into another class."""
     names = ("iteration", "learning_rate", "kernel_momentum", "bias_momentum")
     stored = {i: ("model", "optimizer_variables", "adam", name) for i, name in enumerate(names)}
     requested = {i: ("model", "optimizer_variables", optimizer, name) for i, name in enumerate(names)}
-    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == found
+    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == moves
 
 
-@pytest.mark.parametrize(("depth", "found"), [(0, 0), (1, 1)])
-def test_a_part_with_many_other_variables_is_another_one(depth: int, found: int) -> None:
-    """A few common names do not make two lists of variables equal. Some layers of a module may load themselves."""
+@pytest.mark.parametrize(("depth", "moves"), [(0, 0), (1, 1)])
+def test_a_part_with_many_other_variables_is_not_moved(depth: int, moves: int) -> None:
+    """Two lists of variables with only a few common names differ. Below layers, common names are enough."""
     below = [("layer",) * depth + (name,) for name in "abcdef"]
     stored = {i: ("old", *path) for i, path in enumerate(below)}
     requested = {i: ("new", *path) for i, path in enumerate(below[:3])}
-    assert len(find_moves(requested, stored, [], lambda position, number: True)) == found
+    assert len(find_moves(requested, stored, [], lambda position, number: True)) == moves

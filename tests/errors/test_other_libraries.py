@@ -1,4 +1,4 @@
-"""Names that other checkpointing libraries have are errors that name ours."""
+"""Names of other checkpointing libraries. Their use raises an error that gives the name in ckptcore."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ EXPLAINED: list[Any] = [
 ]
 
 
-def test_the_table_has_no_name_of_ours() -> None:
+def test_the_table_has_no_name_of_ckptcore() -> None:
     assert ATTRIBUTES.keys() == OWNERS.keys()
     for name, owner in OWNERS.items():
         assert not [attribute for attribute in ATTRIBUTES[name] if hasattr(owner, attribute)]
         assert inspect.ismodule(owner) or issubclass(owner, ExplainsAttributes)
 
 
-def test_what_is_recommended_exists() -> None:
+def test_recommended_names_exist() -> None:
     """Each ``ckptcore.x.y`` exists, and so does each method or parameter that is recommended by name."""
     for hints in (*ATTRIBUTES.values(), ARGUMENTS):
         for hint in hints.values():
             for dotted in re.findall(r"\bckptcore((?:\.\w+)+)", hint):
-                found: Any = ckptcore
+                value: Any = ckptcore
                 for part in dotted[1:].split("."):
-                    found = getattr(found, part)
+                    value = getattr(value, part)
     for owner in ("StepReader", "Checkpointer", "SaveHandle", "LoadHandle", "StoredTree"):
         for hint in ATTRIBUTES[owner].values():
             first = re.match(r"(\w+)(?=\(|$|, which)", hint)
@@ -80,7 +80,7 @@ def test_what_is_recommended_exists() -> None:
 
 @pytest.mark.parametrize("function", EXPLAINED, ids=lambda function: str(function.__qualname__))
 def test_a_known_argument_is_never_in_the_table_of_unknown_ones(function: Any) -> None:
-    """`target` is a parameter of one function and a wrong guess for others; only unknown ones are explained."""
+    """`target` is a parameter of one function, and unknown to others. Only unknown arguments are explained."""
     known = inspect.signature(function).parameters
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     with pytest.raises(TypeError) as caught:
@@ -88,39 +88,39 @@ def test_a_known_argument_is_never_in_the_table_of_unknown_ones(function: Any) -
     assert "max_to_keep" in str(caught.value) and "policies.LatestN" in str(caught.value)
 
 
-def test_an_unknown_argument_names_ours(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_argument_has_the_name_in_ckptcore(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as caught:
-        ckptcore.save(tmp_path / "c", {}, custom_metadata={})  # type: ignore[call-arg]  # of Orbax
+        ckptcore.save(tmp_path / "c", {}, custom_metadata={})  # type: ignore[call-arg]  # a name of Orbax
     message = "save() got an unexpected keyword argument 'custom_metadata'; use metadata"
     assert str(caught.value) == message
     with pytest.raises(TypeError, match=r"'overwrit'; did you mean 'overwrite'\?"):
-        ckptcore.save(tmp_path / "c", {}, overwrit=True)  # type: ignore[call-arg]  # misspelled
+        ckptcore.save(tmp_path / "c", {}, overwrit=True)  # type: ignore[call-arg]  # misspelled on purpose
     with pytest.raises(TypeError, match=r"'map_location'; use abstract"):
-        ckptcore.load(tmp_path / "c", map_location="cpu")  # type: ignore[call-arg]  # of torch.load
+        ckptcore.load(tmp_path / "c", map_location="cpu")  # type: ignore[call-arg]  # a name of torch.load
     with pytest.raises(TypeError, match=r"'options'; use save_policy and preservation_policy"):
-        ckptcore.Checkpointer(tmp_path / "run", options=None)  # type: ignore[call-arg]  # of Orbax
+        ckptcore.Checkpointer(tmp_path / "run", options=None)  # type: ignore[call-arg]  # a name of Orbax
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_type_errors_are_as_they_were(tmp_path: Path) -> None:
+def test_other_type_errors_are_unchanged(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^save\(\) missing 1 required positional argument: 'state'$"):
-        ckptcore.save(tmp_path / "c")  # type: ignore[call-arg]  # incomplete
+        ckptcore.save(tmp_path / "c")  # type: ignore[call-arg]  # an argument is missing
 
     def fails(value: int, *, other: int = 0) -> int:
         def inner() -> None: ...
 
-        inner(max_to_keep=value)  # type: ignore[call-arg]  # the error is inside
+        inner(max_to_keep=value)  # type: ignore[call-arg]  # the wrong call is inside
         return other
 
     with pytest.raises(TypeError) as caught:
         explains_arguments(fails)(3)
     assert "use " not in str(caught.value)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
-        explains_arguments(fails)(3, zzz=1)  # type: ignore[call-arg]  # like nothing
+        explains_arguments(fails)(3, zzz=1)  # type: ignore[call-arg]  # an unknown name
     assert inspect.signature(explains_arguments(fails)) == inspect.signature(fails)
 
 
-def test_an_attribute_of_the_module_names_ours() -> None:
+def test_the_error_for_an_attribute_of_the_module_has_the_name_in_ckptcore() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'CheckpointManager'; use ckptcore\.Checkpointer\("):
         ckptcore.CheckpointManager  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"use ckptcore\.load\(path, abstract\)"):
@@ -128,27 +128,27 @@ def test_an_attribute_of_the_module_names_ours() -> None:
     assert not hasattr(ckptcore, "restore")
     assert getattr(ckptcore, "wait_until_finished", None) is None
     with pytest.raises(ImportError, match=r"cannot import name 'restore' from 'ckptcore'; use ckptcore\.load\("):
-        exec("from ckptcore import restore")  # noqa: S102  # as a program would
+        exec("from ckptcore import restore")  # noqa: S102  # the statement of a program
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec("from ckptcore import nonsense")  # noqa: S102
 
 
-def test_attributes_of_objects_name_ours(tmp_path: Path) -> None:
+def test_errors_for_attributes_of_objects_have_the_name_in_ckptcore(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer:
         handle = checkpointer.save(1, {"w": np.ones(3)})
         assert handle is not None
         with pytest.raises(AttributeError, match=r"'SaveHandle' object has no attribute 'wait'; use result\(\)"):
-            handle.wait()  # type: ignore[attr-defined]  # of a Future of PyTorch
+            handle.wait()  # type: ignore[attr-defined]  # a name of PyTorch
         with pytest.raises(AttributeError, match=r"'Checkpointer' .* 'wait_until_finished'; use wait\(\)"):
-            checkpointer.wait_until_finished()  # type: ignore[attr-defined]  # of Orbax
+            checkpointer.wait_until_finished()  # type: ignore[attr-defined]  # a name of Orbax
         with pytest.raises(AttributeError, match=r"'latest_step'; use latest"):
-            checkpointer.latest_step()  # type: ignore[attr-defined]  # of Orbax
+            checkpointer.latest_step()  # type: ignore[attr-defined]  # a name of Orbax
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             checkpointer.nonsense  # type: ignore[attr-defined]  # noqa: B018
-    with ckptcore.open(tmp_path / "1") as opened:
-        assert not hasattr(opened, "get_tensor")
+    with ckptcore.open(tmp_path / "1") as checkpoint:
+        assert not hasattr(checkpoint, "get_tensor")
         with pytest.raises(AttributeError, match=r"'OpenCheckpoint' .*; use checkpoint\['name'\]\[\(\)\]"):
-            opened.get_tensor("w")  # type: ignore[attr-defined]  # of safetensors
+            checkpoint.get_tensor("w")  # type: ignore[attr-defined]  # a name of safetensors
 
 
 def test_the_error_of_a_property_is_not_hidden() -> None:

@@ -1,4 +1,4 @@
-"""Errors that reach a caller who cannot pass the option that they name."""
+"""Errors with remedies for callers that cannot pass every option, such as users of an adapter."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_names_only_options_that_the_caller_has(tmp_path: Path, case: str) -> None:
+def test_an_error_names_only_options_that_the_caller_can_pass(tmp_path: Path, case: str) -> None:
     cause, option, remedy = CASES[case]
     with pytest.raises(CheckpointError) as as_raised:
         cause(tmp_path / "direct")
@@ -84,7 +84,7 @@ def test_an_error_names_only_options_that_the_caller_has(tmp_path: Path, case: s
     assert option in str(offered.value)
 
 
-def test_offering_decorates_functions(tmp_path: Path) -> None:
+def test_offering_is_also_a_decorator(tmp_path: Path) -> None:
     @CheckpointError.offering("overwrite")
     def load(location: Path) -> None:
         ckptcore.load_into(location, {"w": np.ones(2)})

@@ -1,4 +1,4 @@
-"""Names with another prefix: the error proposes the transform that loads everything. A load of nothing is an error."""
+"""Names with another prefix: the error proposes a transform that loads all leaves. Loads without a leaf fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP = Matching(missing="keep", unexpected="ignore")
 
 
 class Network(nn.Module):
-    """A module with its own parameter and submodules, one of which has a single parameter and one a PyTorch loader."""
+    """A module with a parameter and submodules. One submodule has a single parameter, and one has hooks of PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ def followed(path: Path, target: Any, given: Matching | None = None) -> LoadRepo
     text = str(caught.value)
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
-    _, found, code = text.rpartition("matching=")
-    matching = given or (eval(code.partition(")")[0] + ")", names) if found else Matching())
+    _, separator, code = text.rpartition("matching=")
+    matching = given or (eval(code.partition(")")[0] + ")", names) if separator else Matching())
     report = LoadReport()
     ckptcore.load_into(path, target, transforms=transforms, matching=matching, report=report)
     return report
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return list(one) == list(other) and all(torch.equal(held, other[name]) for name, held in one.items())
+def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return list(first) == list(second) and all(torch.equal(held, second[name]) for name, held in first.items())
 
 
 @pytest.mark.parametrize("prefix", ["model", "module", "_orig_mod", "base_model.model", "student.encoder"])
@@ -81,7 +81,7 @@ def test_a_prefix_to_remove_and_to_add(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize("head", [True, False])
 def test_a_file_of_safetensors(tmp_path: Path, head: bool) -> None:
-    """The base of a language model, from the file of the whole model; and the reverse."""
+    """The file of a whole language model loads into its base model, and the reverse."""
     saved = within("model", Network(), head=head).state_dict()
     save_file(saved, tmp_path / "model.safetensors")
     target = Network()
@@ -110,10 +110,10 @@ def test_another_prefix_and_one_leaf(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", dict(saved.state_dict()))
     followed(tmp_path / "c", target)
     assert all(map(torch.equal, target.state_dict().values(), saved.state_dict().values()))
-    one, single = nn.Linear(2, 2, bias=False), within("model", nn.Linear(2, 2, bias=False))
+    linear, single = nn.Linear(2, 2, bias=False), within("model", nn.Linear(2, 2, bias=False))
     ckptcore.save(tmp_path / "one", single)
-    followed(tmp_path / "one", one)
-    assert same({"model.weight": one.weight}, single.state_dict())
+    followed(tmp_path / "one", linear)
+    assert same({"model.weight": linear.weight}, single.state_dict())
 
 
 def test_names_of_a_file_for_a_nested_tree(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_names_of_a_file_for_a_nested_tree(tmp_path: Path) -> None:
     assert target["layers"]["0"]["w"].tolist() == [1, 1]
 
 
-def test_which_of_two_parts_is_meant_is_not_guessed(tmp_path: Path) -> None:
+def test_an_ambiguous_part_is_not_guessed(tmp_path: Path) -> None:
     both = nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)})
     ckptcore.save(tmp_path / "c", both)
     with pytest.raises(TreeMismatchError) as caught:
@@ -136,7 +136,7 @@ def test_which_of_two_parts_is_meant_is_not_guessed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "saved", [within("model", Network()), {}, {"other": np.ones(2)}], ids=["renamed", "empty", "x"]
 )
-def test_a_load_of_nothing_is_an_error_whatever_is_allowed(tmp_path: Path, saved: Any) -> None:
+def test_a_load_without_a_leaf_is_always_an_error(tmp_path: Path, saved: Any) -> None:
     ckptcore.save(tmp_path / "c", saved)
     target = Network()
     before = {name: held.clone() for name, held in target.state_dict().items()}
@@ -147,8 +147,8 @@ def test_a_load_of_nothing_is_an_error_whatever_is_allowed(tmp_path: Path, saved
         ckptcore.load(tmp_path / "c", {"w": 1}, matching=Matching(missing="placeholder", unexpected="ignore"))
 
 
-def test_nothing_of_a_module_next_to_others(tmp_path: Path) -> None:
-    """Otherwise the counter would be restored, but not the module. PLACEHOLDER in place of the module allows this."""
+def test_a_module_without_a_stored_leaf_next_to_other_values(tmp_path: Path) -> None:
+    """A load that restores the counter but not the module is an error, except with PLACEHOLDER for the module."""
     ckptcore.save(tmp_path / "c", {"model": Network(), "step": 7})
     target: dict[str, Any] = {"model": nn.Linear(2, 2), "step": 0}
     for matching in (Matching(), KEEP):
@@ -159,7 +159,7 @@ def test_nothing_of_a_module_next_to_others(tmp_path: Path) -> None:
     assert ckptcore.load_into(tmp_path / "c", {**target, "model": PLACEHOLDER})["step"] == 7
 
 
-def test_a_selection_of_which_nothing_is_requested(tmp_path: Path) -> None:
+def test_a_selection_without_a_requested_leaf(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.ones(2), "b": np.ones(2)})
     with pytest.raises(TreeMismatchError, match="no selected leaf is requested|b is stored and not requested"):
         ckptcore.load_into(
@@ -167,7 +167,7 @@ def test_a_selection_of_which_nothing_is_requested(tmp_path: Path) -> None:
         )
 
 
-def test_less_than_half_of_a_module_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_less_than_half_of_a_module_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nnx = pytest.importorskip("flax.nnx")
     layers = [nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(5)]
     ckptcore.save(tmp_path / "c", {"torch": nn.Sequential(nn.Linear(2, 2)), "flax": nnx.List(layers[:1])})
@@ -190,16 +190,19 @@ def arrays(value: float, **sizes: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["module", "arrays", "at the root", "deeper", "nested names"])
-def test_a_renamed_part_next_to_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
-    """An option for missing leaves does not allow a load that restores nothing of a model. PLACEHOLDER does."""
-    one, other = (arrays(value, w=3, b=2) for value in (1, 0))
+def test_a_renamed_part_next_to_a_value_with_its_stored_name(tmp_path: Path, kind: str) -> None:
+    """A load that restores no leaf of a model is an error, even with an option for missing leaves.
+
+    PLACEHOLDER in place of the model permits it.
+    """
+    ones, zeros = (arrays(value, w=3, b=2) for value in (1, 0))
     module = nn.Linear(2, 2)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "module": ({"net": nn.Linear(2, 2)}, {"model": module}),
-        "arrays": ({"net": one}, {"model": other}),
-        "at the root": (one, {"model": other}),
-        "deeper": ({"state": {"net": one, "step": 5}}, {"state": {"model": other, "step": 0}}),
-        "nested names": ({"params": {"params": one}}, {"params": other}),
+        "arrays": ({"net": ones}, {"model": zeros}),
+        "at the root": (ones, {"model": zeros}),
+        "deeper": ({"state": {"net": ones, "step": 5}}, {"state": {"model": zeros, "step": 0}}),
+        "nested names": ({"params": {"params": ones}}, {"params": zeros}),
     }
     stored, requested = cases[kind]
     ckptcore.save(tmp_path / "c", {**stored, "epoch": 3})
@@ -209,7 +212,7 @@ def test_a_renamed_part_next_to_one_that_is_loaded(tmp_path: Path, kind: str) ->
     if kind == "module":
         assert same(module.state_dict(), stored["net"].state_dict())
     else:
-        assert all(map(np.array_equal, other.values(), one.values()))
+        assert all(map(np.array_equal, zeros.values(), ones.values()))
     name = next(iter(requested))
     empty = {"state": {"model": PLACEHOLDER, "step": 0}} if kind == "deeper" else {name: PLACEHOLDER}
     assert ckptcore.load_into(tmp_path / "c", {**empty, "epoch": 0}, matching=KEEP)["epoch"] == 3
@@ -228,15 +231,15 @@ def test_a_renamed_part_with_more_names_than_an_error_proposes(tmp_path: Path) -
 
 
 def test_new_parts_keep_their_values(tmp_path: Path) -> None:
-    """Nothing is stored for a new part, or it is loaded elsewhere, or it has other names or shapes."""
+    """No stored leaves fit the new part: they do not exist, belong to another part, or have other names or shapes."""
     plain = arrays(1, w=3, b=2)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"old": nn.Linear(2, 5)}, {"head": nn.Linear(2, 3)}),  # a head with other classes
         ({}, {"ema": Network()}),  # a copy of the loaded module
         ({"note": 1}, {"opt": torch.optim.AdamW(nn.Linear(2, 2).parameters())}),
         ({"old": {"kernel": np.ones(2), "b": np.ones(3)}}, {"head": arrays(0, w=3, b=2)}),
-        ({"old": plain, "older": plain}, {"head": arrays(0, w=3, b=2)}),  # ambiguous
-        ({"old": {"w": np.ones(3)}}, {"head": {"w": np.zeros(3)}}),  # one leaf
+        ({"old": plain, "older": plain}, {"head": arrays(0, w=3, b=2)}),  # ambiguous: two stored parts fit
+        ({"old": {"w": np.ones(3)}}, {"head": {"w": np.zeros(3)}}),  # a single leaf is not enough
         (
             {"net": {"body": [plain, plain], "old": plain}},
             {"net": {"body": [arrays(0, w=3, b=2), arrays(0, w=3, b=2)], "head": arrays(0, w=3, b=2)}},
@@ -255,8 +258,8 @@ def test_new_parts_keep_their_values(tmp_path: Path) -> None:
         assert report.defaulted and same(model.state_dict(), target.state_dict())
 
 
-def test_a_container_of_which_nothing_is_loaded_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As for objects, if others are in its place."""
+def test_a_container_without_a_loaded_leaf_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning appears only if the checkpoint has other leaves in place of the container."""
     ckptcore.save(tmp_path / "c", {"params": {"x": arrays(1, w=3, b=2)}, "step": 3})
     for new, warned in (
         ({"y": {"a": np.ones(2), "b": np.ones(9)}}, ["only 0 of the 2 leaves of params, a dict"]),
@@ -269,7 +272,7 @@ def test_a_container_of_which_nothing_is_loaded_is_a_warning(tmp_path: Path, cap
 
 
 def test_a_head_for_another_task(tmp_path: Path) -> None:
-    """The error also says how to keep the new head, with the size of the old head or with another size."""
+    """The error also says how to keep the new head, whether or not it has the size of the old head."""
     ckptcore.save(tmp_path / "c", {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"old": nn.Linear(2, 2)})})
     new = {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"new": nn.Linear(2, 2)})}
     with pytest.raises(TreeMismatchError, match="present values of heads instead, put PLACEHOLDER in its place"):
@@ -290,6 +293,6 @@ def test_a_head_of_another_size(tmp_path: Path) -> None:
     ckptcore.load_into(tmp_path / "c", target, select=eval(code, {"ckptcore": ckptcore}))
     expected = {**saved.state_dict(), "head.weight": before}
     assert same(model.state_dict(), expected) and target["size"].tolist() == [1, 1]
-    with pytest.raises(TreeMismatchError) as caught:  # of an array alone nothing would be left
+    with pytest.raises(TreeMismatchError) as caught:  # a single array has nothing else to load
         ckptcore.load_into(tmp_path / "c", {"model": with_head(Network()), "size": np.zeros(3)})
     assert "select=" not in str(caught.value)

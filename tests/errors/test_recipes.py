@@ -1,4 +1,4 @@
-"""Recipes in errors about values that are not stored: each is followed, and keeps the whole value."""
+"""Recipes in errors about unsupported values. Each test follows the recipe, and must get the whole value back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Settings(pydantic.BaseModel):
 
 
 class Config:
-    """A configuration as of transformers."""
+    """A configuration class like those of transformers."""
 
     def __init__(self, **entries: Any) -> None:
         self.__dict__.update(entries)
@@ -38,7 +38,7 @@ class Config:
 
 
 class Image:
-    """Replaces an image of PIL, which may not be installed: it has the same interface to NumPy."""
+    """A replacement of an image of PIL, which may not be installed. It has the same interface to NumPy."""
 
     def __init__(self, elements: Any) -> None:
         self.__array_interface__ = np.ascontiguousarray(elements).__array_interface__
@@ -52,7 +52,7 @@ MATRIX = scipy.sparse.random(5, 4, density=0.4, random_state=0, format="csr")
 PIXELS = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
 
 RECIPES: dict[str, tuple[Any, str, Callable[[Any], Any], Callable[[Any], bool]]] = {
-    # name: value, advice, what it says, whether a load has the whole value
+    # name: (value, text of the recipe, function that follows it, check that a load has the whole value)
     "namespace of argparse": (
         argparse.Namespace(lr=0.1, layers=[1]), r"save vars\(value\)", vars,
         lambda loaded: argparse.Namespace(**loaded) == argparse.Namespace(lr=0.1, layers=[1]),

@@ -37,7 +37,7 @@ from tests.errors.refusals import ONE, TWO
     ],
 )
 def test_keys_with_the_same_text(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """The error does not propose `missing` and `unexpected`, with which nothing would be loaded."""
+    """The error does not propose `missing` and `unexpected`, because the load would then restore nothing."""
     ckptcore.save(tmp_path / "c", stored)
     text = refused(lambda: ckptcore.load_into(tmp_path / "c", asked), 'Matching(keys="text")', error=TreeMismatchError)
     assert "keep" not in text
@@ -48,7 +48,7 @@ def test_keys_with_the_same_text(tmp_path: Path, stored: Any, asked: Any) -> Non
 
 
 @pytest.mark.parametrize(("stored", "asked"), [([ONE, TWO], ONE * 0), (ONE, [ONE * 0, TWO * 0]), ({"a": ONE}, TWO)])
-def test_a_container_in_the_place_of_a_leaf(tmp_path: Path, stored: Any, asked: Any) -> None:
+def test_a_container_in_place_of_a_leaf(tmp_path: Path, stored: Any, asked: Any) -> None:
     """No option is proposed, because each would drop the container."""
     ckptcore.save(tmp_path / "c", {"v": stored, "w": ONE})
     text = refused(lambda: ckptcore.load(tmp_path / "c", {"v": asked, "w": TWO}), "v: kind:", "PLACEHOLDER")
@@ -75,7 +75,7 @@ def test_leaves_with_other_names(tmp_path: Path) -> None:
     assert same_value(asked, {"model": {"original0": ONE, "original1": TWO}})
 
 
-def test_missing_and_unexpected(tmp_path: Path) -> None:
+def test_missing_and_unexpected_leaves(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE, "old": TWO})
     asked = {"w": TWO * 0, "new": TWO}
     remedy = 'matching=Matching(missing="keep", unexpected="ignore")'
@@ -104,7 +104,7 @@ def test_missing_and_unexpected(tmp_path: Path) -> None:
 def test_arrays_of_another_form(
     tmp_path: Path, stored: Any, asked: Any, remedy: str, loss: str, expected: list[Any]
 ) -> None:
-    """The text says what is lost."""
+    """The text names the losses."""
     ckptcore.save(tmp_path / "c", {"w": stored})
     text = refused(lambda: ckptcore.load(tmp_path / "c", {"w": asked}), f"={remedy})", loss)
     code = text.rpartition("matching=")[2].partition(": ")[0]
@@ -114,14 +114,14 @@ def test_arrays_of_another_form(
 
 
 @pytest.mark.parametrize(("stored", "asked"), [(np.arange(4.0), np.zeros(0)), (np.zeros(0), np.ones(3))])
-def test_an_empty_array_is_no_part_of_another(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """The error does not propose `truncate`, which would drop all elements, or `pad`, which would replace them."""
+def test_an_empty_array_is_not_a_part_of_another(tmp_path: Path, stored: Any, asked: Any) -> None:
+    """The error proposes neither `truncate`, which would drop all elements, nor `pad`, which would replace them."""
     ckptcore.save(tmp_path / "c", {"w": stored})
     assert "matching=" not in refused(lambda: ckptcore.load(tmp_path / "c", {"w": asked}), "w: shape:")
     assert same_value(ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract), {"w": stored})
 
 
-def test_lists_and_tuples(tmp_path: Path) -> None:
+def test_a_tuple_in_place_of_a_list(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"v": [ONE, TWO]})
     asked = {"v": (ONE * 0, TWO * 0)}
     refused(lambda: ckptcore.load(tmp_path / "c", asked), 'Matching(sequences="either")')
@@ -131,7 +131,7 @@ def test_lists_and_tuples(tmp_path: Path) -> None:
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_is_shared(tmp_path: Path) -> None:
+def test_a_target_with_shared_memory(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": ONE, "b": TWO})
     both = np.zeros(3)
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"a": both, "b": both}), "Use load(), or a target without")
@@ -201,7 +201,7 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
 
 
 def test_a_target_with_a_mix_of_states(tmp_path: Path) -> None:
-    """A damaged checkpoint never loads again, so the text names another one."""
+    """The text says to load a sound checkpoint, because a damaged checkpoint never loads."""
     for name, factor in (("old", 1.0), ("damaged", 2.0)):
         ckptcore.save(tmp_path / name, {"w": np.full(2**19, factor), "v": np.full(2**19, factor)})
     (file,) = list((tmp_path / "damaged").rglob("*.safetensors"))
@@ -223,7 +223,7 @@ def test_a_target_with_a_mix_of_states(tmp_path: Path) -> None:
 # --- locations --------------------------------------------------------------------------------------------------------
 
 
-def test_several_checkpointables(tmp_path: Path) -> None:
+def test_functions_for_one_tree_and_for_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": {"w": ONE}, "data": {"position": 3}})
     text = refused(lambda: ckptcore.load(tmp_path / "c"), "load_checkpointables", error=CompositeCheckpointError)
     assert same_value(ckptcore.load(text.rpartition("such as ")[2]), {"w": ONE})
@@ -244,7 +244,7 @@ def test_a_directory_of_steps(tmp_path: Path) -> None:
     assert eval(code, {"CheckpointReader": CheckpointReader}) == {"step": 2}
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_of_loads(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": {"w": ONE}})
     ckptcore.save(tmp_path / "one", {"w": ONE})
     load: Any = ckptcore.load_checkpointables
@@ -268,7 +268,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 # --- leaves that cannot be saved --------------------------------------------------------------------------------------
 
 
-def test_masked_arrays(tmp_path: Path) -> None:
+def test_masked_arrays_are_saved_as_data_and_mask(tmp_path: Path) -> None:
     masked = np.ma.masked_array([1, 2], [False, True])
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"w": masked}), "save its .data and .mask", error=UnsupportedLeafError
@@ -280,7 +280,7 @@ def test_masked_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.asarray, lambda value: value.view(np.recarray)])
-def test_structured_arrays(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+def test_structured_arrays_are_saved_as_their_fields(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
     value = kind(np.array([(1, 2.5), (3, 4.5)], [("a", "i4"), ("b", "f8")]))
     text = refused(lambda: ckptcore.save(tmp_path / "c", {"w": value}))
     if "np.asarray(value)" in text:
@@ -290,7 +290,7 @@ def test_structured_arrays(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
     assert same_value(ckptcore.load(tmp_path / "c"), {"a": np.array([1, 3], "i4"), "b": np.array([2.5, 4.5])})
 
 
-def test_arrays_of_objects(tmp_path: Path) -> None:
+def test_arrays_of_objects_are_saved_as_lists(tmp_path: Path) -> None:
     value = np.array([None, "a", [1]], object)
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": value}), "save value.tolist()")
     ckptcore.save(tmp_path / "c", {"w": value.tolist()})
@@ -307,7 +307,7 @@ def test_dtypes_that_differ_between_platforms(tmp_path: Path) -> None:
 # --- runs and destinations --------------------------------------------------------------------------------------------
 
 
-def test_the_only_step(tmp_path: Path) -> None:
+def test_the_only_step_of_a_run_cannot_be_deleted(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_blocking(1, {"w": ONE})
         refused(lambda: checkpointer.delete(1) or checkpointer.wait(), "save another one first")  # type: ignore[func-returns-value]  # None
@@ -318,7 +318,7 @@ def test_the_only_step(tmp_path: Path) -> None:
         assert same_value(checkpointer.load(), {"w": TWO})
 
 
-def test_a_closed_checkpointer(tmp_path: Path) -> None:
+def test_a_closed_checkpointer_cannot_save(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "run")
     checkpointer.close()
     refused(lambda: checkpointer.save(1, {"w": ONE}), "is closed; create a new one")
@@ -329,7 +329,7 @@ def test_a_closed_checkpointer(tmp_path: Path) -> None:
         assert same_value(another.load(), {"w": TWO})
 
 
-def test_a_directory_in_use(tmp_path: Path) -> None:
+def test_a_directory_that_another_checkpointer_uses(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as owner:
         owner.save_blocking(1, {"w": ONE})
         refused(lambda: Checkpointer(tmp_path / "run"), "Close that Checkpointer", "a CheckpointReader can read here")
@@ -339,14 +339,14 @@ def test_a_directory_in_use(tmp_path: Path) -> None:
         assert same_value(another.load(), {"w": ONE})
 
 
-def test_a_checkpoint_as_a_run(tmp_path: Path) -> None:
+def test_a_checkpoint_in_place_of_a_run(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "run" / "1", {"w": ONE})
     refused(lambda: Checkpointer(tmp_path / "run" / "1"), "pass the directory that contains it")
     with Checkpointer(tmp_path / "run") as checkpointer:
         assert same_value(checkpointer.load(), {"w": ONE})
 
 
-def test_destinations_that_exist(tmp_path: Path) -> None:
+def test_locations_that_already_have_files(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": TWO}), "save to another location, or pass overwrite=True")
     ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
@@ -377,7 +377,7 @@ def test_urls_that_lost_a_slash() -> None:
     refused(lambda: ckptcore.save("memory://remedies", {}), "give a directory below it")
 
 
-def test_bases_of_updates(tmp_path: Path) -> None:
+def test_a_base_is_deleted_after_its_updates(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "base", {"w": ONE, "v": TWO})
     ckptcore.save(tmp_path / "update", {"w": ONE * 2}, strategy=ckptcore.Update(base=tmp_path / "base"))
     expected = ckptcore.load(tmp_path / "update")
@@ -394,22 +394,22 @@ def test_keys_of_another_type(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "c"), {("a", "1.5"): ONE})
 
 
-def test_abstract_arrays(tmp_path: Path) -> None:
+def test_an_abstract_array_in_place_of_an_array(tmp_path: Path) -> None:
     abstract = ckptcore.AbstractArray((3,), "float64")
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": abstract}), "pass the array itself")
     ckptcore.save(tmp_path / "c", {"w": ONE})
     assert same_value(ckptcore.load(tmp_path / "c", {"w": abstract}), {"w": ONE})
 
 
-def test_metadata_and_metrics(tmp_path: Path) -> None:
+def test_metadata_that_is_not_json(tmp_path: Path) -> None:
     save: Any = ckptcore.save
     for wrong in ({1: 2}, {"a": float("nan")}, {"a": {1, 2}}):
-        refused(lambda wrong=wrong: save(tmp_path / "c", {}, metadata=wrong), "must be JSON", error=Exception)  # type: ignore[misc]  # of a default
+        refused(lambda wrong=wrong: save(tmp_path / "c", {}, metadata=wrong), "must be JSON", error=Exception)  # type: ignore[misc]  # the lambda has a default
     save(tmp_path / "c", {}, metadata={"1": 2, "a": [1, 2]})
     assert ckptcore.metadata(tmp_path / "c").custom == {"1": 2, "a": [1, 2]}
 
 
-def test_a_state_of_each_process_within_another(tmp_path: Path) -> None:
+def test_a_per_process_value_within_another(tmp_path: Path) -> None:
     nested = {"data": PerProcess({"position": PerProcess(3)})}
     refused(lambda: ckptcore.save_checkpointables(tmp_path / "c", nested), "remove this inner PerProcess")
     ckptcore.save_checkpointables(tmp_path / "c", {"data": PerProcess({"position": 3})})
@@ -419,24 +419,24 @@ def test_a_state_of_each_process_within_another(tmp_path: Path) -> None:
 # --- open checkpoints -------------------------------------------------------------------------------------------------
 
 
-def test_open_checkpoints(tmp_path: Path) -> None:
+def test_reads_from_open_checkpoints(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
-    with ckptcore.open(tmp_path / "c") as opened:
-        array: Any = opened["w"]
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        array: Any = checkpoint["w"]
         refused(lambda: np.array(array, copy=False), "do not pass copy=False, or use memory_map()", error=ValueError)
         assert np.array(array).tolist() == array.memory_map().tolist() == ONE.tolist()
         text = refused(lambda: array[[0, 2]], "and index the result", error=IndexError)
         assert "array[2:9]" in text
         assert array[0:3][[0, 2]].tolist() == [0, 2]
     refused(lambda: array[:], "open it again, or read before the end of its with block", error=ValueError)
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"][:].tolist() == ONE.tolist()
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"][:].tolist() == ONE.tolist()
     ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
-    with ckptcore.open(tmp_path / "c") as opened:
+    with ckptcore.open(tmp_path / "c") as checkpoint:
         ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True)
-        refused(lambda: opened["w"][:], "was replaced or deleted after it was opened: open it again")
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"][:].tolist() == ONE.tolist()
+        refused(lambda: checkpoint["w"][:], "was replaced or deleted after it was opened: open it again")
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"][:].tolist() == ONE.tolist()
 
 
 def test_options_with_wrong_values(tmp_path: Path) -> None:

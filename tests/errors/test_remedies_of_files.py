@@ -1,4 +1,4 @@
-"""Remedies in errors about stored files, names and replaced checkpoints: each is followed, as the text says."""
+"""Remedies in errors about stored files, names and replaced checkpoints. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Return a directory of two files, and the index that lists their tensors."""
+    """Return a directory with two files, and with the index that lists their tensors."""
     save_file({"a": ONE, "b": TWO}, tmp_path / FIRST)
     save_file({"c": TWO}, tmp_path / SECOND)
     _write_index(tmp_path, a=FIRST, b=FIRST, c=SECOND)
@@ -97,7 +97,7 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
         assert same_value(ckptcore.load(tmp_path / name), {"w": value})
 
 
-def test_a_pipeline_of_models(tmp_path: Path) -> None:
+def test_a_pipeline_of_several_models(tmp_path: Path) -> None:
     for name, value in (("vae", ONE), ("unet", TWO)):
         (tmp_path / name).mkdir()
         save_file({"w": value}, tmp_path / name / "diffusion_pytorch_model.safetensors")
@@ -114,8 +114,8 @@ def test_a_pipeline_of_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_slices_of_arrays(tmp_path: Path) -> None:
-    """The reader of PyTorch reads the arrays without checkpoint.json."""
+def test_slices_of_arrays_without_the_root(tmp_path: Path) -> None:
+    """Without checkpoint.json, PyTorch can read the arrays."""
 
     def save(coordinator: Coordinator) -> None:
         rank = coordinator.rank
@@ -162,7 +162,7 @@ def _directory(path: Path) -> None:
 def test_files_of_unknown_software(
     name: str, write: Callable[[Path], None], read: Callable[[Path], Any], shown: str, tmp_path: Path
 ) -> None:
-    """They exist, so the text does not advise to check the path."""
+    """The files exist, so the text does not advise to check the path."""
     write(tmp_path / name)
     text = refused(
         lambda: ckptcore.load(tmp_path / name),
@@ -177,7 +177,7 @@ def test_files_of_unknown_software(
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_directory_around_a_group_of_zarr(zarr_format: Any, tmp_path: Path) -> None:
-    """A group has no checkpoint's metadata. It is not a damaged array."""
+    """A zarr group without metadata of a checkpoint is not reported as a damaged array."""
     group = zarr.open_group(tmp_path / "run" / "data.zarr", mode="w", zarr_format=zarr_format)
     group.create_array("w", data=ONE)
     text = refused(lambda: ckptcore.load(tmp_path / "run"), "read it with zarr.open", error=CheckpointNotFoundError)
@@ -188,7 +188,7 @@ def test_a_directory_around_a_group_of_zarr(zarr_format: Any, tmp_path: Path) ->
     assert same_value(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_an_empty_file_is_restored_from_a_copy(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights")
     content = (tmp_path / "weights").read_bytes()
     (tmp_path / "weights").write_bytes(b"")
@@ -201,13 +201,13 @@ def test_a_location_without_files(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step_10", {"w": ONE})
     text = refused(lambda: ckptcore.load(tmp_path / "step_01"), "check the path, or list its parent directory")
     assert text.startswith(f"{tmp_path}/step_01 does not exist")
-    (name,) = [found.name for found in tmp_path.iterdir()]
+    (name,) = [path.name for path in tmp_path.iterdir()]
     assert same_value(ckptcore.load(tmp_path / name), {"w": ONE})
 
 
 @pytest.mark.parametrize("create", [Checkpointer, CheckpointReader])
 def test_a_run_without_steps(create: Callable[[Path], Any], tmp_path: Path) -> None:
-    """A mistyped path is the likely cause where a run is resumed."""
+    """If a program resumes a run, a mistyped path is the likely cause."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_blocking(1, {"w": ONE})
     with create(tmp_path / "runs") as mistyped:
@@ -222,7 +222,7 @@ def test_a_run_without_steps(create: Callable[[Path], Any], tmp_path: Path) -> N
 # --- several checkpointables ------------------------------------------------------------------------------------------
 
 
-def test_names_that_exist(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_name_lists_the_existing_names(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": ONE, "optimizer": TWO})
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["modle"]), "did you mean 'model'?")
     names = text.partition("Existing names: ")[2].partition(";")[0].split(", ")
@@ -291,13 +291,13 @@ def _empty(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"])
-def test_damaged_files(layout: str, tmp_path: Path) -> None:
-    """Every file of a checkpoint is damaged, emptied and removed, one after the other, and restored from a copy."""
+def test_damaged_files_of_each_layout(layout: str, tmp_path: Path) -> None:
+    """For each file of a checkpoint: damage, empty or remove the file, and restore it from a copy."""
     state = {"w": np.arange(2000.0), "v": TWO}
     for name in ("c", "another"):
         ckptcore.save(tmp_path / name, state, layout=layout, context=Context(durability="none"))
     refusals = []
-    for file in [found for found in (tmp_path / "c").rglob("*") if found.is_file()]:
+    for file in [path for path in (tmp_path / "c").rglob("*") if path.is_file()]:
         content = file.read_bytes()
         for damage in (_cut, _flip, _lengthen, _empty, None):
             file.write_bytes(damage(content)) if damage is not None else file.unlink()

@@ -1,4 +1,4 @@
-"""Remedies in errors about jobs of several processes: each is followed, as the text says."""
+"""Remedies in errors about jobs of several processes. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _in_job(call: Callable[[Context, int], Any], *, collectives: bool = True, **
 def _refused_in_job(
     call: Callable[[Context, int], Any], *texts: str, error: type[Exception] = CheckpointError, **options: Any
 ) -> str:
-    """Return the message of the error of the first process. Each of the two has one."""
+    """Return the error message of the first process. Both processes must raise an error."""
 
     def attempt(context: Context, rank: int) -> str:
         return refused(lambda: call(context, rank), *texts, error=error)
@@ -48,7 +48,7 @@ def _refused_in_job(
     return str(_in_job(attempt, **options)[0])
 
 
-def test_objects_that_each_process_has(tmp_path: Path) -> None:
+def test_objects_with_a_state_in_each_process(tmp_path: Path) -> None:
     def save(context: Context, rank: int) -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE, "random": random.Random(rank)}, context=context)
 
@@ -82,7 +82,7 @@ def test_objects_that_each_process_has(tmp_path: Path) -> None:
     assert target.random() == expected[0]
 
 
-def test_values_that_differ(tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
     def save(state: Any, name: str = "c") -> Callable[[Context, int], None]:
         return lambda context, rank: ckptcore.save(tmp_path / name, state(rank), context=context)
 
@@ -96,7 +96,7 @@ def test_values_that_differ(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "d"), {"w": ONE, "object0": 3, "object1": 4})
 
 
-def test_arrays_that_differ(tmp_path: Path) -> None:
+def test_arrays_that_differ_between_ranks(tmp_path: Path) -> None:
     large = np.arange(float(1 << 17))
 
     def save(context: Context, rank: int, *, layout: str = "zarr3", state: Any = None, name: str = "c") -> None:
@@ -116,7 +116,7 @@ def test_arrays_that_differ(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "lowest"), {"w": large})
 
 
-def test_names_that_differ(tmp_path: Path) -> None:
+def test_names_that_differ_between_ranks(tmp_path: Path) -> None:
     def save(names: Callable[[int], Any]) -> Callable[[Context, int], None]:
         return lambda context, rank: ckptcore.save_checkpointables(tmp_path / "c", names(rank), context=context)
 
@@ -188,10 +188,10 @@ def test_loads_with_different_options(tmp_path: Path) -> None:
     assert str(tmp_path) in text
     loaded = _in_job(lambda context, rank: load(context, rank, differ=False), reads="broadcast")
     loaded += _in_job(lambda context, rank: load(context, rank, differ=True), reads="all")
-    assert all(same_value(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(tree, {"w": ONE}) for tree in loaded)
 
 
-def test_loads_without_collectives(tmp_path: Path) -> None:
+def test_broadcast_loads_without_collectives(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
 
     def load(context: Context, rank: int) -> Any:
@@ -200,4 +200,4 @@ def test_loads_without_collectives(tmp_path: Path) -> None:
     advice = 'or pass JobOptions(collectives=...), or use reads="all"'
     _refused_in_job(load, advice, error=PluginError, reads="broadcast", collectives=False)
     loaded = _in_job(load, reads="broadcast") + _in_job(load, reads="all", collectives=False)
-    assert all(same_value(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(tree, {"w": ONE}) for tree in loaded)

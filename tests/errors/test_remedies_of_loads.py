@@ -1,4 +1,4 @@
-"""Remedies in errors about checkpoints that cannot be loaded as asked: each is followed, as the text says."""
+"""Remedies in errors about loads. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_composite_that_lost_its_root(tmp_path: Path) -> None:
         "restore that from a copy, load another checkpoint, or copy one of its directories elsewhere to load it alone"
     )
     for load in (ckptcore.load, ckptcore.load_checkpointables):
-        refused(lambda load=load: load(tmp_path / "c"), advice, error=CorruptCheckpointError)  # type: ignore[misc]  # of a default
+        refused(lambda load=load: load(tmp_path / "c"), advice, error=CorruptCheckpointError)  # type: ignore[misc]  # the lambda has a default
     shutil.copytree(tmp_path / "c" / "model", tmp_path / "model")
     assert same_value(ckptcore.load(tmp_path / "model"), {"w": ONE})
     (tmp_path / "c" / "checkpoint.json").write_bytes(root)
@@ -110,15 +110,15 @@ def test_a_step_without_some_names(tmp_path: Path) -> None:
         assert same_value(reader.load_checkpointables(1), {"data": BOTH["data"]})
 
 
-def test_metadata_of_several(tmp_path: Path) -> None:
+def test_metadata_of_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", BOTH)
     metadata = ckptcore.metadata(tmp_path / "c")
     text = refused(lambda: metadata.tree, "use metadata.checkpointables[", error=CompositeCheckpointError)
-    found = eval(text.partition("use ")[2], {"metadata": metadata})
-    assert found.nbytes in (ONE.nbytes, 0)
+    member = eval(text.partition("use ")[2], {"metadata": metadata})
+    assert member.nbytes in (ONE.nbytes, 0)
 
 
-def test_requests_of_objects(tmp_path: Path) -> None:
+def test_requests_for_objects_without_a_target(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"counter": Counter(3), "tokens": Tokens("abc")})
     load: Any = ckptcore.load_checkpointables
     refused(lambda: load(tmp_path / "c", into={"counter": None}), "pass the object to restore", error=TypeError)
@@ -194,7 +194,7 @@ def test_states_of_two_processes_in_one(tmp_path: Path) -> None:
 
 
 def test_a_base_in_another_directory(tmp_path: Path) -> None:
-    """The save refuses it as the load does."""
+    """The save and the load raise the same error."""
     ckptcore.save(tmp_path / "a" / "base", {"w": ONE, "v": ONE})
     update = ckptcore.Update(base=tmp_path / "a" / "base")
     location = tmp_path / "b" / "update"
@@ -252,20 +252,20 @@ def test_arrays_that_cannot_be_mapped(scheme: str, reason: str, tmp_path: Path) 
         ckptcore.save(location, {"w": half}, layout="dcp", context=_context(coordinator))
 
     ThreadJob(2).run(save)
-    with ckptcore.open(location) as opened:
-        array: Any = opened["w"]
+    with ckptcore.open(location) as checkpoint:
+        array: Any = checkpoint["w"]
         advice = "Read it by indexing, such as array[...], or convert the checkpoint to safetensors on a local disk"
         refused(array.memory_map, "w of ", reason, advice, error=NotMappableError)
         assert same_value(array[...], np.arange(6.0))
     ckptcore.copy(location, tmp_path / "c", layout="safetensors")
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"].memory_map().tolist() == list(range(6))
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"].memory_map().tolist() == list(range(6))
 
 
 def test_a_load_that_stops_in_the_middle(tmp_path: Path) -> None:
     for name in ("c", "sound"):
         ckptcore.save(tmp_path / name, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5}, layout="zarr3")
-    file = next(found for found in (tmp_path / "c").rglob("*") if found.is_file() and "/w/c/" in str(found))
+    file = next(path for path in (tmp_path / "c").rglob("*") if path.is_file() and "/w/c/" in str(path))
     file.write_bytes(bytes(file.stat().st_size))
     target = {"a": np.zeros(1000), "w": np.zeros(1 << 18)}
     context = Context(memory=ckptcore.context.MemoryOptions(load_bytes=1))
@@ -281,7 +281,7 @@ def test_a_load_that_stops_in_the_middle(tmp_path: Path) -> None:
         assert same_value(whole, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5})
 
 
-def test_a_selection_of_nothing(tmp_path: Path) -> None:
+def test_a_selection_that_selects_nothing(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"params": {"w": ONE}, "opt_state": TWO})
     load: Any = ckptcore.load
     text = refused(lambda: load(tmp_path / "c", select="params"), "such as ", error=TypeError)
@@ -301,7 +301,7 @@ def test_a_selection_of_nothing(tmp_path: Path) -> None:
 
 
 class Refuses(Counter):
-    """A counter that accepts no state below its limit, and changes before it refuses."""
+    """A counter that refuses counts below its limit."""
 
     def __init__(self, count: int = 0, limit: int = 0) -> None:
         super().__init__(count)
@@ -314,7 +314,7 @@ class Refuses(Counter):
         self.count = state["count"]
 
 
-def test_an_object_that_refuses(tmp_path: Path) -> None:
+def test_an_object_that_refuses_its_stored_state(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"counter": Refuses(3), "w": ONE})
     target: dict[str, Any] = {"counter": Refuses(limit=9), "w": ONE * 0}
     refused(
@@ -331,22 +331,22 @@ def test_an_object_that_refuses(tmp_path: Path) -> None:
 
 
 class Outer:
-    """An object that creates another one while it is used."""
+    """An object that creates an inner object at its first step."""
 
     def __init__(self) -> None:
         self.count = 1
         self.inner: Counter | None = None
 
     def step(self) -> None:
-        """Create the other object."""
+        """Create the inner object, if it does not exist."""
         self.inner = self.inner or Counter(7)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the own state, and the other object."""
+        """Return the count and the inner object."""
         return {"count": self.count} | ({} if self.inner is None else {"inner": self.inner})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the own state. The other object is restored already."""
+        """Set the count. The load restores the inner object."""
         self.count = state["count"]
 
 
@@ -368,7 +368,7 @@ def test_an_inner_object_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert target.inner.count == 7
 
 
-def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
+def test_a_load_that_restores_only_some_objects(tmp_path: Path) -> None:
     for name in ("c", "sound"):
         ckptcore.save_checkpointables(tmp_path / name, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
     file = tmp_path / "c" / "b" / "model.safetensors"
@@ -376,7 +376,7 @@ def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
     for follow in ("load", "create"):
         into = {"a": {"w": ONE * 0}, "b": {"v": np.zeros(3000)}}
         refused(
-            lambda into=into: ckptcore.load_checkpointables(tmp_path / "c", into=into),  # type: ignore[misc]  # of a default
+            lambda into=into: ckptcore.load_checkpointables(tmp_path / "c", into=into),  # type: ignore[misc]  # the lambda has a default
             "loading 'b' failed after a had been restored",
             "Before using them, load a sound checkpoint into all of them, or create them again",
             error=TargetUndefinedError,
@@ -387,7 +387,7 @@ def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
         assert same_value(into, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
 
 
-def test_files_that_are_separate(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     for name, value in (("one", ONE), ("two", TWO)):
         torch.save({"w": torch.from_numpy(value)}, tmp_path / f"{name}.bin")
     text = refused(lambda: ckptcore.load(tmp_path), "Load each of them by its own location, such as ")
@@ -403,7 +403,7 @@ def test_members_that_no_plugin_reads(tmp_path: Path) -> None:
 
 
 class OneWay(Counter):
-    """A counter that only goes up, so that its old state cannot be put back."""
+    """A counter that accepts only higher counts, so a load cannot restore its old state."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set a higher count."""
@@ -412,7 +412,7 @@ class OneWay(Counter):
         self.count = state["count"]
 
 
-def test_an_old_state_that_cannot_be_put_back(tmp_path: Path) -> None:
+def test_an_old_state_that_cannot_be_restored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"first": OneWay(3), "second": Refuses(3), "w": ONE})
     target: dict[str, Any] = {"first": OneWay(), "second": Refuses(limit=9), "w": ONE * 0}
     refused(

@@ -1,4 +1,4 @@
-"""Our names in errors about names of other libraries: each piece of code is run, as the text has it."""
+"""Names of ckptcore in errors about names of other libraries. Each test runs the code in the text."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def _run(code: str, names: dict[str, Any]) -> Any:
         ("safe_open", "ckptcore.open(path)"),
     ],
 )
-def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -> None:
+def test_recommended_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -> None:
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     names["state"]["name"] *= 0
-    found = _run(code, {**names, "path": names["stored"]})
+    result = _run(code, {**names, "path": names["stored"]})
     match attribute:
         case "restore":
-            assert same_value(names["state"] if found is None else found, STATE)
+            assert same_value(names["state"] if result is None else result, STATE)
         case "pytree_metadata":
-            assert found.abstract["name"].shape == (16,)
+            assert result.abstract["name"].shape == (16,)
         case _:
             slicing = "checkpoint['name'][0:8]"
-            refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # of others
-            with found as checkpoint:
+            refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
+            with result as checkpoint:
                 assert same_value(_run(slicing, {"checkpoint": checkpoint}), STATE["name"][:8])
 
 
@@ -93,18 +93,18 @@ def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -
         ("Composite", "ckptcore.save_checkpointables(path, {name: object})"),
     ],
 )
-def test_functions_that_write(attribute: str, code: str, names: dict[str, Any]) -> None:
+def test_recommended_functions_that_write(attribute: str, code: str, names: dict[str, Any]) -> None:
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     handle = _run(code, names)
     if attribute == "async_save":
-        refused(lambda: ckptcore.wait_until_finished, "handle.result() of ckptcore.save_async", error=AttributeError)  # type: ignore[attr-defined]  # of others
+        refused(lambda: ckptcore.wait_until_finished, "handle.result() of ckptcore.save_async", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
         handle.result()
     load = ckptcore.load_checkpointables if attribute == "Composite" else ckptcore.load
     assert same_value(load(names["path"]), STATE)
 
 
 def test_files_of_other_software(names: dict[str, Any]) -> None:
-    text = refused(lambda: ckptcore.FileSystemWriter, "a path, and layout=", error=AttributeError)  # type: ignore[attr-defined]  # of others
+    text = refused(lambda: ckptcore.FileSystemWriter, "a path, and layout=", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     _run(f"ckptcore.save(path, state, {text.partition('and ')[2].removesuffix(' to write')})", names)
     assert (names["path"] / ".metadata").exists()
     assert same_value(ckptcore.load(names["path"]), STATE)
@@ -112,11 +112,11 @@ def test_files_of_other_software(names: dict[str, Any]) -> None:
 
 def test_runs(names: dict[str, Any]) -> None:
     newest = "ckptcore.CheckpointReader(directory).latest"
-    refused(lambda: ckptcore.latest_step, newest, error=AttributeError)  # type: ignore[attr-defined]  # of others
+    refused(lambda: ckptcore.latest_step, newest, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     assert _run(newest, names) == 2
     create = "ckptcore.Checkpointer(directory, save_policy=..., preservation_policy=...)"
-    refused(lambda: ckptcore.CheckpointManager, create, error=AttributeError)  # type: ignore[attr-defined]  # of others
-    refused(lambda: ckptcore.wait_until_finished, "or Checkpointer.wait()", error=AttributeError)  # type: ignore[attr-defined]  # of others
+    refused(lambda: ckptcore.CheckpointManager, create, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
+    refused(lambda: ckptcore.wait_until_finished, "or Checkpointer.wait()", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     with _run(create, names) as checkpointer:
         checkpointer.save(3, STATE)
         checkpointer.wait()
@@ -128,7 +128,7 @@ METHODS = {name: hint for name, hint in ATTRIBUTES["Checkpointer"].items() if "(
 
 
 @pytest.mark.parametrize("attribute", METHODS)
-def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
+def test_recommended_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
     code = METHODS[attribute].removeprefix("the handle of ").partition(")")[0] + ")"
     with ckptcore.Checkpointer(names["directory"]) as checkpointer:
         refused(lambda: getattr(checkpointer, attribute), f"use {METHODS[attribute]}", error=AttributeError)
@@ -140,23 +140,23 @@ def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
         assert same_value(checkpointer.load(3), STATE)
 
 
-def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
+def test_recommended_methods_that_read_and_delete(names: dict[str, Any]) -> None:
     with ckptcore.Checkpointer(names["directory"]) as checkpointer:
         names |= {"checkpointer": checkpointer, "step": 1, "target": names["state"]}
         names |= {"metric": "loss", "mode": "min"}
         for attribute, code, expected in (
-            ("all_steps", "steps", lambda found: list(found) == [1, 2]),
-            ("latest_step", "latest", lambda found: found == 2),
-            ("best_step", "best(metric, mode)", lambda found: found == 2),
-            ("item_metadata", "metadata(step)", lambda found: found.abstract["name"].shape == (16,)),
-            ("load_checkpoint", "load(step)", lambda found: same_value(found, STATE)),
-            ("load_pytree", "load(step, abstract)", lambda found: same_value(found, STATE)),
-            ("restore", "load_into(target)", lambda found: same_value(names["target"], STATE)),
-            ("reached_preemption", "preempted", lambda found: not found),
-            ("check_for_errors", "wait()", lambda found: found is None),
-            ("remove_checkpoint", "delete(step)", lambda found: list(checkpointer.steps) == [2]),
+            ("all_steps", "steps", lambda result: list(result) == [1, 2]),
+            ("latest_step", "latest", lambda result: result == 2),
+            ("best_step", "best(metric, mode)", lambda result: result == 2),
+            ("item_metadata", "metadata(step)", lambda result: result.abstract["name"].shape == (16,)),
+            ("load_checkpoint", "load(step)", lambda result: same_value(result, STATE)),
+            ("load_pytree", "load(step, abstract)", lambda result: same_value(result, STATE)),
+            ("restore", "load_into(target)", lambda result: same_value(names["target"], STATE)),
+            ("reached_preemption", "preempted", lambda result: not result),
+            ("check_for_errors", "wait()", lambda result: result is None),
+            ("remove_checkpoint", "delete(step)", lambda result: list(checkpointer.steps) == [2]),
         ):
-            refused(lambda attribute=attribute: getattr(checkpointer, attribute), code, error=AttributeError)  # type: ignore[misc]  # of a default
+            refused(lambda attribute=attribute: getattr(checkpointer, attribute), code, error=AttributeError)  # type: ignore[misc]  # the lambda has a default
             assert expected(_run(f"checkpointer.{code}", names)), attribute
 
 
@@ -164,8 +164,8 @@ OPTIONS = {name: hint for name, hint in ARGUMENTS.items() if re.match(r"\w+=", h
 
 
 @pytest.mark.parametrize("argument", OPTIONS)
-def test_options(argument: str, names: dict[str, Any]) -> None:
-    """A function that has the argument accepts it, as the error has it."""
+def test_recommended_options_are_accepted(argument: str, names: dict[str, Any]) -> None:
+    """The functions that have the recommended argument accept it, with the value in the error."""
     option, owner, _ = re.fullmatch(r"(\w+=.*?)( of Checkpointer)?((?:, or |; ).*)?", OPTIONS[argument]).groups()  # type: ignore[union-attr]  # they match
     keyword = option.partition("=")[0]
     if keyword == "select":
@@ -204,7 +204,7 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
         ("load", "weights_only", "nothing: a load never runs code", lambda path, more: ckptcore.load(more)),
     ],
 )
-def test_arguments_in_words(
+def test_remedies_in_words_for_unknown_arguments(
     function: str, argument: str, hint: str, follow: Callable[[Path, Path], Any], names: dict[str, Any]
 ) -> None:
     call = getattr(ckptcore, function)
@@ -213,7 +213,7 @@ def test_arguments_in_words(
     assert same_value(ckptcore.load(names["path"]) if loaded is None else loaded, STATE)
 
 
-def test_names_of_items(names: dict[str, Any]) -> None:
+def test_the_argument_item_names_of_orbax(names: dict[str, Any]) -> None:
     save: Any = ckptcore.save
     hint = "use save_checkpointables and load_checkpointables"
     refused(lambda: save(names["path"], STATE, item_names=["model"]), hint, error=TypeError)
@@ -222,7 +222,7 @@ def test_names_of_items(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("argument", ["options", "save_decision_policy", "step_prefix"])
-def test_arguments_of_runs(argument: str, names: dict[str, Any]) -> None:
+def test_arguments_of_orbax_for_runs(argument: str, names: dict[str, Any]) -> None:
     create: Any = ckptcore.Checkpointer
     text = refused(lambda: create(names["directory"], **{argument: 1}), "; use ", error=TypeError)
     given = {

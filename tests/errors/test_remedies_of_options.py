@@ -1,4 +1,4 @@
-"""Remedies in errors about arguments and options: each is followed, as the text says."""
+"""Remedies in errors about arguments and options. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _choices(text: str) -> list[str]:
         ),
     ],
 )
-def test_options_of_safetensors(create: Callable[[], object], advice: str, right: Any, tmp_path: Path) -> None:
+def test_wrong_options_of_safetensors(create: Callable[[], object], advice: str, right: Any, tmp_path: Path) -> None:
     refused(create, advice, error=ValueError)
     ckptcore.save(tmp_path / "c", {"w": ONE}, layout=SafetensorsLayout(**right))
     file = tmp_path / "c" / f"{right.get('stem', 'model')}.safetensors"
@@ -69,7 +69,7 @@ def test_options_of_safetensors(create: Callable[[], object], advice: str, right
         (lambda choice: Matching(values=choice), "values"),
     ],
 )
-def test_words_that_an_option_accepts(create: Callable[[Any], Any], option: str, tmp_path: Path) -> None:
+def test_every_word_that_an_error_lists_is_accepted(create: Callable[[Any], Any], option: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     choices = _choices(refused(lambda: create("some"), f"({option}='some')", error=ValueError))
     assert len(choices) > 1
@@ -86,7 +86,7 @@ def test_words_that_an_option_accepts(create: Callable[[Any], Any], option: str,
 @pytest.mark.parametrize(
     ("name", "group"), [("io", IOOptions), ("memory", MemoryOptions), ("job", JobOptions), ("plugins", PluginOptions)]
 )
-def test_groups_of_options(name: str, group: type, tmp_path: Path) -> None:
+def test_options_that_must_be_in_a_group(name: str, group: type, tmp_path: Path) -> None:
     create: Any = Context
     text = refused(lambda: create(**{name: 3}), f"ckptcore.context.{group.__name__}(...)", error=TypeError)
     code = text.rpartition("expected ")[2].replace("(...)", "()")
@@ -95,7 +95,7 @@ def test_groups_of_options(name: str, group: type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [[[0, 0]], [[0, 1], [1]], [[-1]], [[True]]])
-def test_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
+def test_wrong_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
     refused(lambda: ReadGroups(groups), "give each rank once, in one group, as an int of 0 or more", error=ValueError)
     ckptcore.save(tmp_path / "c", {"w": ONE})
 
@@ -122,7 +122,7 @@ def test_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
         (ReplicaOptions, "objects", "any", ["refuse", "lowest_rank"]),
     ],
 )
-def test_numbers_of_options(create: Any, option: str, value: Any, right: list[Any], tmp_path: Path) -> None:
+def test_wrong_numbers_in_options(create: Any, option: str, value: Any, right: list[Any], tmp_path: Path) -> None:
     """None is accepted if an error advises it."""
     text = refused(lambda: create(**{option: value}), f"({option}={value!r}): ", error=ValueError)
     assert ("or None" in text) == (None in right)
@@ -135,18 +135,18 @@ def test_numbers_of_options(create: Any, option: str, value: Any, right: list[An
         assert same_value(ckptcore.load(tmp_path / f"{number}", context=context), {"w": ONE, "v": TWO})
 
 
-def test_options_of_local_storage(tmp_path: Path) -> None:
+def test_wrong_options_of_local_storage(tmp_path: Path) -> None:
     def save(**options: Any) -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True, context=Context(storage={"file": options}))
 
     for wrong in ({"direct": True}, {"direct_io": "yes"}):
-        refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # of a default
+        refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # the lambda has a default
     for value in (True, False):
         save(direct_io=value)
         assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
-def test_overwriting(tmp_path: Path) -> None:
+def test_every_value_of_overwrite_that_an_error_lists_is_accepted(tmp_path: Path) -> None:
     text = refused(lambda: ckptcore.save(tmp_path / "c", {}, overwrite=1.5), "expected True", error=ValueError)  # type: ignore[arg-type]  # wrong on purpose
     for number, choice in enumerate(eval(text.partition("expected ")[2].replace(" or ", ", "))):
         for value in (TWO, ONE) if choice else (ONE,):
@@ -172,7 +172,7 @@ def test_a_framework_and_an_abstract_tree(tmp_path: Path) -> None:
         (lambda: StepNames("step_"), lambda: StepNames(StepNameFormat("step_", width=8))),  # type: ignore[arg-type]  # wrong on purpose
     ],
 )
-def test_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_path: Path) -> None:
+def test_wrong_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_path: Path) -> None:
     text = refused(wrong, ": give ", error=Exception)
     made = right()
     if "such as StepNameFormat" in text:
@@ -207,7 +207,7 @@ def test_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_
         ),
     ],
 )
-def test_numbers_of_policies(wrong: Callable[[], Any], advice: str, right: Any, tmp_path: Path) -> None:
+def test_wrong_numbers_in_save_policies(wrong: Callable[[], Any], advice: str, right: Any, tmp_path: Path) -> None:
     refused(wrong, advice, error=Exception)
     with Checkpointer(tmp_path / "run", save_policy=right) as checkpointer:
         for step in (1, 2):
@@ -266,10 +266,10 @@ def test_numbers_of_policies(wrong: Callable[[], Any], advice: str, right: Any, 
         ),
     ],
 )
-def test_preservation_policies(
+def test_wrong_arguments_of_preservation_policies(
     create: Callable[[], Any], advice: str, error: type[Exception], right: Any, tmp_path: Path
 ) -> None:
-    """Step 1 is the best, and the newest step is always kept."""
+    """Step 1 has the best metric. The newest step is always kept."""
     refused(create, advice, error=error)
     with Checkpointer(tmp_path / "run", preservation_policy=right) as checkpointer:
         for step in (1, 2, 3):
@@ -289,7 +289,7 @@ def test_preservation_policies(
         ),
     ],
 )
-def test_save_policies(create: Any, advice: str, right: Callable[[], Any], tmp_path: Path) -> None:
+def test_wrong_arguments_of_save_policies(create: Any, advice: str, right: Callable[[], Any], tmp_path: Path) -> None:
     refused(lambda: create(3), advice, error=TypeError)
     with Checkpointer(tmp_path / "run", save_policy=right()) as checkpointer:
         saved = [step for step in (1, 2, 3) if checkpointer.save(step, {"w": ONE}) is not None]
@@ -301,7 +301,7 @@ def _is_second(context: policies.SaveContext) -> bool:
     return context.step == 2
 
 
-def test_policies_of_epochs(tmp_path: Path) -> None:
+def test_an_epoch_policy_needs_the_epoch(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run", save_policy=policies.EpochInterval(2)) as checkpointer:
         refused(lambda: checkpointer.save(7, {"w": ONE}), "pass epoch= to save and to should_save", error=ValueError)
         refused(lambda: checkpointer.should_save(7), "pass epoch=", error=ValueError)
@@ -315,7 +315,7 @@ def test_policies_of_epochs(tmp_path: Path) -> None:
 # --- selections and transforms ----------------------------------------------------------------------------------------
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_wrong_glob_patterns(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a[0": ONE, "params": {"dense": {"kernel": TWO}}})
     glob: Any = select.glob
     text = refused(lambda: glob(3), "is not a pattern; pass text such as", error=ValueError)
@@ -325,7 +325,7 @@ def test_patterns(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "c", select=glob("a[[]0")), {"a[0": ONE})
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts_that_are_not_stored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"experts": {"0": ONE, "1": TWO}, "w": ONE})
 
     def load(pattern: str, own: range) -> Any:
@@ -339,7 +339,7 @@ def test_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["w", {"w": "v"}, None])
-def test_lists_of_transforms(wrong: Any, tmp_path: Path) -> None:
+def test_transforms_that_are_not_a_list(wrong: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     if wrong is None:
         wrong = ckptcore.transforms.Rename("w", "v")
@@ -349,7 +349,7 @@ def test_lists_of_transforms(wrong: Any, tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "c", transforms=transforms), {"v": ONE.astype(np.float32)})
 
 
-def test_a_class_in_the_place_of_a_transform(tmp_path: Path) -> None:
+def test_a_class_in_place_of_a_transform(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     wrong: Any = [ckptcore.transforms.Rename]
     refused(lambda: ckptcore.load(tmp_path / "c", transforms=wrong), "such as Rename(...)", error=TypeError)

@@ -1,4 +1,4 @@
-"""Remedies in errors about plugins and distributions: each is followed, as the text says."""
+"""Remedies in errors about plugins and distributions. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from tests.loading.incomplete_layout import Incomplete
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Hide the other distributions. Return a function that registers the plugin of one, as installing it does."""
+    """Hide the other distributions. Return a function that installs one, by registering its plugin."""
     installed: set[str] = set()
     manager = hide_distributions(monkeypatch, {}, installed)
 
     def install(text: str) -> None:
         extra = text.partition("pip install 'ckptcore[")[2].partition("]'")[0]
-        installed.update(found.package for found in DISTRIBUTIONS if found.extra == extra)
-        for found in entry_points("ckptcore"):
-            if found.distribution.partition(" ")[0] == f"ckptcore-{extra}":
-                manager.register(found.load(), found.name)
+        installed.update(distribution.package for distribution in DISTRIBUTIONS if distribution.extra == extra)
+        for entry_point in entry_points("ckptcore"):
+            if entry_point.distribution.partition(" ")[0] == f"ckptcore-{extra}":
+                manager.register(entry_point.load(), entry_point.name)
 
     return install
 
@@ -68,12 +68,14 @@ def _with_markers(context: Context) -> Context:
     ],
     ids=["type", "layout", "framework", "scheme", "file"],
 )
-def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path) -> None:
-    ckptcore.save(tmp_path / "c", {"w": ONE})
+def test_the_named_distribution_solves_the_problem(
+    call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path
+) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONE}, context=Context())  # the default Context would keep the patched plugins
     torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
     installs(refused(lambda: call(tmp_path, Context()), "install"))
     loaded = call(tmp_path, Context())
-    if loaded is None:  # it was saved
+    if loaded is None:  # the call was a save
         loaded = ckptcore.load(
             tmp_path / "d" if (tmp_path / "d").exists() else "fsspec+memory://remedies/c", context=Context()
         )
@@ -81,23 +83,23 @@ def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[
 
 
 def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first one of `sys.path` is used. The error about what the other has says why it lacks."""
+    """Only the first plugin in `sys.path` is used. An error about a layout of the other explains why it is missing."""
     module = ModuleType("plugin_with_a_layout")
-    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook
+    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook of the plugin
     monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
     monkeypatch.setitem(sys.modules, "plugin_without", ModuleType("plugin_without"))
     first, second = EntryPoint("x", "plugin_without", "one 1.0"), EntryPoint("x", "plugin_with_a_layout", "two 2.0")
-    found = [first, second]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: found)
+    installed = [first, second]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: installed)
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", plugins.installed_plugins.__wrapped__)
 
     def save() -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE}, layout="mine", context=Context())
 
     refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
-    found.remove(first)
+    installed.remove(first)
     save()
-    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c", context=Context()), {"w": ONE})
 
 
 class Stated:
@@ -108,7 +110,7 @@ class Stated:
 
 
 class StatedHandler(CheckpointableHandler):
-    """The handler of its plugin."""
+    """The handler of `Stated`."""
 
     priority = Priority.EXACT
 
@@ -130,7 +132,7 @@ class Claims:
 
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> object:
-        """Claim it."""
+        """Return the handler of `Stated`."""
         return StatedHandler() if value_type is Stated else None
 
 
@@ -179,7 +181,7 @@ def test_a_layout_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     save = partial(ckptcore.save, tmp_path / "c", {"w": ONE}, layout="incomplete", context=context)
     refused(save, "No module named", "install the libraries that it requires", error=PluginError)
     library = ModuleType("a_library_that_is_missing")
-    library.layout = ckptcore.SafetensorsLayout  # type: ignore[attr-defined]  # what the plugin calls
+    library.layout = ckptcore.SafetensorsLayout  # type: ignore[attr-defined]  # the plugin calls it
     monkeypatch.setitem(sys.modules, "a_library_that_is_missing", library)
     save()
     assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})

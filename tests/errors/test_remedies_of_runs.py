@@ -1,4 +1,4 @@
-"""Remedies in errors about runs and their steps: each is followed, as the text says."""
+"""Remedies in errors about runs and their steps. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_checkpointer_in_another_process(tmp_path: Path) -> None:
             assert same_value(reader.load(), {"w": ONE})
 
 
-def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The text, and the warning before a step that does not exist, name the steps to delete."""
+def test_a_run_that_continues_from_an_earlier_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error for an existing step, and the warning for a new earlier step, name the steps to delete."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 3, 5):
             checkpointer.save_blocking(step, {"w": ONE * step})
@@ -133,7 +133,7 @@ def test_damaged_metadata_of_a_run(content: str, tmp_path: Path) -> None:
         file.write_text(content)
         with CheckpointReader(tmp_path / "run") as reader:
             advice = "write it again with Checkpointer(directory, metadata=...), or remove it"
-            refused(lambda: reader.root_metadata, ".ckptcore/metadata.json", advice)  # called here
+            refused(lambda: reader.root_metadata, ".ckptcore/metadata.json", advice)  # called in this iteration
             assert same_value(reader.load(), {"w": ONE})
         if follow == "write":
             Checkpointer(tmp_path / "run", metadata={"b": 2}).close()
@@ -172,10 +172,10 @@ def test_an_abstract_tree_as_the_step(tmp_path: Path) -> None:
 
 def test_preemption_on_another_thread(tmp_path: Path) -> None:
     policy = ckptcore.policies.PreemptionCheckpointing()
-    found = []
+    refusals = []
 
     def create() -> None:
-        found.append(refused(lambda: Checkpointer(tmp_path / "run", save_policy=policy), "", error=ValueError))
+        refusals.append(refused(lambda: Checkpointer(tmp_path / "run", save_policy=policy), "", error=ValueError))
         with Checkpointer(tmp_path / "run", save_policy=policy, preemption_notice=lambda step: True) as checkpointer:
             assert checkpointer.save(1, {"w": ONE}) is not None
 
@@ -184,7 +184,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
     thread.join()
     assert (
         "create the Checkpointer there, or pass preemption_notice=, a function of the step that returns True"
-        in found[0]
+        in refusals[0]
     )
     assert same_value(ckptcore.load(tmp_path / "run" / "1"), {"w": ONE})
     with Checkpointer(tmp_path / "run", save_policy=policy) as checkpointer:
@@ -192,7 +192,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_process_that_failed() -> None:
-    """On object stores. The clock of the first process does not advance, as if it were suspended."""
+    """The run is on an object store. The clock of the first process does not advance, as if it were suspended."""
     store = MemoryStorages().open("memory://remedies", StorageOptions())
     first = commit_method(store).locks("run", clock=FakeClock()).own()
     locks = commit_method(store).locks("run", clock=FakeClock())

@@ -1,4 +1,4 @@
-"""Remedies in errors about locations, saves and deletions: each is followed, as the text says."""
+"""Remedies in errors about locations, saves and deletions. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_urls_of_local_files(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "model.safetensors"])
 def test_a_save_that_another_one_took_over(key: str) -> None:
-    """The other save comes before the claim of this one, or after it, as that of a failed save."""
+    """The other save runs before this save writes its claim, or after it, and then takes the claim over."""
     run = f"memory://{uuid.uuid4().hex}"
 
     def save_another() -> None:
@@ -92,7 +92,7 @@ def test_an_upload_that_another_save_removed() -> None:
 
 def test_a_save_whose_directory_is_removed(tmp_path: Path) -> None:
     def remove() -> None:
-        (hidden,) = [found for found in tmp_path.iterdir() if found.name.startswith(".")]
+        (hidden,) = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
         shutil.rmtree(hidden)
 
     context = interrupted("file", "rename", "", remove)
@@ -156,7 +156,7 @@ def test_files_of_other_software_are_not_deleted(tmp_path: Path) -> None:
 
 
 def test_a_neighbour_that_cannot_be_read(tmp_path: Path) -> None:
-    """It may be an update that refers to the checkpoint."""
+    """The neighbour may be an update that refers to the checkpoint."""
     for name in ("c", "d"):
         ckptcore.save(tmp_path / name, {"w": ONE})
 
@@ -189,10 +189,10 @@ def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ckptcore.verify(location).ok
 
 
-# --- places that a save does not replace ------------------------------------------------------------------------------
+# --- locations that a save does not replace ---------------------------------------------------------------------------
 
 
-def test_names_of_uncommitted_saves(tmp_path: Path) -> None:
+def test_names_that_are_reserved_for_uncommitted_saves(tmp_path: Path) -> None:
     advice = "Save to a name that does not begin with a dot"
     refused(
         lambda: ckptcore.save(tmp_path / ".c.0123456789abcdef.ckptcore", {"w": ONE}), advice, error=InvalidLocationError
@@ -202,7 +202,7 @@ def test_names_of_uncommitted_saves(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_within_another(tmp_path: Path) -> None:
-    """Other software put it there."""
+    """Other software wrote the inner checkpoint."""
     for name in ("c", "inner"):
         ckptcore.save(tmp_path / name, {"w": ONE})
     (tmp_path / "inner").rename(tmp_path / "c" / "inner")
@@ -219,7 +219,7 @@ def test_a_checkpoint_within_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("follow", ["one tree", "delete", "elsewhere"])
-def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
+def test_layouts_with_fixed_names(follow: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE}, layout="ocdbt")
     (tmp_path / "c" / "notes.txt").write_text("mine")
     refused(
@@ -315,4 +315,4 @@ def test_a_base_of_an_update_that_is_being_saved(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "update"), {"w": TWO, "v": TWO})
     for name in ("update", "base"):
         ckptcore.delete(tmp_path / name)
-    assert not [found for found in tmp_path.iterdir() if not found.name.startswith(".")]
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]

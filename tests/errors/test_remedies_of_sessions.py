@@ -1,4 +1,4 @@
-"""Remedies in errors about saves that are not committed, and partial saves: each is followed, as the text says."""
+"""Remedies in errors about uncommitted saves and partial saves. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_save_that_is_not_committed() -> None:
     claims = []
 
     def look() -> None:
-        """While the save runs, only the first advice can be followed."""
+        """While the save runs, the user can only load another checkpoint."""
         advice = "Load another checkpoint. If no process writes there, you can save here again"
         refused(lambda: ckptcore.load(f"{run}/c"), advice, error=UncommittedCheckpointError)
         assert same_value(ckptcore.load(f"{run}/b"), {"w": TWO})
@@ -37,14 +37,14 @@ def test_a_save_that_is_not_committed() -> None:
     ckptcore.save(f"{run}/b", {"w": TWO})
     ckptcore.save(f"{run}/c", {"w": ONE}, context=interrupted("memory", "put", "model.safetensors", look))
     assert same_value(ckptcore.load(f"{run}/c"), {"w": ONE})
-    storage.put("d/checkpoint.json", claims[0])  # as a killed process leaves it
+    storage.put("d/checkpoint.json", claims[0])  # as after a killed process
     refused(lambda: ckptcore.load(f"{run}/d"), "you can save here again", error=UncommittedCheckpointError)
     ckptcore.save(f"{run}/d", {"w": ONE})
     assert same_value(ckptcore.load(f"{run}/d"), {"w": ONE})
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_partial_save(scheme: str, tmp_path: Path) -> None:
+def test_a_partial_save_that_is_not_finalized(scheme: str, tmp_path: Path) -> None:
     location = f"{tmp_path}/c" if scheme == "file" else f"memory://{uuid.uuid4().hex}/c"
 
     def begin() -> None:
@@ -117,7 +117,7 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
 
 
 def test_two_sessions_at_once_on_an_object_store() -> None:
-    """The later one takes over."""
+    """The later session takes the location over."""
     location = f"memory://{uuid.uuid4().hex}/c"
     context = interrupted("memory", "put", ".safetensors", lambda: ckptcore.partial(location).save({"v": TWO}))
     first = partial(ckptcore.partial(location, context=context).save, {"w": ONE})

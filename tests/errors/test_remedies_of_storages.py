@@ -1,4 +1,4 @@
-"""Remedies in errors of storages and the system: each is followed, as the text says."""
+"""Remedies in errors of storages and of the system. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.errors.refusals import ONE, TWO
 @pytest.mark.skipif(sys.platform != "linux", reason="the path of a descriptor is in /proc")
 @pytest.mark.parametrize("follow", ["free", "delete", "elsewhere"])
 def test_a_full_file_system(follow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of more than 10,000 bytes do not fit into one of two directories, until one is deleted."""
+    """One directory has space for 10,000 bytes. The remedies are more space, a deletion, and another directory."""
     rooms = {tmp_path / "small": 10_000, tmp_path / "large": 1 << 30}
 
     def write(real: Any, descriptor: int, data: Any, *offset: int) -> int:

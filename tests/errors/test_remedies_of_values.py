@@ -38,7 +38,7 @@ def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
 # --- values that cannot be saved --------------------------------------------------------------------------------------
 
 
-def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
+def test_a_placeholder_cannot_be_saved(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE, "v": TWO})
     partly = ckptcore.load(tmp_path / "c", {"w": ONE, "v": PLACEHOLDER})
     refused(
@@ -53,7 +53,7 @@ def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
     assert same_value(saved(tmp_path, partly, "e"), {"w": ONE})
 
 
-def test_an_iterator_is_made_again(tmp_path: Path) -> None:
+def test_an_iterator_is_created_again(tmp_path: Path) -> None:
     numbers = iter(np.random.default_rng(7).integers(0, 100, 10))
     before = [next(numbers) for _ in range(3)]
     advice = "save what makes it again, such as a seed and a count"
@@ -77,7 +77,7 @@ class OnlyGives:
 
 
 class Takes(OnlyGives):
-    """The same class with the missing method."""
+    """The class with the missing method."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set the position."""
@@ -112,7 +112,7 @@ class Directory:
         self.text, self.directories, self.file = text, directories, file
 
     def save(self, directory: Path) -> None:
-        """Write the text, and some directories, with a file in each if it has a name."""
+        """Write the text and the directories. If `file` is set, write a file with this name into each directory."""
         (directory / "text").write_text(self.text)
         for name in self.directories:
             (directory / name).mkdir(parents=True)
@@ -122,7 +122,7 @@ class Directory:
     def load(self, directory: Path) -> None:
         """Read the text and the directories."""
         self.text = (directory / "text").read_text()
-        self.directories = tuple(sorted(found.name for found in directory.iterdir() if found.is_dir()))
+        self.directories = tuple(sorted(path.name for path in directory.iterdir() if path.is_dir()))
 
 
 def test_an_object_that_writes_files(tmp_path: Path) -> None:
@@ -139,18 +139,20 @@ def test_an_object_that_writes_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("directories", "problem", "fewer"),
     [
-        (tuple(f"{number}" for number in range(9)), "their paths have 9 directories, where 8 are", ("1", "2")),
-        (("a/" * 4 + "b",), "one of them is 5 directories deep, where 4 are", ("a",)),
+        (
+            tuple([f"{'a/' * 199}{number}" for number in range(656)]),
+            "their paths have 131200 directories, where 131072 are",
+            ("1", "2"),
+        ),
+        (("a/" * 200 + "b",), "one of them is 201 directories deep, where 200 are", ("a",)),
     ],
 )
 def test_empty_directories_of_an_object(
-    directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("ckptcore.builtin.files._MAX_PARTS", 8)
-    monkeypatch.setattr("ckptcore.builtin.files._MAX_DEPTH", 4)
-
     def save(value: Directory) -> None:
-        ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True)
+        context = Context(durability="none")
+        ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True, context=context)
 
     refused(lambda: save(Directory("a", directories)), problem, "write fewer, or a file into each")
     for followed in (Directory("a", fewer), Directory("a", directories, file="kept")):
@@ -163,7 +165,7 @@ def test_empty_directories_of_an_object(
 
 
 class Tasks:
-    """An object that writes in a task, and returns the task or a part of it from the first phase."""
+    """An object that writes in a task. It awaits the task in `save`, in its second phase, or not at all."""
 
     def __init__(self, finish: str, text: str = "") -> None:
         self.finish, self.text = finish, text
@@ -256,7 +258,7 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
 
 
 class Zone(datetime.tzinfo):
-    """A zone of a program."""
+    """A time zone of a program."""
 
     def utcoffset(self, moment: datetime.datetime | None) -> datetime.timedelta:
         """Return two hours."""
@@ -267,12 +269,12 @@ class Zone(datetime.tzinfo):
         return "here"
 
     def dst(self, moment: datetime.datetime | None) -> datetime.timedelta:
-        """Return no change."""
+        """Return no daylight saving time."""
         return datetime.timedelta()
 
 
 class Marked(np.ndarray):
-    """An array with more data than its elements."""
+    """An array with additional data."""
 
     mark = "abc"
 
@@ -307,7 +309,7 @@ def test_values_that_are_saved_in_another_form(name: str, tmp_path: Path) -> Non
     assert restore(ckptcore.load(tmp_path / "c", form)["x"]) == value
 
 
-def test_arrays_with_more_data(tmp_path: Path) -> None:
+def test_subclasses_of_arrays_with_additional_data(tmp_path: Path) -> None:
     value = ONE.view(Marked)
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"x": value}),
@@ -318,14 +320,14 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
     assert same_value(saved(tmp_path, {"x": np.asarray(value), "mark": value.mark}), {"x": ONE, "mark": "abc"})
 
     class Handler(HostArrayHandler):
-        """A handler of the type, which the user writes."""
+        """A handler of `Marked` that a user writes."""
 
         def describe(self, leaf: Any) -> Any:
             """Describe the elements."""
             return super().describe(np.asarray(leaf))
 
         def shards(self, leaf: Any, rank: int, size: int) -> Any:
-            """Return the elements."""
+            """Return the shards of the elements."""
             return super().shards(np.asarray(leaf), rank, size)
 
     context = Context(plugins=PluginOptions(handlers={Marked: Handler()}))
@@ -335,7 +337,7 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["PCG64", "PCG64DXSM", "SFC64", "MT19937"])
 def test_generators_of_another_kind(other: str, tmp_path: Path) -> None:
-    """The error proposes no options of the load, which would mix the states of two kinds."""
+    """The error proposes no option of the load, because it would mix the states of two kinds of generators."""
     stored = np.random.Generator(np.random.Philox(3) if other != "PCG64DXSM" else np.random.PCG64(3))
     ckptcore.save(tmp_path / "c", {"random": stored})
     target = {"random": np.random.Generator(getattr(np.random, other)())}
@@ -370,7 +372,7 @@ class Returns:
 
 
 class Awaits(Returns):
-    """The same object, written as the error advises."""
+    """The object, written as the error advises."""
 
     async def save(self, directory: Any) -> Any:
         """Write the text."""
@@ -413,7 +415,7 @@ class UnfilledHandler(HostArrayHandler):
     """A handler that claims to fill arrays, but does not."""
 
     def fill(self, target: Any, record: Any, boxes: Any) -> bool:
-        """Refuse."""
+        """Return that the array was not filled."""
         return False
 
 

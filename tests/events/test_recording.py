@@ -1,4 +1,4 @@
-"""A recording makes an event of each phase, tells observers and the log, and lets no observer break an operation."""
+"""Recordings create an event for each phase, and pass it to observers and the log. Observers cannot fail operations."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import ckptcore.events
 from ckptcore.events import ERROR_CHARACTERS, Event, Operation, Phase, Recording
 
 
-def test_a_phase_becomes_an_event_when_it_is_over() -> None:
+def test_the_end_of_a_phase_creates_an_event() -> None:
     seen: list[Event] = []
     recording = Recording("save", "run/step_3", [seen.append], step=3, rank=2)
     before = time.time()
     with recording.phase("write") as phase:
         assert seen == []
         phase.nbytes = 128
-    (found,) = seen
-    assert (found.phase, found.operation, found.location, found.step, found.rank, found.nbytes, found.error) == (
+    (event,) = seen
+    assert (event.phase, event.operation, event.location, event.step, event.rank, event.nbytes, event.error) == (
         "write", "save", "run/step_3", 3, 2, 128, None,
     )  # fmt: skip
-    # The wall clock may be set while a test runs; a day is enough to tell seconds since the epoch from anything else.
-    assert abs(found.began - before) < 86400
-    assert found.seconds >= 0
-    assert recording.events == (found,)
+    # The clock may be set during the test. A tolerance of a day still shows that the unit is seconds since the epoch.
+    assert abs(event.began - before) < 86400
+    assert event.seconds >= 0
+    assert recording.events == (event,)
 
 
-def test_bytes_can_be_given_before() -> None:
+def test_bytes_can_be_given_at_the_start_of_a_phase() -> None:
     recording = Recording("save", "x")
     with recording.phase("copy", 5):
         pass
@@ -40,14 +40,14 @@ def test_bytes_can_be_given_before() -> None:
     assert [event.nbytes for event in recording.events] == [5, None]
 
 
-def test_a_phase_inside_another_lies_within_it() -> None:
+def test_the_time_of_a_nested_phase_is_within_that_of_the_outer_one() -> None:
     recording = Recording("load", "x")
     with recording.phase("read"), recording.phase("restore"):
         pass
     recording.finish(7)
     inner, read, whole = recording.events
     assert [inner.phase, read.phase, whole.phase, whole.nbytes] == ["restore", "read", "load", 7]
-    clock = 1e-6  # floats of seconds since the epoch are this coarse
+    clock = 1e-6  # the resolution of seconds since the epoch as floats
     assert whole.began <= read.began + clock <= inner.began + 2 * clock
     assert inner.ended <= read.ended + clock <= whole.ended + 2 * clock
     assert 0 <= inner.seconds <= read.seconds
@@ -73,7 +73,7 @@ def test_an_interrupt_is_recorded() -> None:
     assert recording.events[0].error == "KeyboardInterrupt"
 
 
-def test_an_operation_ends_once() -> None:
+def test_an_operation_has_one_final_event() -> None:
     recording = Recording("save", "x")
     recording.finish(error=OSError("full"))
     with recording.phase("clean"):
@@ -82,14 +82,14 @@ def test_an_operation_ends_once() -> None:
     assert [(event.phase, event.error) for event in recording.events] == [("save", "OSError: full"), ("clean", None)]
 
 
-def test_a_long_error_is_cut() -> None:
+def test_a_long_error_is_truncated() -> None:
     recording = Recording("save", "x")
     recording.finish(error=ValueError("x" * 100_000))
     error = recording.events[0].error
     assert error is not None and len(error) == ERROR_CHARACTERS
 
 
-def test_events_so_far_have_the_save_id_once_it_is_known() -> None:
+def test_earlier_events_get_the_save_id_once_it_is_known() -> None:
     seen: list[Event] = []
     recording = Recording("save", "x", [seen.append])
     with recording.phase("describe"):
@@ -107,7 +107,7 @@ def test_operations_have_distinct_ids() -> None:
         with recording.phase("read"):
             pass
     ids = [{event.operation_id for event in recording.events} for recording in recordings]
-    assert [len(found) for found in ids] == [1, 1, 1]
+    assert [len(ids_of_one) for ids_of_one in ids] == [1, 1, 1]
     assert len(set.union(*ids)) == 3
 
 
@@ -142,7 +142,7 @@ class Unreachable:
         raise ConnectionError("nobody listens")
 
 
-def test_a_failing_observer_is_logged_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_observer_is_logged_once_and_fails_no_operation(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[Event] = []
     failing, another = Unreachable(), Unreachable()
     recording = Recording("save", "run/a", [failing, seen.append, another])
@@ -173,7 +173,7 @@ def test_an_interrupt_in_an_observer_is_not_caught() -> None:
         pass
 
 
-def test_each_event_is_logged_for_those_who_debug(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_event_is_logged_at_the_level_debug(caplog: pytest.LogCaptureFixture) -> None:
     recording = Recording("save", "run/step_3", step=3)
     with recording.phase("describe"):
         pass
@@ -187,7 +187,7 @@ def test_each_event_is_logged_for_those_who_debug(caplog: pytest.LogCaptureFixtu
 
 
 def test_no_event_is_created_without_observers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phases are cheap without observers; time is not asserted."""
+    """Phases must be cheap without observers. The test counts events, not time."""
     made: list[str] = []
 
     def make(**fields: Any) -> Event:

@@ -1,4 +1,4 @@
-"""Redaction of URLs in any encoding: no form of a secret remains, and the text around it does."""
+"""Redaction of URLs: it removes a secret in any encoding, and keeps the text around it."""
 
 from __future__ import annotations
 
@@ -95,20 +95,22 @@ PLACES: Final[Mapping[str, str]] = {
 
 
 def _decoded_fully(text: str) -> str:
-    """Return what a lenient reader can make of a text."""
+    """Decode a text repeatedly, like a lenient reader, until it does not change."""
     import re
     import unicodedata
 
     while True:
-        found = re.sub(r"(?:%|\\)u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), text)
-        found = re.sub(r"%([0-9a-fA-F]{2})", lambda escape: chr(int(escape[1], 16)), found)
-        found = re.sub(
-            "\xe0?[\x81-\xc1][\x80-\xbf]", lambda pair: chr((ord(pair[0][-2]) & 3) << 6 | ord(pair[0][-1]) & 63), found
+        decoded = re.sub(r"(?:%|\\)u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), text)
+        decoded = re.sub(r"%([0-9a-fA-F]{2})", lambda escape: chr(int(escape[1], 16)), decoded)
+        decoded = re.sub(
+            "\xe0?[\x81-\xc1][\x80-\xbf]",
+            lambda pair: chr((ord(pair[0][-2]) & 3) << 6 | ord(pair[0][-1]) & 63),
+            decoded,
         )
-        found = unicodedata.normalize("NFKC", found)
-        if found == text:
-            return found
-        text = found
+        decoded = unicodedata.normalize("NFKC", decoded)
+        if decoded == text:
+            return decoded
+        text = decoded
 
 
 @given(
@@ -137,7 +139,7 @@ def test_no_form_of_a_secret_remains(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_each_place_in_each_encoding(place: str, encoding: str) -> None:
+def test_secrets_in_each_place_and_encoding_are_hidden(place: str, encoding: str) -> None:
     encode = ENCODINGS[encoding]
     for name in NAMES:
         url = PLACES[place].format(scheme="gs", secret=SECRET, parameter=f"{encode(name)}={SECRET}")
@@ -183,12 +185,12 @@ def test_only_the_secret_is_hidden() -> None:
     [*NAMES, "access_key", "accesskey", "apikey", "ApiKey", "AccountKey", "key", "KEY2", "userKey", "sig", "x-auth",
      "PASS", "AWSACCESSKEYID", "x-amz-security-token", "sessionId", "myJWT", "oauth_x", "db.pass"],
 )  # fmt: skip
-def test_secret_names_in_a_path(name: str) -> None:
+def test_parameters_with_secret_names_in_a_path_are_hidden(name: str) -> None:
     assert redacted(f"/data/run;{name}={SECRET}") == f"/data/run;{name}=***"
     assert redacted(f"s3://b/run;lr=1;{name}={SECRET};wd=2") == f"s3://b/run;lr=1;{name}=***;wd=2"
 
 
-def test_escaped_slashes_of_json() -> None:
+def test_urls_with_escaped_slashes_of_json_are_redacted() -> None:
     assert redacted(r'{"url":"https:\/\/u:PW@h\/x?token=T"}') == r'{"url":"https:\/\/u:***@h\/x?token=***"}'
     assert redacted(r'"https:\\/\\/u:PW@h\\/x"') == r'"https:\\/\\/u:***@h\\/x"'
 
@@ -204,7 +206,7 @@ def test_escaped_slashes_of_json() -> None:
         ("s3://bucket/my <run>/x", "s3://bucket/my <run>/x"),
     ],
 )
-def test_a_location_is_one_text(location: str, shown: str) -> None:
+def test_a_location_with_spaces_and_quotes_is_redacted_as_a_whole(location: str, shown: str) -> None:
     assert redacted_location(location) == shown
     assert redacted_location(shown) == shown
     assert str(SubPath(location, "a")) == f"{shown}/a"
@@ -217,7 +219,7 @@ def test_errors_show_a_location_without_its_secrets() -> None:
         assert SECRET not in str(caught.value), start
 
 
-def test_an_encoding_that_does_not_end_is_hidden_as_a_whole() -> None:
+def test_a_text_that_is_encoded_too_often_is_hidden_as_a_whole() -> None:
     assert redacted(f"cannot read gs://b/%{'25' * 40}3Fsig={SECRET} now") == "cannot read *** now"
 
 
@@ -246,7 +248,7 @@ LONG: Final[Mapping[str, Callable[[int], str]]] = {
 
 @pytest.mark.parametrize("form", LONG)
 def test_the_work_is_linear(form: str) -> None:
-    """Error texts may contain names of hostile checkpoints. Calls are counted, and so are the characters searched."""
+    """Error texts may contain names of hostile checkpoints. The test counts calls and searched characters."""
     counts = []
     for size in (2_000, 4_000, 8_000):
         text, count = LONG[form](size), 0

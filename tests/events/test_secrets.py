@@ -1,4 +1,4 @@
-"""Secrets in URLs: no output shows a password, token or signature of a URL that is passed anywhere."""
+"""Secrets in URLs: no output shows a password, token or signature, for all functions that take a URL."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _train(url: str, context: ckptcore.Context) -> None:
 
 
 class _Refusing:
-    """A plugin for unknown schemes, over a library whose errors print whole URLs."""
+    """A plugin for a scheme, whose library raises errors with whole URLs."""
 
     @ckptcore.hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
@@ -77,7 +77,7 @@ class _Refusing:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """The log, and all events."""
+    """Yield a list for texts of events, then add the log, and assert that no secret is in it."""
     texts: list[str] = []
     with caplog.at_level(logging.DEBUG, "ckptcore"), caplog.at_level(logging.DEBUG, "ckptcore_fsspec"):
         yield texts
@@ -89,7 +89,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("url", [*URLS, f"refusing://user:{SECRET}@host/run/x?token={SECRET}"])
-def test_no_error_and_no_event_has_them(name: str, url: str, told: list[str], monkeypatch: Any) -> None:
+def test_no_error_and_no_event_shows_a_secret(name: str, url: str, told: list[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     events: list[Event] = []
     context = ckptcore.Context(
@@ -99,7 +99,7 @@ def test_no_error_and_no_event_has_them(name: str, url: str, told: list[str], mo
             scheme: {"endpoint": "http://127.0.0.1:9", "anonymous": True, "retries": 0} for scheme in ("s3", "gs")
         },
     )
-    with pytest.raises(Exception) as caught:  # what it is depends on the scheme
+    with pytest.raises(Exception) as caught:  # the type depends on the scheme
         CALLS[name](url, context)
     texts = traceback.format_exception(caught.value)
     lines = [line for text in texts for line in text.splitlines() if not line.startswith("    ")]
@@ -109,7 +109,7 @@ def test_no_error_and_no_event_has_them(name: str, url: str, told: list[str], mo
     assert SECRET not in repr(events)
 
 
-def test_no_command_that_succeeds_shows_them(tmp_path: Path, told: list[str]) -> None:
+def test_no_successful_command_shows_a_secret(tmp_path: Path, told: list[str]) -> None:
     run = f"fsspec+memory://user:{SECRET}@host/{tmp_path.name}"
     context = ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="marker"))
     with ckptcore.Checkpointer(run, context=context) as checkpointer:
@@ -133,7 +133,7 @@ def test_no_command_that_succeeds_shows_them(tmp_path: Path, told: list[str]) ->
             assert result.exit_code in (0, 1), result.output
 
 
-def test_a_failing_observer_shows_none_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_failing_observer_shows_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     def export(event: Event) -> None:
         raise OSError(f"cannot send to https://user:{SECRET}@127.0.0.1:9/?token={SECRET}")
 
@@ -188,7 +188,7 @@ REDACTED = {
 
 
 @pytest.mark.parametrize("text", REDACTED)
-def test_what_is_shown(text: str) -> None:
+def test_redacted_text_is_as_expected(text: str) -> None:
     assert redacted(text) == REDACTED[text]
     assert redacted(redacted(text)) == REDACTED[text]
 
@@ -211,8 +211,8 @@ def test_an_error_shows_no_secret_in_any_form() -> None:
 
 
 def test_a_location_with_a_password_works(tmp_path: Path) -> None:
-    """Output and stored data hide it; the storage is opened with it."""
-    opened: list[str] = []
+    """The storage is opened with the password. Output and stored data hide it."""
+    urls: list[str] = []
 
     class Plugin:
         @ckptcore.hookimpl
@@ -220,7 +220,7 @@ def test_a_location_with_a_password_works(tmp_path: Path) -> None:
             return {"guarded": self.open}
 
         def open(self, url: str, options: StorageOptions) -> StorageBackend:
-            opened.append(url)
+            urls.append(url)
             return LocalStorage(str(tmp_path), options)
 
     events: list[Event] = []
@@ -233,7 +233,7 @@ def test_a_location_with_a_password_works(tmp_path: Path) -> None:
     handle.result()
     assert SECRET not in repr(handle)
     assert ckptcore.load(f"{url}/step", context=context)["w"].tolist() == [0, 1, 2, 3]
-    assert opened and all(SECRET in one for one in opened)
+    assert urls and all(SECRET in opened_url for opened_url in urls)
     assert events and SECRET not in repr(events)
     stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert stored and not any(SECRET.encode() in data for data in stored)
@@ -250,7 +250,7 @@ def test_the_values_of_options_are_not_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["inspect"], ["verify"], ["ls"], ["steps"], ["inspect", "--json"], ["ls", "--json"]]
 )
-def test_commands_show_none(arguments: list[str], told: list[str]) -> None:
+def test_failing_commands_show_no_secret(arguments: list[str], told: list[str]) -> None:
     for url in (f"https://user:{SECRET}@127.0.0.1:9/run/x", f"s3://user:{SECRET}@bucket/x"):
         result = CliRunner().invoke(application, [arguments[0], url, *arguments[1:]])
         assert result.exit_code

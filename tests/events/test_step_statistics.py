@@ -1,4 +1,4 @@
-"""Records of saves and loads have the fields of Orbax's own, with the same meanings."""
+"""Records of saves and loads have the fields of Orbax's records, with the same meanings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ GOODPUT_READS = {
 def records_of(*events: Event) -> list[Mapping[str, object]]:
     records: list[Mapping[str, object]] = []
     observer = StepStatisticsObserver(records.append)
-    for found in events:
-        observer(found)
+    for seen in events:
+        observer(seen)
     return records
 
 
@@ -45,7 +45,7 @@ def load(**others: object) -> tuple[Event, ...]:
     )
 
 
-def test_a_save_is_one_record_when_it_is_over() -> None:
+def test_the_end_of_a_save_creates_one_record() -> None:
     *events, last = async_save()
     assert records_of(*events) == []
     assert records_of(*events, last) == [
@@ -69,7 +69,7 @@ def test_a_save_is_one_record_when_it_is_over() -> None:
     ]
 
 
-def test_a_load_is_one_record() -> None:
+def test_a_load_creates_one_record() -> None:
     assert records_of(*load()) == [
         {
             "step": 12,
@@ -86,7 +86,7 @@ def test_a_load_is_one_record() -> None:
 @pytest.mark.parametrize(
     ("events", "theirs"), [(async_save(), SaveStepStatistics), (load(), RestoreStepStatistics)], ids=["save", "restore"]
 )
-def test_the_fields_are_those_of_orbax(
+def test_records_have_the_fields_of_orbax(
     events: tuple[Event, ...], theirs: type[SaveStepStatistics | RestoreStepStatistics]
 ) -> None:
     (record,) = records_of(*events)
@@ -96,33 +96,33 @@ def test_the_fields_are_those_of_orbax(
         assert isinstance(record[name], float), name
 
 
-def test_a_save_that_waits_for_no_other_has_numbers_too() -> None:
-    events = [found for found in async_save() if found.phase != "wait_for_previous"]
+def test_a_save_that_did_not_wait_has_a_waiting_time_of_zero() -> None:
+    events = [seen for seen in async_save() if seen.phase != "wait_for_previous"]
     (record,) = records_of(*events)
     assert record["wait_for_prev_start_time"] == BEGAN
     assert record["wait_for_prev_duration_secs"] == 0.0
     assert record["checkpointer_blocking_duration_secs"] == 0.5
 
 
-def test_the_call_may_return_after_the_save_is_over() -> None:
-    *events, blocking, last = sorted(async_save(), key=lambda found: (found.phase in ("blocking", "save"), found.phase))
+def test_the_blocking_phase_may_end_after_the_save() -> None:
+    *events, blocking, last = sorted(async_save(), key=lambda seen: (seen.phase in ("blocking", "save"), seen.phase))
     assert (blocking.phase, last.phase) == ("blocking", "save")
     (record,) = records_of(*events, last, blocking)
     assert [record] == records_of(*async_save())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("blocking", "save"))), ids="-".join)
-def test_a_save_that_was_over_when_its_call_returned_is_synchronous(order: tuple[str, ...]) -> None:
+def test_a_save_that_ended_before_its_call_returned_is_synchronous(order: tuple[str, ...]) -> None:
     seconds = {"blocking": 1.0, "save": 1.0 + 1e-5}
     (record,) = records_of(event("commit", 0.5, 0.25), *(event(phase, 0.0, seconds[phase]) for phase in order))
     assert record["synchronous"] is True
     assert record["checkpoint_manager_blocking_duration_secs"] == 1.0
 
 
-def test_the_time_between_saves_is_from_the_end_of_the_one_before() -> None:
+def test_the_time_between_saves_starts_at_the_end_of_the_previous_save() -> None:
     later = [
-        dataclasses.replace(found, step=13, location="run/step_13", began=found.began + 10, operation_id="two")
-        for found in async_save()
+        dataclasses.replace(earlier, step=13, location="run/step_13", began=earlier.began + 10, operation_id="two")
+        for earlier in async_save()
     ]
     elsewhere = async_save(location="other/step_12", operation_id="three")
     records = records_of(*async_save(), *elsewhere, *later)
@@ -130,14 +130,14 @@ def test_the_time_between_saves_is_from_the_end_of_the_one_before() -> None:
     assert [record["time_between_consecutive_saves_sec"] for record in records] == [None, None, 10 - 2.75]
 
 
-def test_operations_at_the_same_time_do_not_mix() -> None:
+def test_events_of_concurrent_operations_are_not_mixed() -> None:
     first, second = async_save(operation_id="a"), async_save(operation_id="b", step=13)
     records = records_of(*itertools.chain(*zip(first, second, strict=True)))
     assert [record["step"] for record in records] == [12, 13]
     assert {**records[0], "step": None} == {**records[1], "step": None, "time_between_consecutive_saves_sec": None}
 
 
-def test_what_failed_while_its_caller_waited_is_no_record() -> None:
+def test_an_operation_that_failed_during_its_call_creates_no_record() -> None:
     failure = OSError("full")
     records: list[Mapping[str, object]] = []
     observer = StepStatisticsObserver(records.append)
@@ -150,7 +150,7 @@ def test_what_failed_while_its_caller_waited_is_no_record() -> None:
     assert observer._open == {}
 
 
-def test_what_failed_later_is_a_record_and_no_save_before_the_next() -> None:
+def test_a_background_failure_creates_a_record_but_is_no_previous_save() -> None:
     *events, last = async_save()
     failed = dataclasses.replace(last, error="OSError: full")
     again = async_save(operation_id="two")
@@ -158,16 +158,16 @@ def test_what_failed_later_is_a_record_and_no_save_before_the_next() -> None:
     assert [record["time_between_consecutive_saves_sec"] for record in records] == [None, None]
 
 
-def test_a_location_that_is_no_step_is_its_own_directory() -> None:
+def test_a_location_outside_a_run_is_its_own_directory() -> None:
     (record,) = records_of(*async_save(step=None, location="s3://bucket/best"))
     assert (record["directory"], record["step"]) == ("s3://bucket/best", None)
 
 
-def test_deletes_and_cleaning_are_no_records_and_leave_nothing() -> None:
+def test_deletions_and_cleaning_create_no_records() -> None:
     records: list[Mapping[str, object]] = []
     observer = StepStatisticsObserver(records.append)
-    for found in (*async_save(), event("clean", 3, 1), event("delete", 0, 1, operation="delete", operation_id="two")):
-        observer(found)
+    for seen in (*async_save(), event("clean", 3, 1), event("delete", 0, 1, operation="delete", operation_id="two")):
+        observer(seen)
     assert len(records) == 1
     assert observer._open == {}
 
@@ -179,17 +179,17 @@ def test_operations_that_never_end_are_forgotten() -> None:
     assert len(observer._open) < 100
 
 
-def test_records_are_logged_where_nothing_else_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_are_logged_by_default(caplog: pytest.LogCaptureFixture) -> None:
     observer = StepStatisticsObserver()
     with caplog.at_level(logging.INFO, "ckptcore.statistics"):
-        for found in (*async_save(), *load()):
-            observer(found)
+        for seen in (*async_save(), *load()):
+            observer(seen)
     assert [record.getMessage() for record in caplog.records] == ["save of step 12 in run", "restore of step 12 in run"]
     assert {record.name for record in caplog.records} == {"ckptcore.statistics"}
     assert [vars(record)["ckptcore_statistics"] for record in caplog.records] == records_of(*async_save(), *load())
 
 
-def test_what_is_logged_is_a_copy(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_gets_a_copy_of_the_record(caplog: pytest.LogCaptureFixture) -> None:
     record = {"event_type": "save", "step": 1, "directory": "run"}
     with caplog.at_level(logging.INFO, "ckptcore.statistics"):
         log_step_statistics(record)

@@ -1,4 +1,4 @@
-"""A timeline comes back from JSON without its invalid events, and its text is what people read."""
+"""Timelines: round trips through JSON, which drop invalid events, and their text for people."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_timeline_is_restored() -> None:
     assert readable_events(stored(events)) == without_place(events)
 
 
-def test_the_events_of_a_recording_come_back_to_the_microsecond() -> None:
+def test_a_round_trip_keeps_times_to_the_microsecond() -> None:
     recording = Recording("load", "run/x", step=-1)
     with recording.phase("open"), recording.phase("read", 5):
         pass
@@ -48,7 +48,7 @@ def test_a_timeline_does_not_contain_the_location() -> None:
     assert {event.location for event in readable_events(stored(events), location="here")} == {"here"}
 
 
-def test_events_before_the_save_id_get_it_later() -> None:
+def test_earlier_events_of_a_timeline_get_the_save_id() -> None:
     events = (event("describe", 0, 1), event("write", 1, 1, save_id=SAVE_ID))
     assert [event.save_id for event in readable_events(stored(events))] == [SAVE_ID] * 2
 
@@ -64,7 +64,7 @@ def test_events_of_several_operations_are_no_timeline() -> None:
             timeline_to_json(events)
 
 
-def test_the_longest_of_too_many_are_kept() -> None:
+def test_the_longest_events_are_kept_if_there_are_too_many() -> None:
     events = [event("write", number, 1.0 + (number % 7), nbytes=number) for number in range(MAX_EVENTS + 500)]
     kept = readable_events(stored(tuple(events)))
     assert len(kept) == MAX_EVENTS
@@ -110,12 +110,12 @@ def test_events_with_invalid_fields_are_left_out(change: dict[str, Any]) -> None
     assert readable_events({**stored(async_save()), **change}) == ()
 
 
-@pytest.mark.parametrize("found", [None, 3, "x", [], {}, [[]]])
-def test_other_data_has_no_events(found: Any) -> None:
-    assert readable_events(found) == ()
+@pytest.mark.parametrize("document", [None, 3, "x", [], {}, [[]]])
+def test_other_data_has_no_events(document: Any) -> None:
+    assert readable_events(document) == ()
 
 
-def test_a_timeline_that_was_tampered_with_has_fewer_events_or_harmless_ones() -> None:
+def test_a_tampered_timeline_has_fewer_or_harmless_events() -> None:
     events = async_save(save_id=SAVE_ID, error="OSError: x")
     fewer = 0
     for document in tampered(stored(events), 3000):
@@ -140,7 +140,7 @@ def test_the_text_of_a_save() -> None:
     )
 
 
-def test_ranks_have_a_column_where_there_are_several() -> None:
+def test_the_text_has_a_column_for_several_ranks() -> None:
     text = format_timeline([*async_save(rank=0), *async_save(rank=11)])
     assert re.search(r"^phase +rank +start ms", text, re.MULTILINE)
     assert len(re.findall(r"^  write +0 ", text, re.MULTILINE)) == 1

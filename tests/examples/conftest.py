@@ -1,4 +1,4 @@
-"""The checkout's root on the path, so that ``examples`` imports however the tests are started."""
+"""Add the root of the repository to the path, so that ``examples`` can always be imported."""
 
 from __future__ import annotations
 

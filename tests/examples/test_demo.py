@@ -1,4 +1,4 @@
-"""``make demo`` tells one story, holds what it claims, and says where its report is."""
+"""``make demo``: all claims hold, it prints one summary, and it names the file of its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each example runs to its end in a process of its own, as a reader would run it."""
+"""Each example runs to its end in a new process, as a reader would run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARGUMENTS = {name: ["--directory", "run", "--steps", "30"] for name in ("train_j
 
 
 def test_every_example_is_listed() -> None:
-    others = {"__init__.py", "demo.py"}  # the second: see test_demo.py
+    others = {"__init__.py", "demo.py"}  # test_demo.py tests the demo
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*others, *NEEDS}
 
 
@@ -42,4 +42,4 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     assert finished.stdout
     assert finished.stderr == ""
     made = ["run"] if name in ARGUMENTS else []
-    assert [path.name for path in tmp_path.iterdir()] == made  # it wrote nothing where it was not told to
+    assert [path.name for path in tmp_path.iterdir()] == made  # it wrote nothing else to its working directory

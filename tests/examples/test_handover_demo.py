@@ -1,4 +1,4 @@
-"""The demo of a run that PyTorch begins and JAX ends holds what it claims."""
+"""The demo of a run that PyTorch starts and JAX continues: all claims hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_claim_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_is_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
+def test_a_trainer_can_be_killed_during_a_save(tmp_path: Path) -> None:
     killed = train_and_kill(tmp_path / "run", after=SAVE_EVERY)
     assert killed.step > SAVE_EVERY
     assert hidden_directories(tmp_path / "run") == [killed.leftover]

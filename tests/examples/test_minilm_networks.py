@@ -1,4 +1,4 @@
-"""The demo's three networks give what `transformers` and `sentence-transformers` give with the same weights."""
+"""The three networks of the demo equal `transformers` and `sentence-transformers` with the same weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WEIGHTS: dict[str, npt.NDArray[Any]] = safetensors.load_file(str(DIRECTORY / "mo
 
 @pytest.fixture(scope="module")
 def expected() -> npt.NDArray[np.float32]:
-    """Embeddings of the sentences by transformers' BertModel, with padding that matters."""
+    """Return embeddings of the sentences, computed by transformers' BertModel with padding."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel.from_pretrained(DIRECTORY).eval()
@@ -51,7 +51,7 @@ def expected() -> npt.NDArray[np.float32]:
     return vectors
 
 
-def test_tokens_are_those_of_transformers() -> None:
+def test_tokens_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     expected = tokenizer(SENTENCES, padding=True, truncation=True, max_length=256)
@@ -120,7 +120,7 @@ def test_jax_network_on_four_devices_agrees_with_transformers(expected: npt.NDAr
     np.testing.assert_allclose(np.array(answer["vectors"], np.float32), expected, atol=2e-6)
 
 
-def test_what_the_map_for_bert_makes_agrees_with_transformers(expected: npt.NDArray[np.float32]) -> None:
+def test_weights_mapped_by_the_map_for_bert_agree_with_transformers(expected: npt.NDArray[np.float32]) -> None:
     pytest.importorskip("jax")
     from examples.minilm import network_scanned
 

@@ -1,4 +1,4 @@
-"""The demo with Orbax reports what it claims."""
+"""The demo with Orbax: all claims hold."""
 
 from __future__ import annotations
 

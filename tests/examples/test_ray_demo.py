@@ -1,4 +1,4 @@
-"""The demo of a run on Ray that loses a worker holds what it claims."""
+"""The demo of a run on Ray that loses a worker: all claims hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of the table of comparison in the README, with the installed versions of the libraries."""
+"""The entries of the comparison table in the README, tested with the installed versions of the libraries."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NEW: Final = OLD[::-1].copy()
 
 
 class Library(NamedTuple):
-    """A way to save and load an array.
+    """The functions of a library that save and load an array.
 
     Attributes:
-        save: saves an array to a path, also over an earlier checkpoint.
+        save: saves an array at a path, and overwrites an existing checkpoint.
         load: returns the array at a path.
     """
 
@@ -85,7 +85,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _data_file(path: Path, array: np.ndarray) -> tuple[Path, int]:
-    """Return the file that has the elements of an array, and the offset of some of them."""
+    """Return the file that contains the elements of an array, and the offset of an element."""
     wanted = array[3000:3004].tobytes()
     ((file, offset),) = [(file, at) for file in _files(path) if (at := file.read_bytes().find(wanted)) >= 0]
     return file, offset
@@ -115,7 +115,7 @@ def test_a_changed_bit_is_an_error_of_ckptcore(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["PyTorch DCP", "torch.save"])
 def test_an_overwrite_is_in_place(name: str, tmp_path: Path) -> None:
-    """A second name of the old data file then has the new elements."""
+    """The test makes a hard link to the old data file, which has the new elements after the overwrite."""
     library = LIBRARIES[name]
     library.save(tmp_path / "c", OLD)
     file, _ = _data_file(tmp_path / "c", OLD)
@@ -151,7 +151,7 @@ def test_an_overwrite_of_ckptcore_that_fails_leaves_the_old_checkpoint(tmp_path:
 
 
 class _Code:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,7 +167,7 @@ def test_loads_of_dcp_run_code_and_those_of_torch_do_not_by_default(tmp_path: Pa
     with pytest.raises(CheckpointError):
         ckptcore.load(tmp_path / "hostile")
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(BaseException, match="."):  # an error about what the code returned
+    with pytest.raises(BaseException, match="."):  # the result of the code is no valid checkpoint
         _load_dcp(tmp_path / "hostile")
     assert (tmp_path / "ran").is_dir()
 
@@ -206,19 +206,24 @@ def test_ckptcore_reads_the_checkpoints_of_the_others(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("distribution", "number"), [("ckptcore", 4), ("orbax-checkpoint", 15), ("safetensors", 0)])
 def test_the_number_of_required_packages(distribution: str, number: int) -> None:
-    found = [Requirement(text) for text in requires(distribution) or ()]
-    assert len({one.name for one in found if one.marker is None or one.marker.evaluate({"extra": ""})}) == number
+    requirements = [Requirement(text) for text in requires(distribution) or ()]
+    required = {
+        requirement.name
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    assert len(required) == number
 
 
 def test_the_readme_has_these_libraries_and_entries() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     begin = next(number for number, row in enumerate(table) if row[1] == "ckptcore")
-    found: dict[str, Any] = {row[0]: row[1:] for row in table[begin:]}
-    assert found[""] == ["ckptcore", "Orbax v1", "PyTorch DCP", "torch.save", "safetensors"]
-    assert found["a changed bit in an array"] == ["error", *["loads silently"] * 4]
-    assert found["loading runs code from the file"] == ["no", "no", "yes", "no, by default", "no"]
-    assert found["another dtype than requested"] == ["error", "casts", "casts", "-", "-"]
-    assert found["required packages"] == ["4", "15", "PyTorch", "PyTorch", "0"]
+    rows: dict[str, Any] = {row[0]: row[1:] for row in table[begin:]}
+    assert rows[""] == ["ckptcore", "Orbax v1", "PyTorch DCP", "torch.save", "safetensors"]
+    assert rows["a changed bit in an array"] == ["error", *["loads silently"] * 4]
+    assert rows["loading runs code from the file"] == ["no", "no", "yes", "no, by default", "no"]
+    assert rows["another dtype than requested"] == ["error", "casts", "casts", "-", "-"]
+    assert rows["required packages"] == ["4", "15", "PyTorch", "PyTorch", "0"]
     outcomes = ["old checkpoint stays", "old checkpoint is gone", *["overwritten in place"] * 2, "old file stays"]
-    assert found["overwriting, if the new save fails"] == outcomes
+    assert rows["overwriting, if the new save fails"] == outcomes

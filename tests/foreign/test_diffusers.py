@@ -1,4 +1,4 @@
-"""Pipelines of diffusers are several checkpointables, and a variant of a model is read by its own index."""
+"""Pipelines of diffusers load as several checkpointables. The index of a variant decides which files it has."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _expected(directory: Path, variant: str = "") -> dict[str, np.ndarray]:
     return {name: array for path in files for name, array in safetensors.numpy.load_file(path).items()}
 
 
-def _assert_equal(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def _assert_equal(loaded: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert loaded.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+        assert loaded[name].dtype == array.dtype
 
 
 @pytest.mark.parametrize("name", _MEMBERS)
@@ -58,19 +58,19 @@ def test_a_variant_is_opened_by_its_file_or_index(name: str) -> None:
     _assert_equal(ckptcore.load(path), expected)
     assert ckptcore.verify(path).ok
     assert ckptcore.metadata(path).unused == {}
-    with ckptcore.open(path) as opened:
-        assert opened.keys() == expected.keys()
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("name", _VARIANTS)
-def test_a_directory_with_one_variant_alone_is_that_variant(name: str, tmp_path: Path) -> None:
+def test_a_directory_with_a_single_variant_loads_this_variant(name: str, tmp_path: Path) -> None:
     source = (_GOLDEN / _VARIANTS[name]).parent
     for path in source.glob("*.fp16*"):
         shutil.copy(path, tmp_path)
     _assert_equal(ckptcore.load(tmp_path), _expected(source, "fp16"))
 
 
-def test_variants_without_a_plain_file_are_not_guessed_at(tmp_path: Path) -> None:
+def test_one_of_several_variants_must_be_named(tmp_path: Path) -> None:
     for variant in ("ema", "fp16"):
         safetensors.numpy.save_file({"w": np.ones(1)}, tmp_path / f"model.{variant}.safetensors")
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_variants_without_a_plain_file_are_not_guessed_at(tmp_path: Path) -> Non
     [("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")],
 )
 @pytest.mark.parametrize("several", [False, True], ids=["one_file", "several_files"])
-def test_a_plain_file_of_torch_comes_before_variants(safe: str, plain: str, several: bool, tmp_path: Path) -> None:
+def test_a_plain_file_of_torch_is_preferred_to_variants(safe: str, plain: str, several: bool, tmp_path: Path) -> None:
     safetensors.numpy.save_file({"w": np.ones(1)}, tmp_path / f"{safe}.fp16.safetensors")
     file = f"{plain}-00001-of-00001.bin" if several else f"{plain}.bin"
     torch.save({"w": torch.zeros(1)}, tmp_path / file)
@@ -106,7 +106,7 @@ def _bfloat16(model: str) -> dict[str, torch.Tensor]:
         ("pytorch_model.bin.index.bf16.json", "pytorch_model.bf16-0000{}-of-00002.bin"),
     ],
 )
-def test_a_variant_in_files_of_torch(index: str, pattern: str, tmp_path: Path) -> None:
+def test_a_variant_in_several_files_of_torch_loads(index: str, pattern: str, tmp_path: Path) -> None:
     state = _bfloat16("vae")
     weight_map = {name: pattern.format(1 + number % 2) for number, name in enumerate(state)}
     for file in set(weight_map.values()):
@@ -122,7 +122,7 @@ def test_a_variant_in_files_of_torch(index: str, pattern: str, tmp_path: Path) -
     assert ckptcore.load(tmp_path / index).keys() == state.keys()
 
 
-def test_a_variant_in_one_file_of_torch(tmp_path: Path) -> None:
+def test_a_variant_in_one_file_of_torch_loads(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "diffusion_pytorch_model.fp16.bin")
     assert ckptcore.load(tmp_path)["w"].tolist() == [1, 1]
 
@@ -161,8 +161,8 @@ def test_one_model_of_a_pipeline_is_restored_in_place() -> None:
     _assert_equal({name: tensor.numpy() for name, tensor in target.items()}, expected)
 
 
-def test_single_files_next_to_a_pipeline(tmp_path: Path) -> None:
-    """Repositories have the whole model in one file too, such as flux1-dev.safetensors."""
+def test_single_files_next_to_a_pipeline_are_ignored(tmp_path: Path) -> None:
+    """Some repositories also have the whole model in one file, such as flux1-dev.safetensors."""
     shutil.copytree(_PIPELINE, tmp_path, dirs_exist_ok=True)
     safetensors.numpy.save_file({"w": np.ones(1)}, tmp_path / "flux1-dev.safetensors")
     assert list(ckptcore.metadata(tmp_path).checkpointables) == _MEMBERS
@@ -171,7 +171,7 @@ def test_single_files_next_to_a_pipeline(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "flux1-dev.safetensors")["w"].tolist() == [1]
 
 
-def test_a_damaged_model_does_not_hinder_the_others(tmp_path: Path) -> None:
+def test_the_other_models_load_if_one_is_damaged(tmp_path: Path) -> None:
     shutil.copytree(_PIPELINE, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -185,7 +185,7 @@ def test_a_damaged_model_does_not_hinder_the_others(tmp_path: Path) -> None:
         ckptcore.load_checkpointables(tmp_path)
 
 
-def test_models_that_are_not_there_are_no_members(tmp_path: Path) -> None:
+def test_missing_models_are_no_members(tmp_path: Path) -> None:
     shutil.copytree(_PIPELINE, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "unet")
     shutil.rmtree(tmp_path / "text_encoder")

@@ -1,4 +1,4 @@
-"""Pointers of Git LFS, pages and empty files in place of the files of checkpoints, which their owners write."""
+"""Pointers of Git LFS, web pages and empty files in place of files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def write_flax(to: Path) -> None:
 
 
 def load(location: Path) -> None:
-    """Load all; the file of Flax has to be named."""
+    """Load the whole checkpoint. A file of Flax is loaded by its own path."""
     file = location / "params.msgpack"
     ckptcore.load(file if file.exists() else location)
 
@@ -100,7 +100,7 @@ def load(location: Path) -> None:
         (write_flax, ()),
     ],
 )
-def test_the_error_names_what_is_in_place_of_a_file(
+def test_the_error_names_the_kind_of_file_in_place_of_the_expected_one(
     tmp_path: Path, write: Callable[[Path], None], optional: Sequence[str]
 ) -> None:
     write(tmp_path / "whole")
@@ -123,7 +123,7 @@ def test_the_error_names_what_is_in_place_of_a_file(
     assert unnamed == []
 
 
-def test_a_damaged_file_of_safetensors_with_another_name(tmp_path: Path) -> None:
+def test_a_damaged_safetensors_file_with_another_name_is_recognized(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file(STATE, tmp_path / "whole.bin")
@@ -133,7 +133,7 @@ def test_a_damaged_file_of_safetensors_with_another_name(tmp_path: Path) -> None
         ckptcore.load(tmp_path / "cut.bin")
 
 
-def test_a_directory_says_what_its_files_are(tmp_path: Path) -> None:
+def test_the_error_about_a_directory_names_the_kinds_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("Trained on Monday.")
     (tmp_path / "weights.gguf2").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(CheckpointError, match=r"\(weights.gguf2 is a GGUF file of llama.cpp"):
@@ -144,7 +144,7 @@ def test_a_directory_says_what_its_files_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [STATE, [1, 2], STATE["w"]])
-def test_a_pickle_of_protocol_0_is_named(tmp_path: Path, value: object) -> None:
+def test_a_pickle_of_protocol_0_is_recognized(tmp_path: Path, value: object) -> None:
     kind = file_kind(pickle.dumps(value, 0)[:FILE_HEAD_BYTES], "state")
     assert kind is not None
     assert kind.noun.startswith("a pickle of Python")

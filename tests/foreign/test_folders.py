@@ -1,4 +1,4 @@
-"""Folders of unrelated checkpoints and of runs are not one checkpoint, whatever the layouts find in them."""
+"""Folders of unrelated checkpoints or runs are not read as one checkpoint, for all layouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE = {"w": np.ones(3), "n": 1}
 
 
 def _of_torch(place: Path) -> None:
-    torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # it is public
+    torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # torch does not export it
         {"a": torch.ones(5)}, checkpoint_id=str(place), no_dist=True
     )
 
@@ -45,7 +45,7 @@ _WRITERS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("writer", _WRITERS)
 @pytest.mark.parametrize("also", ["torch", "dcp"])
-def test_unrelated_checkpoints_are_not_one(writer: str, also: str, tmp_path: Path) -> None:
+def test_unrelated_checkpoints_are_not_read_as_one(writer: str, also: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     _WRITERS[writer](folder / "gpt2-small")
     _WRITERS[also](folder / "llama")
@@ -67,7 +67,7 @@ def test_unrelated_checkpoints_are_not_one(writer: str, also: str, tmp_path: Pat
     ckptcore.load(folder / "gpt2-small")
 
 
-def test_parts_of_one_training_state_are_one(tmp_path: Path) -> None:
+def test_parts_of_one_training_state_are_several_checkpointables(tmp_path: Path) -> None:
     for name in ("model", "optimizer"):
         _of_torch(tmp_path / "folder" / name)
     assert list(ckptcore.load_checkpointables(tmp_path / "folder")) == ["model", "optimizer"]
@@ -75,18 +75,18 @@ def test_parts_of_one_training_state_are_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Two runs, a checkpoint, and a folder with neither."""
+    """Create a folder of two runs, a checkpoint, and a folder without checkpoints."""
     for step in (1, 2):
         ckptcore.save(tmp_path / "mine" / f"step_{step}", _STATE)
         _of_torch(tmp_path / "theirs" / f"step-{step}")
-    (tmp_path / "theirs/step-3").mkdir()  # unfinished
+    (tmp_path / "theirs/step-3").mkdir()  # an unfinished step
     ckptcore.save(tmp_path / "final", _STATE)
     (tmp_path / "logs/1").mkdir(parents=True)
     (tmp_path / "logs/1/a.log").write_text("no checkpoint")
     return tmp_path
 
 
-def test_a_folder_of_runs_is_named(runs: Path) -> None:
+def test_the_error_about_a_folder_of_runs_lists_them(runs: Path) -> None:
     with pytest.raises(CheckpointNotFoundError) as raised:
         ckptcore.load(runs)
     said = str(raised.value)
@@ -100,8 +100,10 @@ def test_a_folder_of_runs_is_named(runs: Path) -> None:
 def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) -> None:
     code, document = run_json(ListDocument, "ls", runs)
     assert code == 0
-    found = {one["name"]: (one["state"], one.get("steps"), one.get("newest")) for one in document["checkpoints"]}
-    assert found == {"final": ("committed", None, None), "mine": ("run", 2, 2), "theirs": ("run", 3, 2)}
+    states = {
+        entry["name"]: (entry["state"], entry.get("steps"), entry.get("newest")) for entry in document["checkpoints"]
+    }
+    assert states == {"final": ("committed", None, None), "mine": ("run", 2, 2), "theirs": ("run", 3, 2)}
     lines = {line.split()[0]: line for line in run("ls", runs).stdout.splitlines()}
     assert lines["mine"].endswith("2 steps, the newest is 2")
     for arguments in (("steps", runs), ("gc", runs, "--policy", "latest_n=1", "--dry-run")):
@@ -115,7 +117,7 @@ def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) ->
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp"])
-def test_a_reader_of_a_folder_of_runs_names_one(layout: str, tmp_path: Path) -> None:
+def test_the_error_of_a_reader_for_a_folder_of_runs_names_a_run(layout: str, tmp_path: Path) -> None:
     for name in ("r1", "r2"):
         ckptcore.save(tmp_path / name / "7", _STATE, layout=layout)
     for read in (ckptcore.CheckpointReader, ckptcore.Checkpointer):
@@ -124,7 +126,7 @@ def test_a_reader_of_a_folder_of_runs_names_one(layout: str, tmp_path: Path) -> 
     assert ckptcore.CheckpointReader(tmp_path / "r2").load()["n"] == 1
 
 
-def test_a_folder_cannot_be_replaced(runs: Path) -> None:
+def test_a_save_does_not_replace_a_folder_of_runs(runs: Path) -> None:
     with pytest.raises(CheckpointError, match="a save does not replace them"):
         ckptcore.save(runs, _STATE, overwrite=True)
     assert ckptcore.load(runs / "final")["n"] == 1

@@ -1,4 +1,4 @@
-"""Other programs on S3: they read there what ckptcore saved there, and ckptcore reads what they saved."""
+"""Other programs on S3: they read checkpoints of ckptcore, and ckptcore reads theirs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ CANNOT = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """MiniStack."""
+    """Start MiniStack."""
     with s3_server(tmp_path_factory.mktemp("s3")) as running:
         yield running
 
 
 @pytest.fixture
 def directory(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A directory on S3 that every program finds by the environment."""
-    monkeypatch.chdir(tmp_path)  # Orbax makes files below a directory that it calls s3:
+    """Return a directory on S3, and set the environment variables with which every program connects."""
+    monkeypatch.chdir(tmp_path)  # Orbax creates a local directory named "s3:"
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()  # it keeps the settings of an earlier environment
+    s3fs.S3FileSystem.clear_instance_cache()  # cached instances have settings of an earlier environment
     yield f"s3://{server.create_bucket()}/run"
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -50,28 +50,28 @@ def _empty() -> dict[str, object]:
     return {"w": torch.zeros(64, 48), "optimizer": {"step": torch.zeros(5, dtype=torch.int64)}}
 
 
-def _expect_tensors(found: dict[str, object]) -> None:
-    assert isinstance(found["w"], torch.Tensor)
-    assert torch.equal(found["w"], torch.from_numpy(WEIGHTS))
-    assert found["optimizer"]["step"].tolist() == list(range(5))  # type: ignore[index]  # it is a dict
+def _expect_tensors(loaded: dict[str, object]) -> None:
+    assert isinstance(loaded["w"], torch.Tensor)
+    assert torch.equal(loaded["w"], torch.from_numpy(WEIGHTS))
+    assert loaded["optimizer"]["step"].tolist() == list(range(5))  # type: ignore[index]  # the value is a dict
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-def test_torch_reads_ours(directory: str) -> None:
+def test_torch_reads_checkpoints_of_ckptcore(directory: str) -> None:
     ckptcore.save(f"{directory}/ours", _tensors(), layout="dcp")
-    found = _empty()
-    state_dict_loader.load(found, storage_reader=FsspecReader(f"{directory}/ours"))
-    _expect_tensors(found)
+    target = _empty()
+    state_dict_loader.load(target, storage_reader=FsspecReader(f"{directory}/ours"))
+    _expect_tensors(target)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-def test_we_read_that_of_torch(directory: str) -> None:
+def test_ckptcore_reads_a_checkpoint_of_torch(directory: str) -> None:
     state_dict_saver.save(_tensors(), storage_writer=FsspecWriter(f"{directory}/theirs"))
     _expect_tensors(ckptcore.load(f"{directory}/theirs", _empty()))
     assert ckptcore.metadata(f"{directory}/theirs").layout == "dcp"
 
 
-def test_safetensors_reads_ours_and_we_read_theirs(directory: str) -> None:
+def test_safetensors_and_ckptcore_read_each_other(directory: str) -> None:
     from safetensors.numpy import load, save
 
     files = s3fs.S3FileSystem()
@@ -83,7 +83,7 @@ def test_safetensors_reads_ours_and_we_read_theirs(directory: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr"])
-def test_tensorstore_reads_ours(directory: str, server: S3Server, layout: str) -> None:
+def test_tensorstore_reads_checkpoints_of_ckptcore(directory: str, server: S3Server, layout: str) -> None:
     import tensorstore
 
     ckptcore.save(f"{directory}/ours", {"w": WEIGHTS}, layout=layout)
@@ -105,13 +105,13 @@ def test_tensorstore_reads_ours(directory: str, server: S3Server, layout: str) -
 
 
 def _item_directory(directory: str) -> str:
-    """Return the directory of the arrays of one tree, as in Orbax."""
+    """Return the directory in which Orbax stores the arrays of one tree."""
     names = s3fs.S3FileSystem().ls(f"{directory}/ours", detail=False)
     return "state/" if any(name.endswith("/state") for name in names) else ""
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason=CANNOT)
-def test_orbax_reads_ours(directory: str) -> None:
+def test_orbax_reads_checkpoints_of_ckptcore(directory: str) -> None:
     from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
 
     ckptcore.save(f"{directory}/ours", {"w": WEIGHTS}, layout="ocdbt")
@@ -119,7 +119,7 @@ def test_orbax_reads_ours(directory: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason=CANNOT)
-def test_we_read_that_of_orbax(directory: str) -> None:
+def test_ckptcore_reads_a_checkpoint_of_orbax(directory: str) -> None:
     import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it has no types
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

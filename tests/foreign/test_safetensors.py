@@ -37,17 +37,17 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**made, "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
 
 
-def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
+def test_safetensors_reads_files_of_ckptcore(tmp_path: Path) -> None:
     state = tensors()
     ckptcore.save(tmp_path / "c", state)
     loaded = safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")
     assert loaded.keys() == state.keys()
     assert all(same_value(loaded[name], state[name]) for name in state)
     with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"__ckptcore__": "1", "format": "pt"}  # Hugging Face loaders ask for it
+        assert file.metadata() == {"__ckptcore__": "1", "format": "pt"}  # Hugging Face loaders require the format
 
 
-def test_we_read_what_safetensors_writes(tmp_path: Path) -> None:
+def test_ckptcore_reads_files_of_safetensors(tmp_path: Path) -> None:
     state = tensors()
     safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"by": "somebody"})
     for location in (tmp_path, tmp_path / "model.safetensors"):
@@ -65,7 +65,7 @@ def test_we_read_what_safetensors_writes(tmp_path: Path) -> None:
         assert report.ok and report.unverified == ("model.safetensors",)
 
 
-def test_what_safetensors_cannot_name_is_there_as_bytes(tmp_path: Path) -> None:
+def test_dtypes_that_safetensors_lacks_are_stored_as_bytes(tmp_path: Path) -> None:
     tree = {
         "z": np.array([1 + 2j, 3]),
         "i": np.array([-1, 7], ml_dtypes.int4),
@@ -97,7 +97,7 @@ def test_a_foreign_flat_checkpoint_loads_into_a_nested_tree(tmp_path: Path) -> N
     assert ckptcore.load(tmp_path / "x.safetensors", abstract)["encoder"]["layer"][0]["w"].tolist() == [1, 1]
 
 
-def test_tied_weights_are_named_as_save_model_does(tmp_path: Path) -> None:
+def test_tied_weights_have_the_names_that_save_model_gives(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared})
     with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
@@ -112,7 +112,7 @@ class Tied(torch.nn.Module):
         self.second.weight = self.first.weight
 
 
-def test_load_model_of_safetensors_ties_them_again(tmp_path: Path) -> None:
+def test_load_model_of_safetensors_restores_ties(tmp_path: Path) -> None:
     saved, loaded = Tied(), Tied()
     ckptcore.save(tmp_path / "c", saved.state_dict())
     safetensors.torch.load_model(loaded, tmp_path / "c" / "model.safetensors")
@@ -120,7 +120,7 @@ def test_load_model_of_safetensors_ties_them_again(tmp_path: Path) -> None:
     assert same_value(loaded.first.weight.detach(), saved.first.weight.detach())
 
 
-def test_shards_are_read_by_hugging_face_and_back(tmp_path: Path) -> None:
+def test_transformers_and_ckptcore_read_shards_of_each_other(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
@@ -154,10 +154,10 @@ def test_two_copies_of_a_tensor_load_as_in_transformers(tmp_path: Path) -> None:
     theirs = transformers.BertModel.from_pretrained(tmp_path, local_files_only=True).state_dict()
     ours = ckptcore.load(tmp_path, model.state_dict())
     assert torch.equal(ours[name], model.state_dict()[name])
-    assert all(torch.equal(ours[one], theirs[one]) for one in theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_shards_without_an_index_belong_together_by_name(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_joined_by_their_names(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(CorruptCheckpointError, match="expected 2 safetensors shards that belong together, found 1"):
         ckptcore.load(tmp_path)
@@ -165,7 +165,7 @@ def test_shards_without_an_index_belong_together_by_name(tmp_path: Path) -> None
     assert set(ckptcore.load(tmp_path)) == {"a", "b"}
 
 
-def test_several_files_that_nothing_joins_are_not_guessed_at(tmp_path: Path) -> None:
+def test_one_of_several_unrelated_files_must_be_named(tmp_path: Path) -> None:
     for name in ("text_encoder", "vae"):
         safetensors.numpy.save_file({"w": np.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointNotFoundError, match="Name one of them"):

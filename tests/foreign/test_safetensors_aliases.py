@@ -1,4 +1,4 @@
-"""Tensors that `safetensors.torch.save_model` stores under one of their names can be loaded under each of them."""
+"""Tensors with several names, of which `safetensors.torch.save_model` stores one. Every name can be loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.errors import TreeMismatchError
 
 
 class _Tied(torch.nn.Module):
-    """Three names for one weight, as the embeddings of an encoder, a decoder and a head."""
+    """A module with three names for one weight, like the embeddings of an encoder, a decoder and a head."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ def test_every_name_can_be_loaded(saved: tuple[Path, _Tied]) -> None:
     assert loaded.keys() == _NAMES
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(loaded[name], tensor.numpy())
-    with ckptcore.open(path.parent) as opened:
-        np.testing.assert_array_equal(opened["encoder.weight"][1:3], model.encoder.weight.detach()[1:3].numpy())
+    with ckptcore.open(path.parent) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["encoder.weight"][1:3], model.encoder.weight.detach()[1:3].numpy())
     metadata = ckptcore.metadata(path)
     assert metadata.nbytes == 4 * (15 + 5)
     assert metadata.custom["license"] == "mit"
@@ -86,7 +86,7 @@ def test_a_copy_keeps_the_names(saved: tuple[Path, _Tied], tmp_path: Path) -> No
     assert ckptcore.metadata(tmp_path / "copy").nbytes == 4 * (15 + 5)
 
 
-def test_metadata_that_is_no_name(tmp_path: Path) -> None:
+def test_metadata_that_names_no_tensor_is_ignored(tmp_path: Path) -> None:
     tensors = {"pt": torch.ones(2), "w": torch.zeros(2)}
     metadata = {"format": "pt", "w": "pt", "license": "mit", "gone": "lost"}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata)
@@ -95,11 +95,11 @@ def test_metadata_that_is_no_name(tmp_path: Path) -> None:
     assert not loaded["w"].any()
 
 
-def test_names_in_several_files(tmp_path: Path) -> None:
+def test_names_in_several_files_are_loaded(tmp_path: Path) -> None:
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / first, {"b": "a", "c": "a"})
     safetensors.torch.save_file({"d": torch.zeros(2)}, tmp_path / second, {"c": "d"})
-    # `b` is in the index as well, `c` is only in the metadata of both files: the first file counts.
+    # The index also lists `b`. `c` is only in the metadata of both files, of which the first one is used.
     index = {"weight_map": {"a": first, "b": first, "d": second}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = ckptcore.load(tmp_path)
@@ -108,7 +108,7 @@ def test_names_in_several_files(tmp_path: Path) -> None:
 
 
 def test_a_name_of_a_part_of_a_tensor_is_refused(tmp_path: Path) -> None:
-    """save_model writes the same entry for a view of a part, whose shape it does not store."""
+    """`save_model` writes the same entry for a view of a part of a tensor, but does not store its shape."""
     model = _Tied()
     model.part = torch.nn.Parameter(model.encoder.weight.data[:2])
     path = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""An index of safetensors files decides which tensors are loaded. One wrong entry does not close the directory."""
+"""Indexes of safetensors files decide which tensors are loaded. A wrong entry affects only its own tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _values(tree: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def _shards(directory: Path) -> None:
-    """Write two shards that both have `w`, as an overlay over an older shard does; the index names the second."""
+    """Write two shards that both contain `w`, like an overlay over an older shard. The index names the second one."""
     _put(directory / _FIRST, a=1, w=2, old=3)
     _put(directory / _SECOND, b=4, w=5)
     _index(directory, a=_FIRST, b=_SECOND, w=_SECOND)
@@ -50,8 +50,8 @@ def test_the_index_names_one_of_two_copies(location: str, tmp_path: Path) -> Non
     assert _values(ckptcore.load(tmp_path / location)) == {"a": 1, "b": 4, "w": 5}
     _index(tmp_path, a=_FIRST, b=_SECOND, w=_FIRST)
     assert _values(ckptcore.load(tmp_path / location)) == {"a": 1, "b": 4, "w": 2}
-    with ckptcore.open(tmp_path / location) as opened:
-        assert opened["w"][0] == 2
+    with ckptcore.open(tmp_path / location) as checkpoint:
+        assert checkpoint["w"][0] == 2
 
 
 def test_copies_and_unlisted_tensors_are_shown(run: Run, run_json: RunJson, tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_other_entries_can_be_loaded(with_a_missing_entry: tuple[Path, str, str]
     assert tree is not None
     (error,) = filter(None, map(unreadable_error, tree.leaves))
     assert isinstance(error, CorruptCheckpointError)
-    with ckptcore.open(directory) as opened:
-        assert opened["w"][0] == 5
+    with ckptcore.open(directory) as checkpoint:
+        assert checkpoint["w"][0] == 5
         with pytest.raises(CorruptCheckpointError, match=f"lost: it cannot be loaded, because .*{message}"):
-            opened["lost"]
+            checkpoint["lost"]
     others = {"a": 1.0, "b": 4.0, "w": 5.0}
     assert _values(ckptcore.load(directory, select=~ckptcore.select.names("lost"))) == others
     abstract = {"a": np.empty(2), "b": np.empty(2), "w": np.empty(2), "lost": PLACEHOLDER}
@@ -150,34 +150,34 @@ def test_a_module_is_filled_from_the_selected_entries(with_a_missing_entry: tupl
     with pytest.raises(CheckpointError, match="lost"):
         ckptcore.load_into(directory, model)
     ckptcore.load_into(directory, model, select=~ckptcore.select.names("lost"))
-    assert {name: one[0].item() for name, one in model.named_parameters()} == {"a": 1, "b": 4, "w": 5}
+    assert {name: parameter[0].item() for name, parameter in model.named_parameters()} == {"a": 1, "b": 4, "w": 5}
 
 
-def test_an_index_of_several_files_that_one_file_replaced(tmp_path: Path) -> None:
+def test_a_single_file_is_used_if_the_files_of_the_index_are_missing(tmp_path: Path) -> None:
     _index(tmp_path, a=_FIRST, b=_SECOND)
     _put(tmp_path / "model.safetensors", a=1, b=2)
     assert _values(ckptcore.load(tmp_path)) == {"a": 1, "b": 2}
     _put(tmp_path / _FIRST, a=3)
-    with ckptcore.open(tmp_path) as opened:
-        assert opened["a"][0] == 3
+    with ckptcore.open(tmp_path) as checkpoint:
+        assert checkpoint["a"][0] == 3
         with pytest.raises(CorruptCheckpointError, match=f"lists 'b' in {_SECOND}, which does not exist"):
-            opened["b"]
+            checkpoint["b"]
 
 
-def test_shards_without_an_index_that_share_a_name(tmp_path: Path) -> None:
+def test_a_name_in_two_shards_without_an_index_is_an_error(tmp_path: Path) -> None:
     _shards(tmp_path)
     (tmp_path / _INDEX).unlink()
-    with ckptcore.open(tmp_path) as opened:
-        assert opened["b"][0] == 4
+    with ckptcore.open(tmp_path) as checkpoint:
+        assert checkpoint["b"][0] == 4
         with pytest.raises(
             CorruptCheckpointError, match=f"'w' is both in {_FIRST} and in {_SECOND}, and no index says"
         ):
-            opened["w"]
+            checkpoint["w"]
     assert _values(ckptcore.load(tmp_path / _FIRST)) == {"a": 1, "w": 2, "old": 3}
 
 
 @pytest.mark.parametrize("dtype", ["", "F 33", "?", "F32\n"])
-def test_a_dtype_that_is_no_name(dtype: str, tmp_path: Path) -> None:
+def test_an_invalid_name_of_a_dtype_affects_only_its_tensor(dtype: str, tmp_path: Path) -> None:
     # torchtitan wrote an entry with the dtype "" and the shape [] (pytorch/torchtitan pull request 3764).
     header = {
         "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
@@ -187,10 +187,10 @@ def test_a_dtype_that_is_no_name(dtype: str, tmp_path: Path) -> None:
     encoded = json.dumps(header).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + np.arange(3, dtype=np.float32).tobytes())
-    with ckptcore.open(path) as opened:
-        assert opened["b"][0] == 2
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint["b"][0] == 2
         with pytest.raises(CorruptCheckpointError, match="describes 'odd' with dtype .* and shape"):
-            opened["odd"]
+            checkpoint["odd"]
     assert ckptcore.load(path, {"a": np.empty(2, np.float32), "b": np.empty(1, np.float32), "odd": PLACEHOLDER})
 
 

@@ -1,4 +1,4 @@
-"""Dtypes of safetensors that are smaller than a byte, and dtypes that this ckptcore does not know."""
+"""Dtypes of safetensors that are smaller than a byte, and dtypes that ckptcore does not know."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _tensors(path: Path) -> dict[str, Any]:
     """Return the tensors that the library reads in a file: dtype, shape and bytes by name."""
-    found: Any = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # the library has no types for it
-    return dict(found)
+    tensors: Any = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # the library has no types for it
+    return dict(tensors)
 
 
 def _record(location: Path, name: str) -> ArrayRecord:
@@ -48,7 +48,7 @@ def _record(location: Path, name: str) -> ArrayRecord:
     return record
 
 
-def test_safetensors_gets_pairs_of_float4_as_it_writes_them(tmp_path: Path) -> None:
+def test_pairs_of_float4_are_stored_as_safetensors_stores_them(tmp_path: Path) -> None:
     state = {"w": _pairs(3, 4), "one": _pairs(5), "none": _pairs(2, 0), "scale": torch.ones(3)}
     ckptcore.save(tmp_path / "ours", state)
     safetensors.torch.save_file(state, tmp_path / "theirs.safetensors")
@@ -62,7 +62,7 @@ def test_safetensors_gets_pairs_of_float4_as_it_writes_them(tmp_path: Path) -> N
         assert loaded[name].view(torch.uint8).equal(state[name].view(torch.uint8))
 
 
-def test_a_single_pair_without_axes_is_a_byte(tmp_path: Path) -> None:
+def test_a_zero_dimensional_pair_of_float4_is_stored_as_a_byte(tmp_path: Path) -> None:
     state = {"w": _pairs()}
     with pytest.raises(safetensors.SafetensorError):
         safetensors.torch.save(state)  # the format has no such tensor
@@ -100,7 +100,7 @@ def test_conversions_keep_pairs_of_float4(tmp_path: Path) -> None:
     ("dtype", "shape", "nbytes"),
     [("F6_E2M3", [2, 4], 6), ("F6_E3M2", [2, 2], 3), ("F4", [2, 3], 3), ("F4", [2, 1], 1)],
 )
-def test_other_elements_below_a_byte_are_bytes_and_stay_what_they_are(
+def test_other_dtypes_below_a_byte_are_stored_as_bytes_and_restored(
     dtype: str, shape: list[int], nbytes: int, tmp_path: Path
 ) -> None:
     data = bytes(range(8 + nbytes))
@@ -138,7 +138,7 @@ def test_a_tensor_of_an_unknown_dtype_leaves_the_others_readable(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
-def test_bytes_that_do_not_make_up_the_elements_are_damage(dtype: str, tmp_path: Path) -> None:
+def test_a_wrong_number_of_bytes_is_damage(dtype: str, tmp_path: Path) -> None:
     header = {"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 8]}}
     (tmp_path / "model.safetensors").write_bytes(_file(header, bytes(8)))
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors is damaged: the tensor 'w'"):
@@ -146,7 +146,7 @@ def test_bytes_that_do_not_make_up_the_elements_are_damage(dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["", "Q" * 100, "a b", "\n"])
-def test_a_name_that_no_dtype_has_is_damage(dtype: str, tmp_path: Path) -> None:
+def test_an_invalid_name_of_a_dtype_is_damage(dtype: str, tmp_path: Path) -> None:
     header = {"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 8]}}
     (tmp_path / "model.safetensors").write_bytes(_file(header, bytes(8)))
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):

@@ -1,4 +1,4 @@
-"""A safetensors file is known by what is in it, whatever its name; files of other formats stay what they are."""
+"""Safetensors files are recognized by their content, for all file names. Files of other formats are not affected."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_file_of_any_name_is_opened(name: str, tmp_path: Path) -> None:
     metadata = ckptcore.metadata(file)
     assert (metadata.layout, metadata.custom) == ("safetensors", {"by": "somebody"})
     assert ckptcore.verify(file).ok
-    with ckptcore.open(file) as opened:
-        assert opened["a"][0].tolist() == [0, 1, 2]
+    with ckptcore.open(file) as checkpoint:
+        assert checkpoint["a"][0].tolist() == [0, 1, 2]
     ckptcore.copy(file, tmp_path / "converted", layout="safetensors")
     assert np.array_equal(ckptcore.load(tmp_path / "converted")["a"], _TREE["a"])
     ckptcore.copy(file, tmp_path / "consolidated", subtree=())
@@ -48,7 +48,7 @@ def test_a_file_without_tensors_is_opened(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "none.bin") == {}
 
 
-def test_files_of_torch_stay_those_of_torch(tmp_path: Path) -> None:
+def test_files_of_torch_are_still_read_as_such(tmp_path: Path) -> None:
     for name, zipped in (("zip.bin", True), ("legacy.bin", False)):
         torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=zipped)
         assert ckptcore.metadata(tmp_path / name).layout == "torch"

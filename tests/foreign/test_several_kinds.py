@@ -1,4 +1,4 @@
-"""Directories with weights in several formats: which one is read, which others are listed, and how to choose."""
+"""Directories with weights in several formats: the one that is read, the list of others, and how to choose."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _flax(directory: Path) -> None:
 
 def _dcp(directory: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the only process
+        warnings.simplefilter("ignore")  # torch warns that it runs in a single process
         torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # torch does not export it
             {"w": torch.full((3,), 5.0)}, checkpoint_id=directory, no_dist=True
         )
@@ -75,7 +75,7 @@ def _pickle(directory: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """An empty directory."""
+    """Return an empty directory."""
     (tmp_path / "c").mkdir()
     return tmp_path / "c"
 
@@ -96,10 +96,10 @@ def _inspect(directory: Path, *options: str) -> str:
         ([_dcp, _safetensors], 5.0, ["model.safetensors"]),
     ],
 )
-def test_the_weights_of_one_model_have_an_order_and_the_others_are_named(
+def test_the_preferred_format_is_read_and_the_others_are_listed(
     write: list[Callable[[Path], None]], value: float, others: list[str], place: Path
 ) -> None:
-    """As transformers reads them: safetensors first."""
+    """The order is that of transformers: safetensors first."""
     for each in write:
         each(place)
     assert np.asarray(ckptcore.load(place, framework="numpy")["w"]).tolist() == [value] * 3
@@ -111,7 +111,7 @@ def test_the_weights_of_one_model_have_an_order_and_the_others_are_named(
     ckptcore.copy(place, place.parent / "copy", layout="safetensors")
 
 
-def test_a_file_of_state_is_not_called_other_weights(place: Path) -> None:
+def test_a_file_of_training_state_is_not_listed_as_other_weights(place: Path) -> None:
     _dcp(place)
     _torch(place, "optimizer.pt")
     document = json.loads(_inspect(place, "--json"))
@@ -126,7 +126,7 @@ def test_a_file_of_state_is_not_called_other_weights(place: Path) -> None:
         ([_gguf, lambda directory: _torch(directory, "a.pt")], "a.pt; model.gguf: a GGUF file of llama.cpp"),
     ],
 )
-def test_files_of_several_kinds_are_named(write: list[Callable[[Path], None]], named: str, place: Path) -> None:
+def test_the_error_lists_files_of_several_kinds(write: list[Callable[[Path], None]], named: str, place: Path) -> None:
     for each in write:
         each(place)
     (place / "config.json").write_text("{}")
@@ -149,7 +149,7 @@ def test_files_of_several_kinds_are_named(write: list[Callable[[Path], None]], n
 def test_two_checkpoints_in_one_directory_are_an_error(
     write: list[Callable[[Path], None]], formats: list[str], place: Path
 ) -> None:
-    """The locations that it names are loaded."""
+    """The test loads the locations that the error names."""
     for each in write:
         each(place)
     copy: Callable[..., object] = ckptcore.copy
@@ -170,8 +170,8 @@ def test_two_checkpoints_in_one_directory_are_an_error(
         assert ckptcore.load(location.replace("ITEM", "state"), framework="numpy")
 
 
-def test_checkpoints_without_a_name_of_their_own_are_to_be_moved(place: Path) -> None:
-    """Metadata of DCP for each rank cannot be named. The remedy is followed."""
+def test_the_error_says_to_move_checkpoints_without_their_own_path(place: Path) -> None:
+    """Per-rank metadata of DCP has no path to load by. The test applies the remedy that the error suggests."""
     shutil.copytree(_DCP_APART, place, dirs_exist_ok=True)
     shutil.copytree(_ORBAX.parent / "v0_pytree_plain", place, dirs_exist_ok=True)
     with pytest.raises(CheckpointNotFoundError, match=r"torch\.distributed\.checkpoint, Orbax\. Move the files of one"):

@@ -1,4 +1,4 @@
-"""The optimizer of a training state does not get into files of weights for other software unasked."""
+"""Exports for other software exclude the optimizer of a training state, unless it is requested."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def trained() -> dict[str, Any]:
         ({"opt": {"exp_avg": W}, "head": {"w": W}}, ["opt"], ["head"]),
     ],
 )
-def test_what_an_optimizer_is(tmp_path: Path, state: Any, optimizers: Any, others: Any) -> None:
+def test_subtrees_of_optimizers_are_recognized(tmp_path: Path, state: Any, optimizers: Any, others: Any) -> None:
     ckptcore.save(tmp_path / "c", state, context=FAST)
-    found = find_optimizers(ckptcore.metadata(tmp_path / "c").tree)
+    subtrees = find_optimizers(ckptcore.metadata(tmp_path / "c").tree)
     assert (
         (None, None) == (optimizers, others)
-        if found is None
-        else (found.optimizers, found.others)
+        if subtrees is None
+        else (subtrees.optimizers, subtrees.others)
         == (
             optimizers,
             others,
@@ -96,8 +96,8 @@ def test_names_with_dots_are_dropped_by_a_transform(run: Run, tmp_path: Path) ->
     assert ckptcore.load(tmp_path / "hf").keys() == {"model.w"}
 
 
-def test_a_conversion_keeps_everything_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It loses nothing, because ckptcore loads it again; other software would take the optimizer for weights."""
+def test_a_conversion_keeps_the_optimizer_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ckptcore can load the result. But other software would read the optimizer as weights."""
     ckptcore.save(tmp_path / "c", trained(), context=FAST)
     with caplog.at_level(logging.WARNING, "ckptcore"):
         ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors", context=FAST)
@@ -122,7 +122,7 @@ def test_exports_name_the_part_before_anything_is_written(tmp_path: Path) -> Non
     ckptcore.save(tmp_path / "p", {"a": W}, strategy=WithExports([Export(location=tmp_path / "q")]), context=FAST)
 
 
-def test_exports_of_steps(tmp_path: Path) -> None:
+def test_exports_of_steps_name_the_part(tmp_path: Path) -> None:
     exports = StepExports([StepExport(directory=tmp_path / "weights")])
     with ckptcore.Checkpointer(tmp_path / "run", strategy=exports, context=FAST) as checkpointer:
         with pytest.raises(TreeMismatchError, match=r"exports\[0\].*subtree='model'"):
@@ -135,7 +135,7 @@ def test_exports_of_steps(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "weights" / "1", shapes).keys() == shapes.keys()
 
 
-def test_the_pattern_to_drop_keeps_names_that_begin_alike(tmp_path: Path) -> None:
+def test_the_suggested_pattern_keeps_names_with_the_same_prefix(tmp_path: Path) -> None:
     """A pattern `opt**` would drop the weights of an optic nerve."""
     names = ("opt.exp_avg", "optic_nerve.weight", "options_embed.weight", "head.weight")
     flat = {name: W.copy() for name in names}
@@ -143,8 +143,8 @@ def test_the_pattern_to_drop_keeps_names_that_begin_alike(tmp_path: Path) -> Non
     for number, (state, kept) in enumerate([(flat, list(flat)[1:]), (nested, ["optics.weight"])]):
         source = tmp_path / f"c{number}"
         ckptcore.save(source, state, context=FAST)
-        found = find_optimizers(ckptcore.metadata(source).tree)
-        assert found is not None
-        drops = [Drop(pattern) for pattern in found.drops]
+        subtrees = find_optimizers(ckptcore.metadata(source).tree)
+        assert subtrees is not None
+        drops = [Drop(pattern) for pattern in subtrees.drops]
         ckptcore.copy(source, tmp_path / f"w{number}", layout="safetensors", transforms=drops)
         assert sorted(load_file(tmp_path / f"w{number}" / "model.safetensors")) == sorted(kept)

@@ -1,1 +1,1 @@
-"""Fuzzing: every kind of file that ckptcore reads, changed by a coverage-guided fuzzer. See `__main__`."""
+"""Fuzzing of every kind of file that ckptcore reads, with a coverage-guided fuzzer. See `__main__`."""

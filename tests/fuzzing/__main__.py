@@ -70,7 +70,7 @@ class _Row(NamedTuple):
 
 
 class _Crashes:
-    """The directory of inputs that do harm, one for each kind."""
+    """The directory of harmful inputs, with one input for each kind of harm."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -122,7 +122,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit, hard = mapped + _ADDRESS_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"  # -merge=1 starts it for parts of the work
+    # With -merge=1, libFuzzer starts this program for parts of the work.
+    program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"
     options = [f"-max_len={_MAX_INPUT_BYTES}", f"-timeout={_HANG_SECONDS}", "-rss_limit_mb=4096"]
     prefix = f"-artifact_prefix={CORPUS / name}/crash-native-"
     atheris.Setup(
@@ -152,7 +153,7 @@ def _fork(name: str, arguments: Sequence[str], log: Path) -> str:
 
 
 def _fuzz(name: str, seconds: float) -> _Row:
-    """Fuzz a target until the time is over. Also stops if native code aborts or hangs, which must be fixed first."""
+    """Fuzz a target for a time. Stops earlier if native code aborts or hangs, which must be fixed first."""
     kept = _WORK / name
     kept.mkdir(parents=True, exist_ok=True)
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
@@ -171,14 +172,14 @@ def _minimize(name: str) -> None:
     """Replace the seeds of a target by the smallest inputs that reach the same code as the seeds and `_WORK`."""
     with tempfile.TemporaryDirectory() as merged:
         _fork(name, ["-merge=1", merged, str(CORPUS / name), str(_WORK / name)], _WORK / f"{name}.merge.log")
-        found = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
-        if not found:
+        smallest = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
+        if not smallest:
             raise SystemExit(f"the seeds of {name} could not be merged: see {_WORK / name}.merge.log")
         for seed in (CORPUS / name).iterdir():
             if not seed.name.startswith("crash-"):
                 seed.unlink()
         total = 0
-        for path in found[:_KEPT_FILES]:
+        for path in smallest[:_KEPT_FILES]:
             total += path.stat().st_size
             if total <= _KEPT_BYTES:
                 shutil.copyfile(path, CORPUS / name / path.name[:12])

@@ -48,7 +48,7 @@ _FORBIDDEN: Final = frozenset(
 
 
 class HarmError(AssertionError):
-    """A file did harm without an unexpected error."""
+    """Harm of a file that is not an unexpected error."""
 
 
 class Observer:
@@ -59,7 +59,7 @@ class Observer:
         self._data = b""
         self._seen: list[str] = []
         self._thread = 0
-        version_of("ckptcore")  # look it up now: errors contain it, and it is cached
+        version_of("ckptcore")  # cache the version now, because errors contain it
         sys.addaudithook(self._observe)
 
     @contextlib.contextmanager
@@ -100,8 +100,7 @@ class Observer:
     def _is_allowed(self, path: str) -> bool:
         if ".." in path.split("/"):
             return False
-        # A relative path is within an open directory.
-        # Tracebacks show source files.
+        # Relative paths are allowed, because they are inside an open directory. Source files are read for tracebacks.
         within = (self._inside, "/proc/", "/sys/")
         return not path.startswith("/") or f"{path}/".startswith(within) or path.endswith(".py")
 
@@ -116,10 +115,10 @@ def _is_importing() -> bool:
 
 
 class Checker:
-    """Reads inputs of a target. The first byte of an input is the number of its place.
+    """Checks of the inputs of a target. The first byte of an input is the number of its place.
 
     Attributes:
-        succeeded: how many calls can read the intact files of each place.
+        succeeded: for each place, the number of calls that can read its intact files.
     """
 
     def __init__(self, target: Target, directory: Path, observer: Observer) -> None:
@@ -136,14 +135,14 @@ class Checker:
         self._observer = observer
         for number in range(len(self._places)):
             self._create(number)
-        # Run all calls once without checks, also for a file of no format, because they load libraries at first use.
+        # Run all calls once without checks, because they load libraries at first use, some only for unknown formats.
         for read in target.reads:
             self._read(b"\0x", read)
         self.succeeded = [sum([self._read(data, read) for read in target.reads]) for data in self.samples()]
 
     def samples(self) -> list[bytes]:
         """Return the inputs that produce intact files."""
-        return [bytes([number]) + one.sample for number, one in enumerate(self._places)]
+        return [bytes([number]) + fuzzed.sample for number, fuzzed in enumerate(self._places)]
 
     def place_of(self, data: bytes) -> Place:
         """Return the place of an input that is not empty."""
@@ -153,7 +152,7 @@ class Checker:
         """Read an input by every call, with traced memory.
 
         Raises:
-            HarmError: it did harm.
+            HarmError: the input did harm.
             Exception: an unexpected error.
         """
         for read in self._target.reads if data else ():
@@ -190,14 +189,14 @@ class Checker:
     def _read(self, data: bytes, read: Read) -> bool:
         """Write the files of an input and read them. Return False after an expected error."""
         number = self._number(data)
-        one, directory = self._places[number], self._directories[number]
+        fuzzed, directory = self._places[number], self._directories[number]
         if self._target.writes:
             shutil.rmtree(directory)
             self._create(number)
-        for key, content in one.build(data[1:]).items():
+        for key, content in fuzzed.build(data[1:]).items():
             (directory / "c" / key).write_bytes(content)
         try:
-            read(directory / "c" / one.location)
+            read(directory / "c" / fuzzed.location)
         except self._target.expected:
             return False
         return True
@@ -206,8 +205,8 @@ class Checker:
         return min(data[0], len(self._places) - 1)
 
     def _stored_bytes(self, data: bytes) -> int:
-        one = self._places[self._number(data)]
-        return sum(map(len, {**one.files, **one.build(data[1:])}.values()))
+        fuzzed = self._places[self._number(data)]
+        return sum(map(len, {**fuzzed.files, **fuzzed.build(data[1:])}.values()))
 
     def _create(self, number: int) -> None:
         for key, content in self._places[number].files.items():

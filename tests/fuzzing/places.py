@@ -1,4 +1,4 @@
-"""Places: checkpoints in which one file is fuzzed, with its checksums repaired so that readers get beyond them."""
+"""Places: checkpoints in which one file is fuzzed. Its checksums are repaired, so that readers parse its content."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Place:
     Attributes:
         files: the intact directory.
         sample: an input for which `build` returns intact files.
-        build: returns the files that an input replaces.
-        mutator: which mutator changes inputs besides the one of the fuzzer.
+        build: returns the files to replace for an input.
+        mutator: the mutator that changes inputs in addition to that of the fuzzer.
         location: the location to open, relative to the directory.
     """
 
@@ -69,7 +69,7 @@ def _without_checksum(root: bytes) -> bytes:
 
 
 def _sealed(root: bytes) -> bytes:
-    """Return a root without its checksum with one."""
+    """Add a checksum to a root."""
     body = root.rstrip().removesuffix(b"}")
     return body + f',"checksum":"{_checksum(body)}"}}\n'.encode()
 
@@ -80,7 +80,7 @@ def root_place(files: Files, key: str = "checkpoint.json", location: str = ".") 
 
 
 def part_place(files: Files, table: str) -> Place:
-    """Return a place whose input is a table of the root, stored in an object of its own."""
+    """Return a place whose input is a table of the root that is stored in its own object."""
     root = json.loads(_without_checksum(files["checkpoint.json"]))
     key = f"checkpoint.{root['save_id']}.{table}.json"
     encoded = json.dumps(root["tables"].pop(table), separators=(",", ":")).encode()
@@ -105,7 +105,7 @@ def session_place(files: Files, root_key: str, location: str) -> Place:
     return Place(files, files[key], build, "json lines", location)
 
 
-# --- formats of others ------------------------------------------------------------------------------------------------
+# --- formats of other software ----------------------------------------------------------------------------------------
 
 
 def safetensors_place(files: Files, key: str, location: str = ".") -> Place:
@@ -143,7 +143,7 @@ def manifest_place(files: Files, key: str) -> Place:
 
 
 def database_node_place(files: Files, directory: str) -> Place:
-    """Return a place whose input is the body of the root node of an OCDBT database; its manifest states its length."""
+    """Return a place whose input is the body of the root node of an OCDBT database. The manifest states its length."""
     manifest_key = f"{directory}/manifest.ocdbt"
     encoded = files[manifest_key]
     manifest = decode_manifest(encoded, "", ByteRange("manifest", manifest_key, 0, len(encoded)))
@@ -166,7 +166,7 @@ def database_node_place(files: Files, directory: str) -> Place:
 
 
 def shard_place(files: Files, key: str, chunks: int) -> Place:
-    """Return a place whose input is a shard of zarr 3 without the checksum of its index, which is at its end."""
+    """Return a place whose input is a shard of zarr 3, without the checksum of the index at its end."""
     index_bytes = 16 * chunks
 
     def build(data: bytes) -> Files:

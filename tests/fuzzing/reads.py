@@ -54,12 +54,12 @@ def verify(location: Path) -> object:
 
 def look(location: Path) -> object:
     """Read the metadata, and parts of the arrays of one tree."""
-    found = ckptcore.metadata(location, context=CONTEXT)
-    opened = ckptcore.open(location, context=_RELAXED)
-    for box in itertools.islice(opened.iter_boxes(), _BOXES):
+    metadata = ckptcore.metadata(location, context=CONTEXT)
+    checkpoint = ckptcore.open(location, context=_RELAXED)
+    for box in itertools.islice(checkpoint.iter_boxes(), _BOXES):
         with contextlib.suppress(CheckpointError):
-            opened[box.path][...]
-    return found
+            checkpoint[box.path][...]
+    return metadata
 
 
 READS: Final[Sequence[Read]] = (look, load, load_unverified, load_members, verify)
@@ -72,7 +72,7 @@ def with_own_temporary_files(read: Read) -> Read:
     def call(location: Path) -> object:
         before, tempfile.tempdir = (
             tempfile.tempdir,
-            str(next(one for one in location.parents if one.name == "c").parent),
+            str(next(parent for parent in location.parents if parent.name == "c").parent),
         )
         try:
             return read(location)
@@ -128,19 +128,19 @@ def read_step_names(location: Path) -> object:
     names = _document(location / "names")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return None
-    found = StepNames().find(names)
-    for step, name in found.items():
+    steps = StepNames().find(names)
+    for step, name in steps.items():
         assert StepNames().parse(name) == step
     for name in names:
         with contextlib.suppress(ValueError):
             formatted = StepNameFormat.of(name)
             number = formatted.parse(name)
             assert number is None or formatted.name(number) == name
-    return found
+    return steps
 
 
 def _document(path: Path) -> Any:
-    """Parse JSON; None if it is none: the caller of these readers parses it."""
+    """Parse JSON, like the callers of the reader under test. Return None for invalid JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -148,7 +148,7 @@ def _document(path: Path) -> Any:
 
 
 def view(location: Path) -> object:
-    """Make each document of a checkpoint."""
+    """Create each document of a checkpoint."""
     viewed = Viewed(str(location), CONTEXT)
     parameters = {"leaf": "0", "index": "0:1"}
     for name in ("checkpoint", "tree", "array", "elements", "statistics"):
@@ -209,11 +209,11 @@ def slice_safetensors(location: Path) -> object:
 
     with safe_open(location / "model.safetensors", framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
-        return [file.metadata(), *[found[:1] for found in slices.values() if found.get_shape()]]
+        return [file.metadata(), *[stored[:1] for stored in slices.values() if stored.get_shape()]]
 
 
 def find_sound(location: Path) -> object:
-    # Imported when it is called, because it imports all of the Trainer.
+    # Imported at the call, because this imports the whole Trainer.
     from ckptcore_integrations.transformers import newest_sound
 
     return newest_sound(location)

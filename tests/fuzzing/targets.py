@@ -1,4 +1,4 @@
-"""Targets: one for each kind of file, with the places where it is fuzzed and the calls that read it."""
+"""Targets: one for each kind of file, with the places in which it is fuzzed and the calls that read it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Target:
     """A kind of file.
 
     Attributes:
-        places: return the places where such a file is fuzzed.
-        reads: the calls that read the location, each of which may raise the expected errors.
+        places: a function that returns the places in which such a file is fuzzed.
+        reads: the calls that read the location. Each may raise the expected errors.
         expected: the errors that the calls document.
         writes: True if the calls change the directory.
     """
@@ -91,12 +91,12 @@ def _layout(layout: str | Layout, state: object = _STATE) -> Files:
 
 
 def _foreign(layout: str | Layout) -> Files:
-    """Return what other software sees."""
+    """Return the files of a small checkpoint without our root, as other software sees them."""
     return {key: data for key, data in _layout(layout, _ARRAYS).items() if not key.startswith("checkpoint.")}
 
 
 def _golden(*parts: str) -> Files:
-    """Return a golden checkpoint of ours without large arrays."""
+    """Return the files of one of our golden checkpoints, without large arrays."""
     return files_below(_OURS.joinpath(*parts))
 
 
@@ -176,7 +176,7 @@ def _viewed_roots() -> Sequence[Place]:
 
 def _safetensors() -> Sequence[Place]:
     saved = _foreign("safetensors")
-    shard = "renamed.safetensors"  # by its own name it is refused, because it has slices
+    shard = "renamed.safetensors"  # renamed, because a file with this name and slices is refused
     sharded = {shard: _golden("sharded")["shard-00001-model-00001-of-00001.safetensors"]}
     return [
         safetensors_place(saved, "model.safetensors"),
@@ -202,12 +202,12 @@ def _shards() -> Sequence[Place]:
 def _dcp_metadata() -> Sequence[Place]:
     files = [_foreign("dcp"), *[files_below(_DCP / name) for name in ("two_processes", "nested", "zstd")]]
     apart = files_below(_DCP / "two_processes_apart")
-    return [*[place(one, ".metadata", "pickle") for one in files], place(apart, "__0.metadata", "pickle")]
+    return [*[place(checkpoint, ".metadata", "pickle") for checkpoint in files], place(apart, "__0.metadata", "pickle")]
 
 
 def _dcp_items() -> Sequence[Place]:
     files = [_foreign("dcp"), *[files_below(_DCP / name) for name in ("two_processes", "zstd")]]
-    return [place(one, "__0_0.distcp") for one in files]
+    return [place(checkpoint, "__0_0.distcp") for checkpoint in files]
 
 
 def _torch_zips() -> Sequence[Place]:
@@ -222,7 +222,7 @@ def _torch_zips() -> Sequence[Place]:
 
 
 def _made(write: Callable[[io.BytesIO], object]) -> bytes:
-    """Return what a function writes to a file."""
+    """Return the bytes that a function writes to a file."""
     file = io.BytesIO()
     write(file)
     return file.getvalue()
@@ -248,11 +248,11 @@ def _pickles() -> Sequence[Place]:
         **{f"p{protocol}.pkl": pickle.dumps(_STATE, protocol) for protocol in range(6)},
         "t.pkl": pickle.dumps(_TENSORS),
         "j.joblib": _made(lambda file: joblib.dump({**_ARRAYS, "o": np.array([None, 1], object)}, file)),
-        # Long enough to be read in windows.
+        # This file is long enough to be read in windows.
         "long.pkl": pickle.dumps({"x": np.zeros(1 << 15), **_TENSORS, "m": np.ma.array([1, 2], mask=[False, True])}),
     }
     places = [place(files, name, mutator, name) for name in files for mutator in ("pickle", "bytes")]
-    return [one for one in places if not (one.location.startswith("j") and one.mutator == "pickle")]
+    return [fuzzed for fuzzed in places if not (fuzzed.location.startswith("j") and fuzzed.mutator == "pickle")]
 
 
 def _archives() -> Sequence[Place]:
@@ -469,7 +469,7 @@ def _trainer() -> Sequence[Place]:
 
 
 def _with_digests() -> Files:
-    """Return a checkpoint with a list of files, as the adapter of the Trainer writes it."""
+    """Return the files of a checkpoint with digests of files, as the adapter of the Trainer writes them."""
     metadata = {"files": {"trainer_state.json": hashlib.sha256(b"{}").hexdigest()}}
     files = _saved(lambda at: ckptcore.save(at / "c", _ARRAYS, metadata=metadata, context=reads.CONTEXT))
     return {**files, "trainer_state.json": b"{}"}

@@ -1,4 +1,4 @@
-"""The seeds of the fuzzer, and inputs that once did harm, do none. `make fuzz` finds new ones."""
+"""Seeds of the fuzzer, and inputs that once did harm. None does harm now. `make fuzz` finds new inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_seeds_do_no_harm_to_any_call(name: str, tmp_path: Path, observer: Obser
 
 
 def _replay(checker: Checker, name: str, *, is_thorough: bool) -> None:
-    # What the fuzzer changes is not refused anyway, for its checksum or its length.
+    # Intact files must be readable. Otherwise the readers would refuse every input for its checksum or length.
     assert all(checker.succeeded)
     for seed in sorted((CORPUS / name).iterdir()):
         check = checker.check if is_thorough or seed.name.startswith("crash-") else checker.check_quickly
@@ -88,12 +88,12 @@ def test_an_expected_error_is_no_harm(tmp_path: Path, observer: Observer) -> Non
 
 
 @pytest.mark.parametrize("read", [_leave, _evaluate, _allocate, _import])
-def test_harm_is_found(read: Read, tmp_path: Path, observer: Observer) -> None:
+def test_harm_is_detected(read: Read, tmp_path: Path, observer: Observer) -> None:
     with pytest.raises(HarmError):
         _checker(read, tmp_path, observer).check(b"\0no_such_module")
 
 
-def test_an_unexpected_error_is_found(tmp_path: Path, observer: Observer) -> None:
+def test_an_unexpected_error_is_detected(tmp_path: Path, observer: Observer) -> None:
     with pytest.raises(ValueError, match="not expected"):
         _checker(_fail, tmp_path, observer)
 

@@ -1,4 +1,4 @@
-"""Golden checkpoints of features: their contents and saves. All have the built-in layout."""
+"""Contents of the golden checkpoints of features, and functions that save them. All use the built-in layout."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _in_job(save: Callable[[ckptcore.Context, int], object], size: int = GOLDEN_
 
 
 def sharded_state(rank: int) -> dict[str, Any]:
-    """One array cut into rows, one that all processes have, and leaves of one process alone."""
+    """Return the state of a rank: its rows of an array, an array of all ranks, and a leaf of this rank alone."""
     shard = ArrayShard(Box((2 * rank, 0), (2 * rank + 2, 3)), np.arange(6, dtype=np.float32).reshape(2, 3) + 6 * rank)
     own = {f"of rank {rank}": np.full(2, rank, np.int16)}
     return {"rows": ShardedArray((4, 3), np.float32, [shard]), "shared": np.arange(5, dtype=np.int64), "own": own}
 
 
 def parts_state() -> dict[str, Any]:
-    """Names and metadata too long to be in the root."""
+    """Return a state with names too long for the root."""
     return {f"{number:03d} {'long name ' * 30}": np.full(2, number, np.int16) for number in range(900)}
 
 
@@ -51,7 +51,7 @@ def sessions() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def host_state(rank: int) -> dict[str, Any]:
-    """Rows of one array, and arrays that all processes have."""
+    """Return the state of a rank: its rows of an array, and an array of all ranks."""
     shard = ArrayShard(Box((2 * rank, 0), (2 * rank + 2, 3)), np.full((2, 3), rank, np.float32))
     return {
         "rows": ShardedArray((4, 3), np.float32, [shard]),
@@ -95,7 +95,7 @@ def _save_export(at: Path) -> None:
 
 
 def _save_step(at: Path) -> None:
-    """A step of a run, with metrics and progress."""
+    """Save a step of a run with metrics and progress."""
     with Checkpointer(at, context=_QUICK) as run:
         run.save(3, {"w": np.arange(3, dtype=np.int32)}, metrics={"loss": 0.5, "bad": float("nan")}, metadata=METADATA)
 
@@ -112,7 +112,7 @@ def _save_finalized(at: Path) -> None:
 
 
 def _save_hosts(at: Path) -> None:
-    """A step on the disks of two hosts with one process each; each has copies of what the other wrote."""
+    """Save a step on the disks of two hosts with one process each. Each host has copies of the data of the other."""
 
     def save(context: ckptcore.Context, rank: int) -> None:
         near = NearTier(str(at / f"host-{rank}"), seen_by="host", upload_policy=SpecificSteps([]), close_seconds=60.0)
@@ -149,7 +149,7 @@ FEATURES: Mapping[str, Callable[[Path], None]] = {
 
 
 def save_feature(name: str, directory: Path) -> None:
-    """Save a golden checkpoint into a directory of them, with fixed save ids and times; the base of an update too."""
+    """Save a golden checkpoint into a directory, with fixed save ids and times. Also save the base of an update."""
     if name == "update" and not (directory / "tree").exists():
         save_feature("tree", directory)
     with fixed_saves(16 * list(FEATURES).index(name) + 1):

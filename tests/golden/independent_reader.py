@@ -1,6 +1,6 @@
-"""Reads checkpoints from the description in ``docs/format`` alone: it proves that the description is enough.
+"""A reader that was written only from ``docs/format``. It shows that this description is sufficient.
 
-Needs only NumPy, ml_dtypes and xxhash, and never imports ckptcore. It checks every checksum it comes across.
+It needs only NumPy, ml_dtypes and xxhash, never imports ckptcore, and verifies every checksum that it reads.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _HIDDEN = re.compile(r"\..+\.[0-9a-f]{16}\.ckptcore", re.DOTALL)
 
 
 class NotCommitted(Exception):
-    """A save began at the location and did not commit."""
+    """The error for a location at which a save began but did not commit."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf as it is stored.
+    """A stored leaf.
 
     Attributes:
-        kind: ``array`` by default.
-        content: an array, or the value of a leaf that is none.
+        kind: the kind of the leaf, ``array`` by default.
+        content: an array, or the value of another leaf.
     """
 
     kind: str
@@ -47,9 +47,9 @@ class Leaf:
 
 
 def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
-    """The tree at a directory, with a `Leaf` for each leaf, and the custom metadata.
+    """Return the tree in a directory, with a `Leaf` for each leaf, and the custom metadata.
 
-    Attribute keys come back as the strings ``.name``, and a container of any other kind as a dict.
+    Attribute keys are returned as strings ``.name``, and containers of other kinds as dicts.
     """
     root, tables = _root_and_tables(directory)
     if root["role"] == "member":
@@ -60,22 +60,22 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
 def read_composite(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of each checkpointable in a directory, by name, and the custom metadata.
 
-    Contents are a tree as of `read_checkpoint`, or the bytes of files by key; a list with one per process for states of
-    single processes. Deleted checkpointables are omitted.
+    The content of a checkpointable is a tree like that of `read_checkpoint`, or the bytes of files by key. For states
+    of single processes, it is a list with the content of each process. Deleted checkpointables are omitted.
     """
     root, tables = _root_and_tables(directory)
-    found: dict[str, Any] = {}
+    contents_by_name: dict[str, Any] = {}
     for name, (kind, processes) in root["members"].items():
         if kind not in ("tree", "files"):
             raise ValueError(f"the kind {kind!r}")
         if "/" in name or _object(directory, name) == directory:
             raise ValueError(f"the name {name!r}")
         own = [f"{name}.rank_{rank}" for rank in range(processes)] if (processes or 1) > 1 else [name]
-        there = [directory / one for one in own if (directory / one).is_dir()]
-        contents = [_member(one, kind, root["save_id"]) for one in there]
+        there = [directory / member for member in own if (directory / member).is_dir()]
+        contents = [_member(path, kind, root["save_id"]) for path in there]
         if contents:
-            found[name] = contents[0] if processes is None else contents
-    return found, tables["custom"]
+            contents_by_name[name] = contents[0] if processes is None else contents
+    return contents_by_name, tables["custom"]
 
 
 def _member(directory: Path, kind: str, save_id: str) -> Any:
@@ -94,7 +94,7 @@ def _expect_committed(directory: Path, root: dict[str, Any]) -> None:
     if _HIDDEN.fullmatch(directory.parent.name):
         raise NotCommitted(f"{directory.parent} is the directory of a save under way")
     if not above.exists():
-        return  # it was copied out of its composite
+        return  # the member was copied to a location outside its composite
     around = _unsealed(above.read_bytes())
     if around["state"] != "committed" or "members" not in around or around["save_id"] != root["save_id"]:
         raise NotCommitted(f"{directory} belongs to another save than {above}")
@@ -127,7 +127,7 @@ def _tree(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> Any:
 
 
 def _referred(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> dict[int, Leaf]:
-    """The leaves that other checkpoints have."""
+    """Return the leaves that bases store, by number."""
     if "references" not in tables:
         return {}
     stored = []
@@ -149,7 +149,7 @@ def _referred(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> 
 
 
 def _has_itself(tables: dict[str, Any]) -> list[int]:
-    """Return the leaves that the checkpoint stores itself, ascending, as its layout numbers them."""
+    """Return the leaves that the checkpoint stores itself, in ascending order. Its layout numbers only these."""
     aliases = dict(tables["tree"]["aliases"])
     referred = set(tables.get("references", {"leaf": []})["leaf"])
     return [leaf for leaf in range(tables["tree"]["count"]) if aliases.get(leaf, leaf) not in referred]
@@ -198,7 +198,7 @@ def _leaves(
     referred: dict[int, Any],
     own: list[int] | None = None,
 ) -> list[Any]:
-    """All leaves, those of `referred` from there; `own` are the others, if they are not told by these."""
+    """Return all leaves, including those of `referred`. `own` are the leaves of the layout, by default the others."""
     tied = dict(tree["aliases"])
     if own is None:
         own = [leaf for leaf in range(tree["count"]) if tied.get(leaf, leaf) not in referred]
@@ -286,12 +286,12 @@ def _grown(skeleton: Any, leaves: Iterator[Leaf]) -> Any:
 
 
 def _column(kind: str, value: Any) -> Any:
-    """Return a container of plain values."""
+    """Return a container of plain values that is stored as columns."""
     items = _column_values(value["items"])
     if kind == "dict":
         return dict(zip(_column_values(value["keys"]), items, strict=True))
-    found = list(_children(value.get("runs", [len(items)]), iter(items)))
-    return tuple(found) if kind == "tuple" else found
+    values = list(_children(value.get("runs", [len(items)]), iter(items)))
+    return tuple(values) if kind == "tuple" else values
 
 
 def _children(runs: list[Any], items: Iterator[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The state that the golden checkpoints hold: every dtype, container and sort of value, with fixed elements."""
+"""The state of the golden checkpoints: every dtype, container and kind of value, with fixed elements."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Point = namedtuple("Point", ["x", "y"])
 
 @dataclasses.dataclass
 class Settings:
-    """A container that comes back as a dict."""
+    """A container that loads as a dict."""
 
     rate: float
     shape: tuple[int, ...]
 
 
 def golden_state() -> dict[str, Any]:
-    """A small state with one of everything."""
+    """Return a small state with every kind of leaf and container."""
     tied = np.arange(5, dtype=np.float32)
     return {
         "dtypes": {name: filled(name, (2, 3)) for name in DTYPES},
@@ -64,7 +64,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def golden_update() -> dict[str, Any]:
-    """Return the part of the state that the golden update writes; the rest is in its base."""
+    """Return the part of the state that the golden update writes. The base stores the rest."""
     state = golden_state()
     return {
         "dtypes": {name: state["dtypes"][name] for name in ("int8", "bfloat16")},
@@ -79,19 +79,19 @@ GOLDEN_PROCESSES = 2
 
 
 class GoldenFiles:
-    """Writes files of its own, another one in each process."""
+    """An object that writes files, which differ between processes."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def save(self, directory: Path) -> None:
-        """Write them."""
+        """Write the files."""
         for key, content in golden_files(self.rank).items():
             (directory / key).parent.mkdir(parents=True, exist_ok=True)
             (directory / key).write_bytes(content)
 
     def load(self, directory: Path) -> None:
-        """Compare them."""
+        """Compare the files with the expected ones."""
         for key, content in golden_files(self.rank).items():
             assert (directory / key).read_bytes() == content
 
@@ -102,7 +102,7 @@ def golden_files(rank: int) -> dict[str, bytes]:
 
 
 def golden_composite(rank: int) -> dict[str, object]:
-    """One checkpointable of each sort, as a process of a job holds them."""
+    """Return one checkpointable of each kind, as a process of a job has them."""
     return {
         "state": golden_state(),
         "data": ckptcore.PerProcess({"rank": rank, "position": np.arange(rank, rank + 4)}),
@@ -112,7 +112,7 @@ def golden_composite(rank: int) -> dict[str, object]:
 
 
 def large_state() -> dict[str, Any]:
-    """Many small arrays with long names: a tree too large for the root, and more than one block of elements."""
+    """Return many small arrays with long names. The tree is too large for the root, the elements for one block."""
     names = [f"a name that is long enough to make the tree large, number {number:06d}" for number in range(4000)]
     state: dict[str, Any] = {name: np.full((2, number % 3), number, np.int32) for number, name in enumerate(names)}
     state["blocks"] = np.arange(700_000, dtype=np.float32)
@@ -120,7 +120,7 @@ def large_state() -> dict[str, Any]:
 
 
 def filled(dtype_name: str, shape: tuple[int, ...]) -> Any:
-    """An array of the dtype whose bytes are 0, 1, 2, ... as far as its elements can hold them."""
+    """Return an array with the bytes 0, 1, 2, ... Small integer dtypes and bool have only the elements 0 and 1."""
     dtype = np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
     count = math.prod(shape)
     if dtype_name in ("bool", "int2", "uint2", "int4", "uint4"):

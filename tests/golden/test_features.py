@@ -1,4 +1,4 @@
-"""A golden checkpoint of every feature loads, and saving the same again gives the same bytes."""
+"""Golden checkpoints of every feature. Each loads, and a new save of its state has the same bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.golden.test_independent_reader import CHECKPOINTS, assert_same_tree, 
 
 
 def _files(directory: Path) -> dict[str, bytes]:
-    """All files below a directory except administration of runs, which has times and processes."""
+    """Return all files in a directory, except administrative files of runs, which contain times and processes."""
     paths = [path for path in directory.rglob("*") if path.is_file() and ".ckptcore" not in path.parts]
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
@@ -30,12 +30,12 @@ def test_each_golden_checkpoint_has_a_feature() -> None:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_save_gives_the_bytes_of_the_golden_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_save_writes_the_bytes_of_the_golden_checkpoint(name: str, tmp_path: Path) -> None:
     save_feature(name, tmp_path)
-    found, golden = _files(tmp_path / name), _files(CHECKPOINTS / name)
-    assert sorted(found) == sorted(golden)
+    written, golden = _files(tmp_path / name), _files(CHECKPOINTS / name)
+    assert sorted(written) == sorted(golden)
     for key, data in golden.items():
-        assert found[key] == data, key
+        assert written[key] == data, key
 
 
 def _whole_rows() -> Any:
@@ -43,9 +43,9 @@ def _whole_rows() -> Any:
 
 
 def _sharded(at: Path) -> None:
-    found = ckptcore.load(at)
+    loaded = ckptcore.load(at)
     own = {name: array for rank in (0, 1) for name, array in sharded_state(rank)["own"].items()}
-    assert_same_value(found, {"rows": _whole_rows(), "shared": np.arange(5), "own": own})
+    assert_same_value(loaded, {"rows": _whole_rows(), "shared": np.arange(5), "own": own})
 
 
 def _export(at: Path) -> None:

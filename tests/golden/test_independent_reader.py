@@ -1,4 +1,4 @@
-"""Checkpoints can be read from the description of the format alone, and golden checkpoints still load."""
+"""The independent reader reads checkpoints, and golden checkpoints still load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
 
 def assert_same_tree(stored: Any, original: Any, path: str = "") -> None:
-    """Compare what the reader gives, with a `Leaf` for each leaf, with what was saved."""
+    """Compare a tree of the reader, which has a `Leaf` for each leaf, with the saved one."""
     if isinstance(original, dict):
         assert type(stored) is (OrderedDict if isinstance(original, OrderedDict) else dict), path
         assert list(stored) == list(original), path
@@ -44,7 +44,7 @@ def assert_same_tree(stored: Any, original: Any, path: str = "") -> None:
 
 
 def assert_same_leaf(content: Any, original: Any, path: str) -> None:
-    """Bit for bit, and of the same type."""
+    """Compare the content of a leaf, bit for bit, and its type."""
     if isinstance(original, np.ndarray | np.generic):
         expected = np.asarray(original)
         assert content.dtype == expected.dtype, path
@@ -56,7 +56,7 @@ def assert_same_leaf(content: Any, original: Any, path: str) -> None:
 
 
 def assert_same_value(loaded: Any, original: Any, path: str = "") -> None:
-    """Compare what ckptcore loads without an abstract tree with what was saved."""
+    """Compare a tree that ckptcore loaded without an abstract tree with the saved one."""
     if hasattr(original, "_fields"):
         original = original._asdict()
     elif dataclasses.is_dataclass(original) and not isinstance(original, type):
@@ -74,7 +74,7 @@ def assert_same_value(loaded: Any, original: Any, path: str = "") -> None:
         assert_same_leaf(loaded, original, path)
 
 
-def test_the_reader_reads_one_of_everything(tmp_path: Path) -> None:
+def test_the_reader_reads_every_kind_of_leaf_and_container(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "golden", golden_state(), metadata={"note": "ä", "numbers": [1, 2.5, None]})
     tree, custom = read_checkpoint(tmp_path / "golden")
     assert_same_tree(tree, golden_state())
@@ -89,7 +89,7 @@ def test_the_reader_reads_several_files(tmp_path: Path) -> None:
     assert_same_tree(tree, golden_state())
 
 
-def test_the_reader_reads_tables_that_are_objects_of_their_own(tmp_path: Path) -> None:
+def test_the_reader_reads_tables_in_separate_objects(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "large", large_state())
     assert list((tmp_path / "large").glob("checkpoint.*.tree.json"))
     tree, _ = read_checkpoint(tmp_path / "large")
@@ -115,7 +115,7 @@ def test_the_reader_reads_one_leaf(tmp_path: Path) -> None:
     assert_same_tree(tree, np.arange(3))
 
 
-def test_a_claim_is_no_checkpoint_for_the_reader(tmp_path: Path) -> None:
+def test_the_reader_refuses_a_claim(tmp_path: Path) -> None:
     from ckptcore.commit.root import Claim
     from ckptcore.commit.root_json import encode_claim
 
@@ -145,9 +145,9 @@ def test_golden_trees_load(path: Path) -> None:
     assert ckptcore.verify(path).ok
     custom = {} if path.name == "state" else {"made for": "tests/golden"}
     assert ckptcore.metadata(path).custom == custom
-    tree, found = read_checkpoint(path)
+    tree, metadata = read_checkpoint(path)
     assert_same_tree(tree, golden_state())
-    assert found == custom
+    assert metadata == custom
 
 
 @pytest.mark.parametrize("path", COMPOSITES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
@@ -176,15 +176,15 @@ def test_golden_composites_load(path: Path) -> None:
 
 
 def assert_golden_composite(path: Path) -> None:
-    """Read it from the description of the format alone."""
-    found, custom = read_composite(path)
+    """Read a golden composite with the independent reader, and compare it."""
+    contents, custom = read_composite(path)
     assert custom == {"made for": "tests/golden"}
-    assert list(found) == list(golden_composite(0))
-    assert_same_tree(found["state"], golden_state())
-    assert found["files"] == [golden_files(rank) for rank in range(GOLDEN_PROCESSES)]
-    assert found["a name"] == {}
+    assert list(contents) == list(golden_composite(0))
+    assert_same_tree(contents["state"], golden_state())
+    assert contents["files"] == [golden_files(rank) for rank in range(GOLDEN_PROCESSES)]
+    assert contents["a name"] == {}
     for rank in range(GOLDEN_PROCESSES):
-        assert_same_tree(found["data"][rank], {"rank": rank, "position": np.arange(rank, rank + 4)})
+        assert_same_tree(contents["data"][rank], {"rank": rank, "position": np.arange(rank, rank + 4)})
 
 
 def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
     assert_golden_composite(tmp_path / "c")
     for rank in range(GOLDEN_PROCESSES):
         ckptcore.delete(tmp_path / "c" / f"files.rank_{rank}")
-    found, _ = read_composite(tmp_path / "c")
-    assert list(found) == ["state", "data", "a name"]
+    contents, _ = read_composite(tmp_path / "c")
+    assert list(contents) == ["state", "data", "a name"]
     shutil.copytree(tmp_path / "c" / "state", tmp_path / "alone")
     assert_same_tree(read_checkpoint(tmp_path / "alone")[0], golden_state())
 
@@ -218,14 +218,14 @@ def test_the_reader_refuses_members_of_another_save(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / ".one.0123456789abcdef.ckptcore" / "state")
 
 
-def test_the_reader_reads_one_process(tmp_path: Path) -> None:
+def test_the_reader_reads_the_state_of_one_process(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", golden_composite(0))
-    found, _ = read_composite(tmp_path / "c")
-    assert found["files"] == [golden_files(0)] and len(found["data"]) == 1
+    contents, _ = read_composite(tmp_path / "c")
+    assert contents["files"] == [golden_files(0)] and len(contents["data"]) == 1
 
 
-def test_differences_are_noticed() -> None:
-    """The comparisons above can fail."""
+def test_differences_are_detected() -> None:
+    """Show that the comparisons above can fail."""
     leaf = Leaf("float", math.nan)
     assert_same_tree({"x": leaf}, {"x": math.nan})
     for other in ({"x": 0.0}, {"y": math.nan}, {"x": [math.nan]}, [math.nan], {"x": np.float64(math.nan)}):

@@ -1,6 +1,6 @@
-"""Writes the golden checkpoints that are not there yet: ``python -m tests.golden.write [DIRECTORY]``.
+"""Write missing golden checkpoints: ``python -m tests.golden.write [DIRECTORY]``.
 
-It replaces none: they show that checkpoints of earlier versions still load.
+Existing ones are not replaced, because they show that checkpoints of earlier versions still load.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ if __name__ == "__main__":
             save_feature(name, directory)
             print(f"wrote {directory / name}")
     for administration in directory.rglob(".ckptcore"):
-        shutil.rmtree(administration)  # who saved, which differs each time
+        shutil.rmtree(administration)  # it contains processes and times, which differ each time
     shutil.rmtree(directory / "hosts" / "far", ignore_errors=True)

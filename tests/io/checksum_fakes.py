@@ -1,4 +1,4 @@
-"""Inline checksums that are right, slow, counted, or fail at given calls."""
+"""Inline checksums for tests. They count calls, and can be slow or fail at a given call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zlib
 
 
 class Crc32:
-    """CRC-32, little endian; joining gives what one pass would.
+    """CRC-32, encoded in little endian. Joined checksums equal the checksum of one pass.
 
     Attributes:
-        summed: bytes of each piece that was summed.
+        summed: sizes in bytes of the pieces, in the order of calls.
         fail_at: the number of the piece that fails, counted from zero.
-        jitter: the most seconds that a piece takes longer, at random.
+        jitter: the maximum random delay of a piece, in seconds.
     """
 
     name = "crc32"
@@ -46,7 +46,7 @@ class Crc32:
 
 
 class Length:
-    """The number of bytes, and their sum, in 11 bytes: a checksum as long as no other."""
+    """The number of bytes and their sum, in 11 bytes. No real checksum has this unusual size."""
 
     name = "length"
     nbytes = 11

@@ -1,4 +1,4 @@
-"""Arrays of every memory layout as segments of an object, and tiles that read them back."""
+"""Strategies for arrays in every memory layout, for objects that contain them, and for tiles to read."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
 """Sizes that make arrays of a few hundred bytes go through every path of large ones."""
 
 
-class Opened:
-    """Counts how often each segment was opened and closed.
+class SegmentLog:
+    """Record of the segments that were opened and closed.
 
     Attributes:
-        opened, closed: numbers of segments, in order.
+        opened, closed: numbers of segments, in the order of calls.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Opened:
         self.closed: list[int] = []
 
     def segment(self, number: int, box: Box, parts: Sequence[tuple[Box, HostArray]]) -> ArraySegment:
-        """A segment made of these arrays."""
+        """Return a segment that consists of these arrays."""
 
         def open_parts() -> Sequence[tuple[Box, HostArray]]:
             self.opened.append(number)
@@ -52,7 +52,7 @@ class Opened:
 
 
 def stored_bytes(array: HostArray) -> bytes:
-    """The elements as an object holds them, by another way than the engine's."""
+    """Return the elements as an object stores them, computed without code of the engine."""
     if array.dtype.itemsize == 1 or array.dtype.kind in "VS":
         return np.ascontiguousarray(array).tobytes()
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
@@ -60,7 +60,7 @@ def stored_bytes(array: HostArray) -> bytes:
 
 @st.composite
 def held(draw: st.DrawFn, array: HostArray) -> HostArray:
-    """The same elements in other memory: strided, reversed, transposed, read-only or big endian."""
+    """Draw an equal array in another memory layout: strided, reversed, transposed, read-only or big endian."""
     kind = draw(st.sampled_from(["same", "strided", "reversed", "fortran", "read-only", "big endian", "offset"]))
     if kind == "strided" and array.ndim:
         wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
@@ -84,15 +84,15 @@ def held(draw: st.DrawFn, array: HostArray) -> HostArray:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], Opened]:
-    """Some arrays, the segments of an object that has them, where each begins in it, and who was opened."""
+def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], SegmentLog]:
+    """Draw arrays, the segments of an object that contains them, their offsets, and the record of opened segments."""
     sources = draw(st.lists(arrays(), min_size=1, max_size=6))
     if draw(st.booleans()):
-        # One that spans many blocks.
+        # Add an array that spans many blocks.
         shape = draw(st.sampled_from([(700,), (9, 50), (3, 7, 20), (2, 300)]))
         dtype = draw(st.sampled_from(["uint8", "int16", "float32", "complex128", "S5"]))
         sources.insert(draw(st.integers(0, len(sources))), _counted(shape, dtype))
-    opened = Opened()
+    log = SegmentLog()
     segments: list[Segment] = []
     offsets = []
     position = 0
@@ -106,10 +106,10 @@ def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], 
             (box, draw(held(np.ascontiguousarray(source[box.slices]).reshape(box.shape))))
             for box in draw(partitions(source.shape))
         ]
-        segments.append(opened.segment(number, whole, parts))
+        segments.append(log.segment(number, whole, parts))
         offsets.append(position)
         position += source.nbytes
-    return sources, segments, offsets, opened
+    return sources, segments, offsets, log
 
 
 def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
@@ -122,7 +122,7 @@ def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
 def tiles(
     draw: st.DrawFn, key: str, sources: Sequence[HostArray], offsets: Sequence[int]
 ) -> tuple[list[ChunkRead], list[tuple[HostArray, HostArray]]]:
-    """Read requests for boxes of stored arrays, by one chunk or several; and (array to fill, expected) by number."""
+    """Draw reads of boxes of stored arrays, and a pair (array to fill, expected array) for each target number."""
     reads: list[ChunkRead] = []
     targets: list[tuple[HostArray, HostArray]] = []
     for source, offset in zip(sources, offsets, strict=True):
@@ -132,7 +132,7 @@ def tiles(
             wanted.append((len(targets), box, array))
             targets.append((array, source[box.slices]))
         if source.ndim and source.shape[0] > 1 and draw(st.booleans()):
-            # The same bytes as several chunks: consecutive rows.
+            # Describe the same bytes as several chunks of consecutive rows.
             rows = sorted({0, source.shape[0], *draw(st.lists(st.integers(0, source.shape[0]), max_size=3))})
             for start, stop in itertools.pairwise(rows):
                 tile = Box((start, *(0,) * (source.ndim - 1)), (stop, *source.shape[1:]))
@@ -147,15 +147,18 @@ def tiles(
 def summed(
     draw: st.DrawFn, checksum: Checksum, sources: Sequence[HostArray], segments: Sequence[Segment]
 ) -> tuple[list[Segment], list[int], list[bool], bytes]:
-    """Return the segments of `stored` with checksums after some, the offset of each source, whether each has a checksum
-    of its own, and the object."""
-    found: list[Segment] = []
+    """Insert checksums after some segments of `stored`.
+
+    Return the segments, the offset of each source, a flag for each source that has its own checksum, and the bytes of
+    the object.
+    """
+    with_checksums: list[Segment] = []
     offsets: list[int] = []
     alone: list[bool] = []
     parts: list[bytes] = []
     free = 0
     for segment in segments:
-        found.append(segment)
+        with_checksums.append(segment)
         if isinstance(segment, ArraySegment):
             offsets.append(sum(map(len, parts)))
             parts.append(stored_bytes(sources[len(alone)]))
@@ -166,12 +169,12 @@ def summed(
         free += 1
         if draw(st.booleans()):
             count = draw(st.integers(1, free) | st.just(1))
-            found.append(ChecksumSegment(checksum, count))
+            with_checksums.append(ChecksumSegment(checksum, count))
             parts.append(checksum.encode(checksum.of(memoryview(b"".join(parts[-count:])))))
             if isinstance(segment, ArraySegment):
                 alone[-1] = count == 1
             free = 0
-    return found, offsets, alone, b"".join(parts)
+    return with_checksums, offsets, alone, b"".join(parts)
 
 
 def checked(
@@ -181,7 +184,7 @@ def checked(
     offsets: Sequence[int],
     alone: Sequence[bool],
 ) -> list[ChunkRead]:
-    """The same reads, with a checksum for those of whole sources that have one behind them."""
+    """Return the reads. Those of a whole source that is followed by its own checksum get this checksum."""
     places = {
         (offset, source.nbytes)
         for source, offset, summed_alone in zip(sources, offsets, alone, strict=True)
@@ -201,7 +204,7 @@ def assert_targets_are_filled(
     *,
     checksums: bool = True,
 ) -> None:
-    """Write segments and read chunks: fail unless each target has its elements, and all bytes are counted."""
+    """Write segments, read chunks, and assert that all targets are filled and all bytes are counted."""
     storage = WatchedStorage(memory_storage(), request_bytes=data.draw(st.sampled_from([1, 64, 300, 1 << 20])))
     threads = IOThreads(data.draw(st.integers(1, 4)))
     recorder = ObjectRecorder(storage, threads, checksums=checksums, sizes=TINY)

@@ -1,4 +1,4 @@
-"""Programs that run in a process of their own."""
+"""Programs that run in a new process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def run_program(program: str) -> str:
-    """Run Python code; what it prints. It must end well and write no error."""
-    # Python 3.12 warns of a fork in a process with threads.
+    """Run Python code in a new process and return its output. It must exit with 0 and an empty stderr."""
+    # Python 3.12 warns if a process with threads forks.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr == ""
-    return found.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout

@@ -1,4 +1,4 @@
-"""Block caches: when blocks are read and verified again, and that no byte is returned that was not verified."""
+"""Block caches: they reread and reverify blocks when necessary, and return only verified bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIZE = 1030
 
 
 class ChangingObject:
-    """Bytes that a test changes, with a stamp that it sets.
+    """An object whose bytes and stamp the test sets.
 
     Attributes:
-        data: the bytes.
-        now: the stamp.
-        reads: every range that was read.
+        data: the current bytes.
+        now: the current stamp.
+        reads: all ranges that were read, in order.
         after_read: called after each read.
     """
 
@@ -67,123 +67,125 @@ def held(reader: ChangingObject, far: RangeReader | None = None, *, verified: bo
     return BlockCache("a", far or reader, size, sums, block_bytes=BLOCK, recent=recent, count=lambda nbytes: None)
 
 
-def read(found: BlockCache, start: int, stop: int) -> bytes:
+def read(cache: BlockCache, start: int, stop: int) -> bytes:
     memory = bytearray(stop - start)
-    found.read_into(start, memoryview(memory))
+    cache.read_into(start, memoryview(memory))
     return bytes(memory)
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
-def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+def test_any_sequence_of_reads_returns_the_stored_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
     reader = ChangingObject(data_of())
-    found = held(reader, verified=verified)
+    cache = held(reader, verified=verified)
     for pair in bounds:
         start, stop = min(pair), max(pair)
-        if start < stop and found.is_cached(start, stop):
-            memory = found.memory()
+        if start < stop and cache.is_cached(start, stop):
+            memory = cache.memory()
             assert memory is not None and memory[start:stop] == reader.data[start:stop]
-        assert read(found, start, stop) == reader.data[start:stop]
+        assert read(cache, start, stop) == reader.data[start:stop]
 
 
 class FarObject:
-    """The same bytes, to be read and nothing else."""
+    """An object on a remote storage: a reader without stamps, sizes or mapped memory."""
 
     def __init__(self, inner: ChangingObject) -> None:
         self.get_into = inner.get_into
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
-def test_any_reads_of_what_is_far_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+def test_any_sequence_of_reads_of_a_remote_object_returns_the_stored_bytes(
+    bounds: list[tuple[int, int]], verified: bool
+) -> None:
     reader = ChangingObject(data_of())
-    found = held(reader, FarObject(reader), verified=verified)
+    cache = held(reader, FarObject(reader), verified=verified)
     for pair in bounds:
         start, stop = min(pair), max(pair)
-        assert not found.is_cached(start, stop) and not found.fetch(start, stop, IOThreads(1))
-        assert read(found, start, stop) == reader.data[start:stop]
+        assert not cache.is_cached(start, stop) and not cache.fetch(start, stop, IOThreads(1))
+        assert read(cache, start, stop) == reader.data[start:stop]
 
 
-def test_what_is_far_is_kept_where_it_was_verified() -> None:
+def test_the_last_verified_blocks_of_a_remote_object_are_kept() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader, FarObject(reader))
-    read(found, 250, 530)
-    read(found, 210, 300)
-    read(found, 599, 601)
+    cache = held(reader, FarObject(reader))
+    read(cache, 250, 530)
+    read(cache, 210, 300)
+    read(cache, 599, 601)
     assert sorted(reader.reads) == [(200, 300), (300, 500), (500, 600), (600, 700)]
     reader.data[350] ^= 1
     with pytest.raises(ChecksumError, match="bytes 300 to 400"):
-        read(found, 340, 341)
+        read(cache, 340, 341)
     assert len(read(held(reader, FarObject(reader), verified=False), 340, 341)) == 1 and reader.reads[-1] == (340, 341)
 
 
-def test_a_far_object_of_one_block_is_requested_once() -> None:
+def test_a_block_of_a_remote_object_is_requested_once() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader, FarObject(reader))
-    read(found, 110, 120)
+    cache = held(reader, FarObject(reader))
+    read(cache, 110, 120)
     for _ in range(5):
-        assert read(found, 100, 200) == reader.data[100:200]
+        assert read(cache, 100, 200) == reader.data[100:200]
     assert reader.reads == [(100, 200)]
     for _ in range(2):
-        read(found, 1000, SIZE)
+        read(cache, 1000, SIZE)
     assert reader.reads == [(100, 200), (1000, SIZE)]
 
 
-def test_blocks_are_brought_at_hand_once() -> None:
+def test_fetch_reads_each_block_once_until_the_object_changes() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
-    read(found, 250, 260)
-    assert found.fetch(150, SIZE, IOThreads(3)) and found.is_cached(100, SIZE)
+    cache = held(reader)
+    read(cache, 250, 260)
+    assert cache.fetch(150, SIZE, IOThreads(3)) and cache.is_cached(100, SIZE)
     assert sorted(reader.reads) == [(begin, min(begin + BLOCK, SIZE)) for begin in range(100, SIZE, BLOCK)]
     reader.data[450] ^= 1
     reader.now = 1
     with pytest.raises(ChecksumError, match="bytes 400 to 500"):
-        found.fetch(0, SIZE, IOThreads(3))
-    assert found.fetch(500, 700, IOThreads(3)) and not found.is_cached(400, 700)
+        cache.fetch(0, SIZE, IOThreads(3))
+    assert cache.fetch(500, 700, IOThreads(3)) and not cache.is_cached(400, 700)
     reader.now = None
     before = len(reader.reads)
-    assert not found.fetch(500, 700, IOThreads(3)) and len(reader.reads) == before
+    assert not cache.fetch(500, 700, IOThreads(3)) and len(reader.reads) == before
     with pytest.raises(CorruptCheckpointError, match="found 1030 bytes"):
-        found.fetch(0, SIZE + 1, IOThreads(3))
+        cache.fetch(0, SIZE + 1, IOThreads(3))
 
 
 def test_a_block_is_verified_once() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
-    assert not found.is_cached(250, 260)
-    read(found, 250, 260)
+    cache = held(reader)
+    assert not cache.is_cached(250, 260)
+    read(cache, 250, 260)
     assert reader.reads == [(200, 300)]
-    assert found.is_cached(200, 300) and not found.is_cached(250, 310)
-    read(found, 20, 30)
-    read(found, 210, 215)  # of what was verified before, though another block was verified last
+    assert cache.is_cached(200, 300) and not cache.is_cached(250, 310)
+    read(cache, 20, 30)
+    read(cache, 210, 215)  # a verified block, although another one was verified last
     assert reader.reads[1:] == [(0, 100), (210, 215)]
-    read(found, 290, 530)  # a part, whole blocks, and a part
+    read(cache, 290, 530)  # part of a block, whole blocks, part of a block
     assert reader.reads[3:] == [(200, 300), (300, 500), (500, 600)]
-    assert found.is_cached(200, 600) and not found.is_cached(1000, SIZE)
-    read(found, 1000, SIZE)  # the last block is shorter
-    assert found.is_cached(1010, SIZE)
+    assert cache.is_cached(200, 600) and not cache.is_cached(1000, SIZE)
+    read(cache, 1000, SIZE)  # the last block is shorter
+    assert cache.is_cached(1010, SIZE)
 
 
-def test_what_changed_is_verified_again() -> None:
+def test_blocks_are_verified_again_after_a_change() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
-    read(found, 250, 260)
-    read(found, 20, 30)
+    cache = held(reader)
+    read(cache, 250, 260)
+    read(cache, 20, 30)
     reader.data[255] ^= 1
     reader.now = 1
-    assert not found.is_cached(250, 260)
+    assert not cache.is_cached(250, 260)
     with pytest.raises(ChecksumError, match="bytes 200 to 300"):
-        read(found, 250, 260)
-    with pytest.raises(ChecksumError):  # a second time too: what is damaged is never noted
-        read(found, 250, 260)
-    assert read(found, 120, 130) == reader.data[120:130]
+        read(cache, 250, 260)
+    with pytest.raises(ChecksumError):  # again, because a damaged block is never recorded as verified
+        read(cache, 250, 260)
+    assert read(cache, 120, 130) == reader.data[120:130]
     reader.data[255] ^= 1
-    assert read(found, 250, 260) == reader.data[250:260]
+    assert read(cache, 250, 260) == reader.data[250:260]
 
 
-def test_a_change_while_it_is_read_is_noticed() -> None:
+def test_a_change_during_a_read_is_detected() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
-    read(found, 250, 260)
-    read(found, 20, 30)
+    cache = held(reader)
+    read(cache, 250, 260)
+    read(cache, 20, 30)
 
     def change() -> None:
         reader.data[252] ^= 1
@@ -192,12 +194,12 @@ def test_a_change_while_it_is_read_is_noticed() -> None:
 
     reader.after_read = change
     with pytest.raises(ChecksumError):
-        read(found, 250, 260)
+        read(cache, 250, 260)
 
 
-def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
+def test_a_block_that_changes_while_it_is_verified_does_not_count_as_verified() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
+    cache = held(reader)
 
     def change() -> None:
         reader.data[252] ^= 1
@@ -205,38 +207,38 @@ def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
         reader.after_read = lambda: None
 
     reader.after_read = change
-    read(found, 250, 260)  # as it was when it was read
-    assert not found.is_cached(250, 260)
-    read(found, 20, 30)
+    read(cache, 250, 260)  # returns the bytes from before the change
+    assert not cache.is_cached(250, 260)
+    read(cache, 20, 30)
     with pytest.raises(ChecksumError):
-        read(found, 250, 260)
+        read(cache, 250, 260)
 
 
-def test_nothing_is_noted_of_what_may_change_unseen() -> None:
+def test_blocks_of_an_object_without_a_stamp_do_not_count_as_verified() -> None:
     reader = ChangingObject(data_of())
     reader.now = None
-    found = held(reader)
-    read(found, 250, 260)
-    assert not found.is_cached(250, 260)
-    assert read(found, 260, 270) == reader.data[260:270] and len(reader.reads) == 1  # from the memory of the last block
-    read(found, 20, 30)
+    cache = held(reader)
+    read(cache, 250, 260)
+    assert not cache.is_cached(250, 260)
+    assert read(cache, 260, 270) == reader.data[260:270] and len(reader.reads) == 1  # from the memory of the last block
+    read(cache, 20, 30)
     reader.data[252] ^= 1
     with pytest.raises(ChecksumError):
-        read(found, 250, 260)
+        read(cache, 250, 260)
 
 
-def test_the_last_block_is_not_taken_for_one_that_was_damaged() -> None:
+def test_a_damaged_block_does_not_replace_the_last_verified_block() -> None:
     reader = ChangingObject(data_of())
     reader.now = None
-    found = held(reader)
-    first = read(found, 20, 30)
+    cache = held(reader)
+    first = read(cache, 20, 30)
     reader.data[250] ^= 1
     with pytest.raises(ChecksumError):
-        read(found, 255, 260)
-    assert read(found, 20, 30) == first  # its memory was overwritten meanwhile
+        read(cache, 255, 260)
+    assert read(cache, 20, 30) == first  # although the failed read overwrote the memory of this block
 
 
-def test_the_last_block_of_a_thread_is_of_one_object() -> None:
+def test_the_last_block_of_a_thread_is_not_used_for_another_object() -> None:
     reader, other = ChangingObject(data_of()), ChangingObject(data_of())
     reader.now = other.now = None
     other.data[25] ^= 1
@@ -247,42 +249,42 @@ def test_the_last_block_of_a_thread_is_of_one_object() -> None:
     assert read(first, 30, 40) == reader.data[30:40]
 
 
-def test_what_was_verified_with_a_stamp_is_verified_again_without_one() -> None:
+def test_blocks_verified_with_a_stamp_are_verified_again_without_one() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader)
-    read(found, 250, 260)
+    cache = held(reader)
+    read(cache, 250, 260)
     reader.data[252] ^= 1
     reader.now = None
     with pytest.raises(ChecksumError):
-        read(found, 250, 260)
+        read(cache, 250, 260)
 
 
-def test_what_ends_early_is_not_at_hand() -> None:
+def test_ranges_behind_the_end_of_the_object_are_not_cached() -> None:
     for verified in (True, False):
         reader = ChangingObject(data_of())
-        found = held(reader, verified=verified)
-        read(found, 900, SIZE)
-        assert found.is_cached(900, SIZE) and not found.is_cached(900, SIZE + 1) and not found.is_cached(-1, 5)
+        cache = held(reader, verified=verified)
+        read(cache, 900, SIZE)
+        assert cache.is_cached(900, SIZE) and not cache.is_cached(900, SIZE + 1) and not cache.is_cached(-1, 5)
         del reader.data[1000:]
         reader.now = 1
-        assert not found.is_cached(900, 1010)
+        assert not cache.is_cached(900, 1010)
         with pytest.raises(CorruptCheckpointError, match="expected bytes 0 to 1031"):
-            read(found, 0, SIZE + 1)
+            read(cache, 0, SIZE + 1)
 
 
-def test_what_is_not_verified_is_at_hand_once_some_of_it_was_read() -> None:
+def test_without_verification_an_object_is_cached_after_its_first_read() -> None:
     reader = ChangingObject(data_of())
-    found = held(reader, verified=False)
-    assert not found.is_cached(0, 10)
-    read(found, 500, 510)
-    assert reader.reads == [(500, 510)] and found.is_cached(0, 10)
+    cache = held(reader, verified=False)
+    assert not cache.is_cached(0, 10)
+    read(cache, 500, 510)
+    assert reader.reads == [(500, 510)] and cache.is_cached(0, 10)
 
 
 @pytest.mark.parametrize("stamp", [0, None])
 def test_threads_do_not_wait_for_each_other(stamp: Hashable | None) -> None:
     reader = ChangingObject(data_of())
     reader.now = stamp
-    found, inside, go_on = held(reader), threading.Event(), threading.Event()
+    cache, inside, go_on = held(reader), threading.Event(), threading.Event()
 
     def wait() -> None:
         reader.after_read = lambda: None
@@ -291,10 +293,10 @@ def test_threads_do_not_wait_for_each_other(stamp: Hashable | None) -> None:
 
     reader.after_read = wait
     results: list[bytes] = []
-    thread = threading.Thread(target=lambda: results.append(read(found, 250, 260)))
+    thread = threading.Thread(target=lambda: results.append(read(cache, 250, 260)))
     thread.start()
     assert inside.wait(20)
-    assert read(found, 20, 30) == reader.data[20:30]
+    assert read(cache, 20, 30) == reader.data[20:30]
     go_on.set()
     thread.join()
     assert results == [reader.data[250:260]]

@@ -1,4 +1,4 @@
-"""Writing and reading take little memory in addition to the arrays, whatever their shapes."""
+"""Writes and reads need little memory in addition to the arrays, for all shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.system
 
 MIB = 1 << 20
 
-# In a new process, for the peak of its memory.
+# Runs in a new process, so that the peak of its memory can be measured.
 PROGRAM = """
 import resource
 import sys
@@ -91,9 +91,9 @@ print(peak() - before)
 
 
 @pytest.mark.parametrize("what", ["write", "write big endian", "write transposed", "read columns"])
-def test_a_few_pieces_of_memory_are_enough(what: str) -> None:
-    found = subprocess.run(
+def test_the_peak_of_memory_is_small(what: str) -> None:
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=120, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < 48 * MIB
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 48 * MIB

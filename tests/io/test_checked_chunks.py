@@ -1,4 +1,4 @@
-"""Chunks with checksums behind them: verified by those or by blocks, by few bytes, and never by nothing."""
+"""Chunks followed by checksums. Reads verify these checksums or the blocks, whichever needs fewer bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKSUMS: Sequence[Checksum] = [Crc32(), Length()]
 
 
 class Chunks:
-    """An object of chunks of rows of bytes, each with a checksum behind it."""
+    """An object that consists of two-dimensional chunks of bytes, each followed by its checksum."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class Chunks:
         return ObjectReader(self.storage, self.records, self.threads, verify=verify, sizes=self.sizes)
 
     def reads(self, boxes: Sequence[tuple[int, Box]]) -> tuple[list[ChunkRead], list[HostArray]]:
-        """A read of one box of each of these chunks, and its array."""
+        """Return a read and an array for each pair of a chunk and a box."""
         arrays: list[HostArray] = [np.zeros(box.shape, np.uint8) for _, box in boxes]
         whole = Box.whole(self.shape)
-        found = [
+        chunk_reads = [
             ChunkRead("x", chunk * self.stride, whole, 1, ((number, box, array),), self.checksum)
             for number, ((chunk, box), array) in enumerate(zip(boxes, arrays, strict=True))
         ]
-        return found, arrays
+        return chunk_reads, arrays
 
     def load(self, boxes: Sequence[tuple[int, Box]], *, verify: bool = True) -> ObjectReader:
-        """Read boxes of chunks, and compare what comes."""
+        """Read boxes of chunks, compare the elements, and return the reader."""
         reads, arrays = self.reads(boxes)
         reader = self.reader(verify=verify)
         assert sorted(reader.read_chunks(reads)) == list(range(len(boxes)))
@@ -88,7 +88,7 @@ class Chunks:
 
 
 @given(st.data())
-def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
+def test_targets_equal_numpy_slices(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, _ = data.draw(stored())
     segments, offsets, alone, _ = data.draw(summed(checksum, sources, plain))
@@ -98,7 +98,7 @@ def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_damaged_byte_of_what_is_wanted_is_found(data: st.DataObject) -> None:
+def test_a_damaged_byte_in_a_requested_range_is_detected(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, _ = data.draw(stored())
     segments, offsets, alone, _ = data.draw(summed(checksum, sources, plain))
@@ -131,7 +131,7 @@ def test_a_damaged_byte_of_what_is_wanted_is_found(data: st.DataObject) -> None:
         assert error.start <= place < error.stop
         assert recorded or ends[error.stop] == error.start
     else:
-        # By blocks, a checksum that only a block would need is not read; without them every whole tile is compared.
+        # With recorded blocks, checksums of chunks may stay unread. Without them, every requested tile is verified.
         assert recorded or not any(start <= place < end for end, start in ends.items())
     for number in complete:
         if recorded or number not in unchecked:
@@ -144,21 +144,21 @@ def test_scattered_chunks_are_verified_by_their_own_checksums(recorded: bool, ve
     chunks = Chunks(40, (16, 64), recorded=recorded)
     boxes = [
         (number, Box.whole(chunks.shape)) for number in (1, 3, 6, 9, 12, 18, 21, 25, 30, 35)
-    ]  # no block begins with one
+    ]  # no block starts at the start of one of these chunks
     reader = chunks.load(boxes, verify=verify)
     assert reader.bytes_read == len(boxes) * (1028 if verify else 1024)
     assert sum(chunks.checksum.summed) == (len(boxes) * 1024 if verify else 0)
 
 
-def test_boxes_of_chunks_far_apart_cost_little_more_than_they_hold() -> None:
-    """A column of chunks of 16 blocks; each lies across 17 blocks or 18."""
+def test_scattered_boxes_need_few_additional_bytes() -> None:
+    """A chunk has the size of 16 blocks, but overlaps 17 or 18 of them."""
     chunks = Chunks(64, (16, 64), recorded=True)
     for column in range(8):
         boxes = [(row * 8 + column, Box.whole(chunks.shape)) for row in range(2, 6)]
         assert chunks.load(boxes).bytes_read <= 1.1 * 64 * 64
 
 
-def test_everything_is_verified_by_blocks_where_they_were_recorded() -> None:
+def test_dense_chunks_are_verified_by_recorded_blocks() -> None:
     for count, shape in [(40, (16, 64)), (200, (1, 16)), (3, (100, 64))]:
         chunks = Chunks(count, shape, recorded=True)
         reader = chunks.load([(number, Box.whole(shape)) for number in range(count)])
@@ -166,8 +166,8 @@ def test_everything_is_verified_by_blocks_where_they_were_recorded() -> None:
         assert chunks.checksum.summed == []
 
 
-def test_two_blocks_are_read_in_vain_so_that_the_root_verifies() -> None:
-    """Only its checksums tell one save's bytes from those of another."""
+def test_a_small_chunk_is_verified_by_its_blocks_if_they_are_recorded() -> None:
+    """Only block checksums, which the root records, detect bytes of another save."""
     chunks = Chunks(40, (1, 16), recorded=True)
     reader = chunks.load([(5, Box.whole(chunks.shape))])
     assert reader.bytes_read in (64, 128)
@@ -181,8 +181,8 @@ def test_parts_of_large_chunks_are_verified_by_blocks() -> None:
     assert chunks.checksum.summed == []
 
 
-def test_each_part_of_an_object_is_verified_by_what_costs_least() -> None:
-    """All of the first chunks, scattered chunks, and parts of the last ones."""
+def test_each_part_of_an_object_is_verified_in_the_cheapest_way() -> None:
+    """The object has a dense part, a part of scattered chunks, and a part where only rows of chunks are read."""
     chunks = Chunks(60, (16, 64), recorded=True)
     whole, row = Box.whole(chunks.shape), Box((1, 0), (2, 64))
     dense = [(number, whole) for number in range(20)]
@@ -201,8 +201,10 @@ def test_each_part_of_an_object_is_verified_by_what_costs_least() -> None:
     st.sampled_from([(4, 5), (4, 16), (4, 40), (4, 200)]),
     st.sampled_from([0, 7, 100]),
 )
-def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], shape: tuple[int, int], gap: int) -> None:
-    """The bytes read are at most 2 % or two blocks more than by blocks alone, or by chunks alone."""
+def test_mixed_verification_reads_hardly_more_than_the_best_single_way(
+    picks: list[tuple[int, int, int]], shape: tuple[int, int], gap: int
+) -> None:
+    """Verification by blocks alone, or by chunks alone, reads at most 2 % or two blocks less."""
     boxes = [(chunk, Box((first, 0), (max(first + 1, last), shape[1]))) for chunk, first, last in picks]
     chunks = Chunks(60, shape, recorded=True, gap=gap)
     chosen = chunks.load(boxes).bytes_read
@@ -219,7 +221,7 @@ def test_no_way_of_all_costs_clearly_less(picks: list[tuple[int, int, int]], sha
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("place", [0, 1500, 2 * 1028 - 5, 2 * 1028 - 4, 2 * 1028 - 1])
 @pytest.mark.parametrize("box", [Box((0, 0), (16, 64)), Box((0, 3), (16, 9)), Box((3, 0), (15, 64))])
-def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, box: Box) -> None:
+def test_damage_in_a_chunk_or_its_checksum_is_detected(recorded: bool, place: int, box: Box) -> None:
     chunks = Chunks(10, (16, 64), recorded=recorded)
     chunks.damage(place)
     reads, _ = chunks.reads([(place // 1028, box), (8, box)])
@@ -229,7 +231,7 @@ def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, 
     except ChecksumError as caught:
         error = caught
     else:
-        # Blocks verify all that is read, and that need not be all of a chunk.
+        # With recorded blocks, a read may skip the damaged part of a chunk.
         assert recorded and not any(start <= place < stop for _, start, stop in chunks.storage.reads)
         return
     assert error.key == "x" and error.start is not None and error.stop is not None
@@ -244,8 +246,8 @@ def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, 
             assert Crc32().encode(right).hex() in str(error)
 
 
-def test_of_a_long_checksum_the_range_is_named() -> None:
-    """Not its bytes: a format may keep a record with more than a checksum there."""
+def test_the_error_of_a_long_checksum_names_its_range() -> None:
+    """The error omits the bytes, because a format may store a longer record there."""
     storage, checksum = memory_storage(), Length()
     recorder = ObjectRecorder(storage, IOThreads(1))
     recorder.write("x", [BytesSegment(b"12345678"), ChecksumSegment(checksum)])
@@ -259,7 +261,7 @@ def test_of_a_long_checksum_the_range_is_named() -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_without_verification_damage_is_read(recorded: bool) -> None:
+def test_damaged_bytes_are_returned_if_verification_is_off(recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)
     chunks.damage(1028 + 5)
     reads, arrays = chunks.reads([(1, Box.whole(chunks.shape))])
@@ -268,8 +270,8 @@ def test_without_verification_damage_is_read(recorded: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_no_target_comes_before_all_of_its_tile_is_compared(threads: int) -> None:
-    """The array wants the first row; the damage is in the last, that another task reads."""
+def test_no_target_is_yielded_before_its_whole_tile_is_verified(threads: int) -> None:
+    """The target is the first row. Other tasks read the remaining rows, which may be damaged."""
     for place in (5, 64 * 100 - 1, 64 * 100 + 2):
         chunks = Chunks(3, (100, 64), recorded=False, threads=threads)
         chunks.storage.jitter = 1e-4
@@ -281,7 +283,7 @@ def test_no_target_comes_before_all_of_its_tile_is_compared(threads: int) -> Non
         assert set(seen) <= {2}
 
 
-def test_a_chunk_is_read_once_whoever_wants_it() -> None:
+def test_a_chunk_is_read_once_for_all_its_targets() -> None:
     chunks = Chunks(3, (100, 64), recorded=False)
     whole = Box.whole(chunks.shape)
     boxes = [(1, whole), (1, Box((5, 0), (50, 64))), (1, Box((0, 7), (100, 9))), (1, whole)]
@@ -289,7 +291,7 @@ def test_a_chunk_is_read_once_whoever_wants_it() -> None:
     assert sum(chunks.checksum.summed) == 6400
 
 
-def test_large_chunks_are_read_straight_into_their_arrays_and_others_window_by_window() -> None:
+def test_large_chunks_are_read_into_their_arrays_or_in_windows() -> None:
     class Straight(WatchedStorage):
         def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
             spare.extend([len(view) for _, view in ranges if not np.shares_memory(view, array)])
@@ -306,7 +308,7 @@ def test_large_chunks_are_read_straight_into_their_arrays_and_others_window_by_w
     assert np.array_equal(array, chunks.chunks[1])
     assert spare == [4]
     assert reader.bytes_read == chunks.stride
-    # Of a chunk that no array wants as it is, no more than 4 MiB and the checksum are held at once.
+    # A part of a chunk is read in windows of at most 4 MiB, the last one with the checksum.
     part = np.zeros((10, 3), np.uint8)
     read = ChunkRead("x", 0, whole, 1, ((0, Box((0, 7), (10, 10)), part),), chunks.checksum)
     assert list(chunks.reader().read_chunks([read])) == [0]
@@ -321,8 +323,8 @@ def test_small_chunks_share_a_request() -> None:
     assert chunks.checksum.summed == [64] * 1000
 
 
-def test_elements_that_are_not_aligned_are_no_matter() -> None:
-    """Chunks of complex numbers, each four bytes farther from where such numbers are aligned."""
+def test_unaligned_elements_are_read() -> None:
+    """The checksums of 4 bytes shift each chunk of complex numbers further from its alignment."""
     values = np.random.default_rng(3).standard_normal((5, 40, 30)).astype(np.complex128)
     crc = Crc32()
     storage = WatchedStorage(memory_storage(), 64)
@@ -345,7 +347,7 @@ def test_elements_that_are_not_aligned_are_no_matter() -> None:
             assert np.array_equal(array, chunk[box.slices])
 
 
-def test_elements_that_no_window_is_a_multiple_of_are_no_matter() -> None:
+def test_elements_may_cross_the_ends_of_windows() -> None:
     chunks = Chunks(2, (100, 60), recorded=False)
     text = chunks.chunks.view("S5")
     box = Box((3, 2), (97, 11))
@@ -355,7 +357,7 @@ def test_elements_that_no_window_is_a_multiple_of_are_no_matter() -> None:
     assert array.tobytes() == text[1][box.slices].tobytes()
 
 
-def test_chunks_share_a_request_only_up_to_what_is_moved_at_a_time() -> None:
+def test_shared_requests_are_at_most_as_large_as_a_task() -> None:
     chunks = Chunks(40, (4, 16), recorded=False)
     reader = chunks.load([(number, Box((0, 3), (4, 9))) for number in range(40)])
     assert reader.bytes_read == chunks.size
@@ -373,7 +375,7 @@ def tile(offset: int, nbytes: int, number: int = 0) -> ChunkRead:
     "read",
     [tile(3080, 1), tile(1 << 80, 10), tile(-1, 10), tile(2056, 1025), tile(2056, 1028), tile(0, 3081), tile(3081, 0)],
 )
-def test_tiles_that_do_not_lie_in_their_object_are_refused(read: ChunkRead, verify: bool, recorded: bool) -> None:
+def test_tiles_outside_their_object_are_refused(read: ChunkRead, verify: bool, recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)
     assert chunks.size == 3084
     reader = chunks.reader(verify=verify)
@@ -394,7 +396,7 @@ def test_tiles_that_overlap_are_refused(other: ChunkRead, recorded: bool) -> Non
     assert reader.requests == 0
 
 
-def test_a_tile_of_which_nothing_is_wanted_is_not_read() -> None:
+def test_a_tile_without_requested_elements_is_not_read() -> None:
     chunks = Chunks(3, (16, 64), recorded=False)
     reads, _ = chunks.reads([(0, Box((4, 4), (4, 4))), (1, Box((20, 0), (22, 64)))])
     empty = ChunkRead("x", 0, Box((0,), (0,)), 1, ((2, Box((0,), (0,)), np.zeros(0, np.uint8)),), chunks.checksum)
@@ -405,7 +407,7 @@ def test_a_tile_of_which_nothing_is_wanted_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_failing_sum_ends_the_read(threads: int) -> None:
+def test_a_failing_checksum_function_ends_the_read(threads: int) -> None:
     for fail_at in (0, 5, 20):
         chunks = Chunks(5, (100, 64), recorded=False, threads=threads)
         reads, _ = chunks.reads([(number, Box.whole(chunks.shape)) for number in range(5)])

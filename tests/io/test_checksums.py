@@ -1,4 +1,4 @@
-"""Checksums per block, fed in any order from any thread."""
+"""Checksums of blocks, whose data is added in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expected(data: bytes, block: int) -> bytes:
 
 
 @given(st.binary(max_size=300), st.integers(1, 40), st.data())
-def test_blocks_in_any_order_give_the_same(data: bytes, block: int, draw: st.DataObject) -> None:
+def test_the_order_of_blocks_does_not_matter(data: bytes, block: int, draw: st.DataObject) -> None:
     blocks = st.integers(0, len(data) // block).map(lambda number: number * block)
     cuts = sorted({0, len(data), *draw.draw(st.lists(blocks, max_size=8))})
     pieces = draw.draw(st.permutations([(a, data[a:b]) for a, b in itertools.pairwise(cuts)]))
@@ -31,7 +31,7 @@ def test_blocks_in_any_order_give_the_same(data: bytes, block: int, draw: st.Dat
     assert sums.encode() == expected(data, block)
 
 
-def test_missing_and_foreign_bytes_are_refused() -> None:
+def test_missing_blocks_and_invalid_ranges_are_refused() -> None:
     sums = BlockChecksums(100, block_bytes=30)
     sums.add(0, bytes(30))
     with pytest.raises(ValueError, match="3 of 4 blocks are incomplete, the first is 1"):
@@ -44,7 +44,7 @@ def test_missing_and_foreign_bytes_are_refused() -> None:
             sums.add(offset, bytes(nbytes))
 
 
-def test_one_mebibyte_is_a_block() -> None:
+def test_a_block_has_one_mebibyte() -> None:
     data = bytes(1 << 20) + b"x"
     sums = BlockChecksums(len(data))
     sums.add(0, data)
@@ -52,7 +52,7 @@ def test_one_mebibyte_is_a_block() -> None:
     assert len(sums.encode()) == 16
 
 
-def test_the_block_that_differs_is_named() -> None:
+def test_the_error_names_the_damaged_block() -> None:
     data = bytes(range(100))
     record = ObjectRecord("a/b", 100, expected(data, 30))
     sums = RecordedChecksums(record, block_bytes=30)
@@ -64,13 +64,13 @@ def test_the_block_that_differs_is_named() -> None:
     sums.verify(0, memoryview(damaged)[:90])
     with pytest.raises(ChecksumError) as caught:
         sums.verify(30, memoryview(damaged)[30:])
-    want, found = (f"xxh3_64:{xxhash.xxh3_64_hexdigest(bytes(each[90:]))}" for each in (data, damaged))
-    assert f"'a/b' is damaged in bytes 90 to 100: expected {want}, found {found}" in str(caught.value)
+    want, actual = (f"xxh3_64:{xxhash.xxh3_64_hexdigest(bytes(each[90:]))}" for each in (data, damaged))
+    assert f"'a/b' is damaged in bytes 90 to 100: expected {want}, found {actual}" in str(caught.value)
     assert (caught.value.key, caught.value.start, caught.value.stop) == ("a/b", 90, 100)
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 40), st.data())
-def test_a_block_may_lie_in_several_places(data: bytes, block: int, draw: st.DataObject) -> None:
+def test_a_block_may_be_verified_in_several_pieces(data: bytes, block: int, draw: st.DataObject) -> None:
     sums = RecordedChecksums(ObjectRecord("a", len(data), expected(data, block)), block_bytes=block)
     start = draw.draw(st.integers(0, (len(data) - 1) // block)) * block
     last = draw.draw(st.integers(start // block, (len(data) - 1) // block))
@@ -88,7 +88,7 @@ def test_a_block_may_lie_in_several_places(data: bytes, block: int, draw: st.Dat
     )
 
 
-def test_too_few_or_too_many_checksums_are_damage() -> None:
+def test_a_wrong_number_of_checksums_is_damage() -> None:
     for checksums in (b"", bytes(24), bytes(40), bytes(31)):
         with pytest.raises(CorruptCheckpointError, match="expected 32 bytes for an object of 100 bytes"):
             RecordedChecksums(ObjectRecord("a", 100, checksums), block_bytes=30)

@@ -1,4 +1,4 @@
-"""Boxes read through a chunk index: encoded chunks that are fetched together."""
+"""Reads of boxes through a chunk index, which fetch encoded chunks together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = Box((0,), (4,))
 
 
 class EncodedChunks(ChunkIndex):
-    """One encoded chunk of four bytes for each array, at the given offsets of one object."""
+    """An index with one encoded chunk of four bytes per array, at the given offsets of one object."""
 
     def __init__(self, offsets: Sequence[int]) -> None:
         self.offsets = offsets
@@ -46,7 +46,7 @@ class EncodedChunks(ChunkIndex):
 
 
 @pytest.mark.parametrize("offsets", [(0, 4, 8), (8, 4, 0), (8, 0, 4), (4, 8, 0)])
-def test_arrays_are_fetched_together_in_any_order_of_their_chunks(offsets: Sequence[int]) -> None:
+def test_chunks_are_fetched_together_in_any_order(offsets: Sequence[int]) -> None:
     stored = np.arange(12, dtype=np.uint8)
     storage = memory_storage()
     storage.put("x", stored.tobytes())
@@ -58,7 +58,7 @@ def test_arrays_are_fetched_together_in_any_order_of_their_chunks(offsets: Seque
         assert buffer.tolist() == stored[offset : offset + 4].tolist()
 
 
-def test_boxes_that_end_before_they_begin_cover_nothing() -> None:
+def test_boxes_that_stop_before_they_start_cover_nothing() -> None:
     inverted = Box((10, 10), (0, 5))
     assert inverted.size == 50
     half = Box((0, 0), (10, 5))

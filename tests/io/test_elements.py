@@ -1,4 +1,4 @@
-"""The geometry of boxes in C order, against NumPy's own."""
+"""The geometry of boxes in C order, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ def counted(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.i
 
 
 @given(full_shapes)
-def test_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
+def test_strides_equal_those_of_numpy(shape: tuple[int, ...]) -> None:
     assert c_strides(shape) == tuple([stride // 8 for stride in np.zeros(shape, np.int64).strides])
 
 
 @given(full_shapes, st.data())
-def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_boxes_of_a_flat_range_contain_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     array = counted(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
-    found = boxes_of_range(shape, start, stop)
-    elements = [element for low, high in found for element in array[Box(low, high).slices].ravel().tolist()]
+    pairs = boxes_of_range(shape, start, stop)
+    elements = [element for low, high in pairs for element in array[Box(low, high).slices].ravel().tolist()]
     assert elements == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(pairs) <= max(1, 2 * len(shape) - 1)
 
 
 @given(full_shapes, st.data())
-def test_runs_are_what_is_contiguous(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_runs_are_the_contiguous_ranges_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     box = data.draw(boxes(shape))
     array = counted(shape)
     wanted = array[box.slices].ravel().tolist()
     least = run_axis(shape, box)
     for axis in range(least, len(shape) + 1):
         length = int(np.prod(box.shape[axis:]))
-        found = list(runs(shape, box, axis))
-        assert [flat + step for _, flat in found for step in range(length)] == wanted
-        assert [int(array[index]) for index, _ in found] == [flat for _, flat in found]
-    assert least == 0 or box.shape[least] < shape[least]  # no axis further out would do
+        starts = list(runs(shape, box, axis))
+        assert [flat + step for _, flat in starts for step in range(length)] == wanted
+        assert [int(array[index]) for index, _ in starts] == [flat for _, flat in starts]
+    assert least == 0 or box.shape[least] < shape[least]  # the outermost axis with contiguous runs
 
 
 @given(full_shapes, st.integers(0, 20), st.data())
-def test_spans_cover_a_box_and_only_small_gaps(shape: tuple[int, ...], most_gap: int, data: st.DataObject) -> None:
+def test_spans_cover_a_box_and_its_small_gaps(shape: tuple[int, ...], most_gap: int, data: st.DataObject) -> None:
     box = data.draw(boxes(shape))
     wanted = counted(shape)[box.slices].ravel().tolist()
     expected = [[wanted[0], wanted[0] + 1]]

@@ -1,4 +1,4 @@
-"""The stores for layouts under test write and compare checksums as the engine does, by other code."""
+"""The stores of `ckptcore_testing` write and verify checksums like the engine, with their own code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.io.objects import stored, summed
 
 
 @given(st.data())
-def test_objects_hold_the_checksums_of_what_is_before_them(
+def test_written_objects_contain_the_checksums_of_the_preceding_segments(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     checksum: Checksum = Crc32() if data.draw(st.booleans()) else Length()
@@ -38,7 +38,7 @@ def test_objects_hold_the_checksums_of_what_is_before_them(
         [BytesSegment(b"a"), ChecksumSegment(Crc32()), ChecksumSegment(Crc32())],
     ],
 )
-def test_a_checksum_of_what_it_cannot_be_of_is_refused(tmp_path: Path, segments: list[Segment]) -> None:
+def test_a_checksum_of_invalid_segments_is_refused(tmp_path: Path, segments: list[Segment]) -> None:
     with pytest.raises(AssertionError, match="a checksum of x is of"):
         DirectoryWriteStore(tmp_path).write("x", segments)
 
@@ -49,16 +49,16 @@ def read(offset: int, nbytes: int) -> ChunkRead:
 
 
 @pytest.mark.parametrize("with_digests", [True, False])
-def test_tiles_are_compared_with_the_stored_elements(tmp_path: Path, with_digests: bool) -> None:
+def test_tiles_are_verified_by_their_checksums(tmp_path: Path, with_digests: bool) -> None:
     DirectoryWriteStore(tmp_path).write("x", [BytesSegment(b"head"), BytesSegment(bytes(20)), ChecksumSegment(Crc32())])
     data = (tmp_path / "x").read_bytes()
 
     def store() -> DirectoryReadStore:
-        found = (tmp_path / "x").read_bytes()
-        return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(found).digest()} if with_digests else None)
+        content = (tmp_path / "x").read_bytes()
+        return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(content).digest()} if with_digests else None)
 
     assert list(store().read_chunks([read(4, 20)])) == [0]
-    with pytest.raises(ChecksumError) as caught:  # of fewer bytes than the checksum is of
+    with pytest.raises(ChecksumError) as caught:  # the tile has fewer bytes than its checksum covers
         list(store().read_chunks([read(5, 19)]))
     assert (caught.value.start, caught.value.stop) == (5, 28)
     with pytest.raises(CorruptCheckpointError, match="expected crc32 in bytes 25 to 29"):

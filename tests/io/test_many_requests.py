@@ -1,4 +1,4 @@
-"""On a storage that is far, many requests are under way: parts of one object and of the next, and reads of many."""
+"""Remote storages get many requests at once: for parts of several objects, and for reads of several objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads, coalesce, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
-from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
+from tests.io.objects import TINY, SegmentLog, stored, stored_bytes, tiles
 
 MIB = 1 << 20
 
@@ -29,9 +29,9 @@ def noise(nbytes: int) -> HostArray:
     return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
 
 
-def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
+def whole(log: SegmentLog, number: int, array: HostArray) -> ArraySegment:
     box = Box.whole(array.shape)
-    return opened.segment(number, box, [(box, array)])
+    return log.segment(number, box, [(box, array)])
 
 
 def read_whole(key: str, number: int, offset: int, array: HostArray) -> ChunkRead:
@@ -39,15 +39,15 @@ def read_whole(key: str, number: int, offset: int, array: HostArray) -> ChunkRea
     return ChunkRead(key, offset, box, array.itemsize, ((number, box, array),))
 
 
-def test_parts_are_whole_many_at_once_and_not_copied_by_the_writer() -> None:
+def test_full_parts_are_written_concurrently_without_copies() -> None:
     storage = FarStorage(concurrency=12, part_bytes=MIB, latency=0.03)
     array = noise(24 * MIB)
     small = [noise(3000 + number) for number in range(50)]
-    opened = Opened()
-    segments: list[Segment] = [BytesSegment(b"head"), *[whole(opened, n, one) for n, one in enumerate([*small, array])]]
+    log = SegmentLog()
+    segments: list[Segment] = [BytesSegment(b"head"), *[whole(log, n, part) for n, part in enumerate([*small, array])]]
     recorder = ObjectRecorder(storage, IOThreads())
     recorder.write("x", segments)
-    expected = b"head" + b"".join([one.tobytes() for one in [*small, array]])
+    expected = b"head" + b"".join([part.tobytes() for part in [*small, array]])
     assert storage.get("x") == expected
     assert recorder.objects[0].size == len(expected)
     parts = sorted([(request.start, request.stop) for request in storage.requests if request.kind == "part"])
@@ -55,17 +55,17 @@ def test_parts_are_whole_many_at_once_and_not_copied_by_the_writer() -> None:
     assert storage.peak_held_bytes == 0
     assert storage.count("begin", "complete") == 2
     assert 8 < storage.peak_at_once <= 12
-    assert sorted(opened.closed) == list(range(51))
+    assert sorted(log.closed) == list(range(51))
 
 
-def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
+def test_a_given_number_of_threads_limits_the_requests() -> None:
     storage = FarStorage(concurrency=12, part_bytes=MIB, latency=0.005)
     recorder = ObjectRecorder(storage, IOThreads(2))
     recorder.write_many([(f"{number}", [BytesSegment(bytes(3 * MIB))]) for number in range(4)])
     assert storage.peak_at_once == 2
 
 
-def test_memory_is_a_part_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_concurrent_request_uses_the_memory_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
     def counted(nbytes: int) -> object:
@@ -75,19 +75,19 @@ def test_memory_is_a_part_for_each_request(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(object_writes, "map_pages", counted)
     storage = FarStorage(concurrency=6, part_bytes=2 * MIB, latency=0.002)
     strided = noise(2 * 40 * MIB)[::2]
-    ObjectRecorder(storage, IOThreads()).write("x", [whole(Opened(), 0, strided)])
+    ObjectRecorder(storage, IOThreads()).write("x", [whole(SegmentLog(), 0, strided)])
     assert storage.get("x") == strided.tobytes()
     assert 1 <= len(taken) <= 6
     assert set(taken) == {2 * MIB}
     assert storage.peak_held_bytes == 0
 
 
-def test_objects_that_follow_are_begun_while_the_last_parts_are_under_way() -> None:
+def test_the_next_object_begins_before_the_previous_one_is_complete() -> None:
     storage = FarStorage(concurrency=8, part_bytes=MIB, latency=0.02)
     recorder = ObjectRecorder(storage, IOThreads())
     data = {f"{number:02}": noise((1 + number % 3) * MIB + 5).tobytes() for number in range(12)}
     data |= {f"small {number:02}": bytes([number]) * 100 for number in range(12)}
-    recorder.write_many([(key, [BytesSegment(found)]) for key, found in data.items()])
+    recorder.write_many([(key, [BytesSegment(content)]) for key, content in data.items()])
     assert [record.key for record in recorder.objects] == list(data)
     assert {key: storage.get(key) for key in data} == data
     assert storage.peak_at_once > 5
@@ -95,7 +95,7 @@ def test_objects_that_follow_are_begun_while_the_last_parts_are_under_way() -> N
     assert kinds.index(("begin", "03")) < kinds.index(("complete", "02"))
 
 
-def test_objects_are_asked_for_by_one_thread_at_a_time_and_none_after_an_error() -> None:
+def test_objects_are_taken_by_one_thread_at_a_time_and_not_after_an_error() -> None:
     class Full(FarStorage):
         def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
             if key == "5":
@@ -103,7 +103,7 @@ def test_objects_are_asked_for_by_one_thread_at_a_time_and_none_after_an_error()
             return super().open_writer(key, size)
 
     storage = Full(concurrency=4, part_bytes=MIB, latency=0.005)
-    opened = Opened()
+    log = SegmentLog()
     asking = threading.Lock()
     asked: list[int] = []
 
@@ -112,13 +112,13 @@ def test_objects_are_asked_for_by_one_thread_at_a_time_and_none_after_an_error()
             assert asking.acquire(blocking=False)
             asked.append(number)
             asking.release()
-            yield f"{number}", [whole(opened, number, np.zeros(2 * MIB + 1, np.uint8))]
+            yield f"{number}", [whole(log, number, np.zeros(2 * MIB + 1, np.uint8))]
 
     recorder = ObjectRecorder(storage, IOThreads())
     with pytest.raises(StorageError, match="no room"):
         recorder.write_many(objects())
     assert len(asked) < 20
-    assert sorted(opened.closed) == asked
+    assert sorted(log.closed) == asked
     there = set(storage.list())
     aborted = {request.key for request in storage.requests if request.kind == "abort"}
     begun = {request.key for request in storage.requests if request.kind == "begin"}
@@ -126,8 +126,8 @@ def test_objects_are_asked_for_by_one_thread_at_a_time_and_none_after_an_error()
 
 
 @given(st.data())
-def test_what_is_written_in_parts_is_what_slicing_gives(data: st.DataObject) -> None:
-    sources, segments, offsets, opened = data.draw(stored())
+def test_arrays_written_in_parts_equal_numpy_slices(data: st.DataObject) -> None:
+    sources, segments, offsets, log = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     storage = FarStorage(
         concurrency=4, part_bytes=data.draw(st.sampled_from([64, 256, 1024])),
@@ -136,11 +136,11 @@ def test_what_is_written_in_parts_is_what_slicing_gives(data: st.DataObject) -> 
     io_threads = IOThreads(data.draw(st.sampled_from([1, None])))
     recorder = ObjectRecorder(storage, io_threads, sizes=TINY)
     recorder.write_many([("x", segments)])
-    found = storage.get("x")
+    content = storage.get("x")
     for source, offset in zip(sources, offsets, strict=True):
-        assert found[offset : offset + source.nbytes] == stored_bytes(source)
-    assert sorted(opened.closed) == opened.opened == list(range(len(sources)))
-    assert storage.peak_held_bytes <= (storage.part_bytes if len(found) <= storage.part_bytes else 0)
+        assert content[offset : offset + source.nbytes] == stored_bytes(source)
+    assert sorted(log.closed) == log.opened == list(range(len(sources)))
+    assert storage.peak_held_bytes <= (storage.part_bytes if len(content) <= storage.part_bytes else 0)
     records = {record.key: record for record in recorder.objects}
     reader = ObjectReader(storage, records, io_threads, verify=data.draw(st.booleans()), sizes=TINY)
     assert sorted(reader.read_chunks(reads)) == sorted({number for read in reads for number, _, _ in read.targets})
@@ -156,7 +156,7 @@ def written(storage: FarStorage, objects: dict[str, bytes]) -> ObjectRecorder:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_reads_of_many_objects_are_under_way_together(recorded: bool) -> None:
+def test_many_objects_are_read_concurrently(recorded: bool) -> None:
     storage = FarStorage(concurrency=12, part_bytes=MIB, request_bytes=MIB, latency=0.03)
     objects = {f"{number:02}": noise(1000 + number).tobytes() for number in range(24)}
     recorder = written(storage, objects)
@@ -172,7 +172,7 @@ def test_reads_of_many_objects_are_under_way_together(recorded: bool) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_large_array_is_read_by_requests_of_the_size_that_suits_the_storage(verify: bool) -> None:
+def test_a_large_array_is_read_in_requests_of_the_preferred_size(verify: bool) -> None:
     storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=2 * MIB, latency=0.02)
     data = noise(16 * MIB)
     recorder = written(storage, {"x": data.tobytes()})
@@ -185,7 +185,7 @@ def test_a_large_array_is_read_by_requests_of_the_size_that_suits_the_storage(ve
     assert 4 < storage.peak_at_once <= 8
 
 
-def test_what_is_near_is_read_together_and_what_is_far_apart_is_not() -> None:
+def test_only_ranges_close_to_each_other_share_a_request() -> None:
     storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=4 * MIB)
     data = noise(16 * MIB).tobytes()
     written(storage, {"x": data})
@@ -198,7 +198,7 @@ def test_what_is_near_is_read_together_and_what_is_far_apart_is_not() -> None:
     assert storage.count("get") == 2
 
 
-def test_get_many_gives_what_get_does_by_few_requests() -> None:
+def test_get_many_needs_fewer_requests_than_get() -> None:
     storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=MIB, latency=0.02)
     objects = {"a": noise(3 * MIB).tobytes(), "b": b"short", "c": b""}
     recorder = written(storage, objects)
@@ -223,7 +223,7 @@ def test_get_many_gives_what_get_does_by_few_requests() -> None:
     st.integers(0, 20),
     st.integers(1, 60),
 )
-def test_groups_hold_every_range_once_and_are_no_larger_than_allowed(
+def test_each_range_is_in_one_group_of_limited_size(
     given_ranges: list[tuple[str, int, int | None]], gap: int, most: int
 ) -> None:
     ranges = [(key, start, None if length is None else start + length) for key, start, length in given_ranges]
@@ -237,7 +237,7 @@ def test_groups_hold_every_range_once_and_are_no_larger_than_allowed(
         assert len(group.numbers) == 1 or (group.stop is not None and group.stop - group.start <= most)
 
 
-def test_an_error_of_a_size_is_raised() -> None:
+def test_a_failed_request_for_a_size_is_raised() -> None:
     storage = FarStorage(concurrency=4)
     written(storage, {"a": b"1"})
     arrays = [np.zeros(1, np.uint8) for _ in range(2)]
@@ -249,14 +249,14 @@ def test_an_error_of_a_size_is_raised() -> None:
         )
 
 
-def test_more_threads_come_for_storages_that_are_far_and_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additional_threads_for_remote_storages_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.05)
     io_threads = IOThreads()
     together = threading.Barrier(20)
     seen: set[threading.Thread] = set()
 
     def work() -> None:
-        together.wait(30)  # twenty at once, or this breaks
+        together.wait(30)  # fails unless 20 threads wait at once
         seen.add(threading.current_thread())
 
     for _ in range(2):
@@ -266,7 +266,7 @@ def test_more_threads_come_for_storages_that_are_far_and_leave_again(monkeypatch
             assert not thread.is_alive()
 
 
-def test_whoever_waits_for_a_storage_that_is_far_keeps_no_thread_from_one_that_is_near() -> None:
+def test_threads_waiting_for_a_remote_storage_do_not_block_other_work() -> None:
     io_threads = IOThreads()
     release = threading.Event()
     together = threading.Barrier(2)
@@ -286,7 +286,7 @@ def test_whoever_waits_for_a_storage_that_is_far_keeps_no_thread_from_one_that_i
 
 
 @pytest.mark.parametrize("parallelism", [1, 20])
-def test_asking_keeps_the_order_and_raises_the_first_error(parallelism: int) -> None:
+def test_map_ordered_keeps_the_order_and_raises_errors(parallelism: int) -> None:
     io_threads = IOThreads()
     squares = map_ordered(io_threads, range(50), lambda number: number * number, parallelism=parallelism)
     assert squares == [number * number for number in range(50)]
@@ -295,10 +295,10 @@ def test_asking_keeps_the_order_and_raises_the_first_error(parallelism: int) -> 
         map_ordered(io_threads, range(50), lambda number: 1 // (number - 7), parallelism=parallelism)
 
 
-def test_errands_for_a_storage_that_is_far_are_under_way_together() -> None:
+def test_for_each_runs_calls_concurrently() -> None:
     together = threading.Barrier(20)
 
     def meet(_: int) -> None:
-        together.wait(30)  # twenty at once, or this breaks
+        together.wait(30)  # fails unless 20 threads wait at once
 
     for_each(IOThreads(), range(20), meet, parallelism=20)

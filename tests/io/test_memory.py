@@ -1,4 +1,4 @@
-"""Fresh memory and staging memory: aligned, freed, reused; and copies that are what the source was."""
+"""New memory and staging memory: alignment, release and reuse. Copies equal their sources."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MIB = 1 << 20
 
 
 @given(specs())
-def test_allocated_arrays_are_what_was_asked_for(spec: ArraySpec) -> None:
+def test_allocated_arrays_have_the_requested_spec(spec: ArraySpec) -> None:
     array = allocate(spec)
     assert (array.shape, name_of_dtype(array.dtype)) == (spec.shape, spec.dtype)
     assert array.flags.c_contiguous and array.flags.writeable
 
 
 @pytest.mark.parametrize("nbytes", [2 * MIB, 5 * MIB + 6, 16 * MIB])
-def test_large_arrays_begin_at_a_huge_page_and_can_be_filled(nbytes: int) -> None:
+def test_large_arrays_start_at_a_huge_page_and_are_writable(nbytes: int) -> None:
     array = allocate(ArraySpec((nbytes // 2,), "bfloat16"))
     assert array.ctypes.data % (2 * MIB) == 0
     array.view(np.uint16)[...] = 0x3F80
@@ -52,7 +52,7 @@ def test_memory_lives_as_long_as_a_view_of_it() -> None:
     assert mapping() is None
 
 
-def test_more_memory_than_there_is_is_an_error() -> None:
+def test_requesting_too_much_memory_is_an_error() -> None:
     with pytest.raises(MemoryError):
         allocate(ArraySpec((1 << 60,), "float64"))
     with pytest.raises(MemoryError):
@@ -62,7 +62,7 @@ def test_more_memory_than_there_is_is_an_error() -> None:
 
 
 @given(st.data())
-def test_copies_of_small_arrays_are_equal_and_native(data: st.DataObject) -> None:
+def test_copies_of_small_arrays_are_equal_and_in_native_byte_order(data: st.DataObject) -> None:
     source = data.draw(arrays())
     memory = StagingMemory(StagingPool(), IOThreads(2))
     copy = memory.copy(data.draw(held(source))).result()
@@ -85,18 +85,18 @@ LARGE: list[HostArray] = [
 
 @pytest.mark.parametrize("source", LARGE, ids=lambda array: f"{array.dtype}-{array.shape}")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_copies_of_large_arrays_are_equal_and_native(source: HostArray, threads: int) -> None:
+def test_copies_of_large_arrays_are_equal_and_in_native_byte_order(source: HostArray, threads: int) -> None:
     memory = StagingMemory(StagingPool(), IOThreads(threads))
     copies = [memory.copy(source) for _ in range(3)]
     for copy in copies:
-        found = copy.result()
-        assert same_bits(found, np.ascontiguousarray(source))
-        assert found.dtype.isnative and found.flags.c_contiguous
-        assert copy.result() is found
+        copied = copy.result()
+        assert same_bits(copied, np.ascontiguousarray(source))
+        assert copied.dtype.isnative and copied.flags.c_contiguous
+        assert copy.result() is copied
     memory.close()
 
 
-def test_a_result_comes_where_all_threads_are_busy() -> None:
+def test_a_copy_completes_while_all_threads_are_busy() -> None:
     threads = IOThreads(1)
     release = threading.Event()
     busy = threads.submit(release.wait)
@@ -108,15 +108,15 @@ def test_a_result_comes_where_all_threads_are_busy() -> None:
     memory.close()
 
 
-def test_the_next_save_gets_the_same_memory() -> None:
+def test_the_next_save_reuses_the_memory() -> None:
     pool = StagingPool()
     spec_sets = [ArraySpec((size,), "uint8") for size in (9 * MIB, 5 * MIB, 100_000, 70_000, 10 * MIB)]
 
     def addresses() -> list[int]:
         memory = StagingMemory(pool, IOThreads(2))
-        found = sorted([memory.empty(spec).ctypes.data for spec in spec_sets])
+        sorted_addresses = sorted([memory.empty(spec).ctypes.data for spec in spec_sets])
         memory.close()
-        return found
+        return sorted_addresses
 
     first = addresses()
     held_bytes = pool.held_bytes
@@ -126,7 +126,7 @@ def test_the_next_save_gets_the_same_memory() -> None:
     assert pool.held_bytes == 0
 
 
-def test_the_pool_never_holds_more_than_was_used_at_once() -> None:
+def test_the_pool_keeps_at_most_the_peak_of_one_save() -> None:
     pool = StagingPool()
     peak = 0
     random = np.random.default_rng(0)
@@ -138,25 +138,25 @@ def test_the_pool_never_holds_more_than_was_used_at_once() -> None:
             peak = max(peak, pool.held_bytes)
         memory.close()
         assert pool.held_bytes <= peak
-    # Rounding to pages and reuse of memory that is a little larger.
+    # The factor 9/8 allows for rounding to pages and for reuse of slightly larger memory.
     assert peak <= 6 * 9 * MIB * 9 // 8
 
 
-def test_memory_that_was_given_back_is_reused_within_a_save() -> None:
+def test_released_memory_is_reused_within_a_save() -> None:
     pool = StagingPool()
     memory = StagingMemory(pool, IOThreads(1))
     first = memory.empty(ArraySpec((3, MIB), "uint8"))
     other = memory.empty(ArraySpec((3, MIB), "uint8"))
     assert not np.shares_memory(first, other)
     address = first.ctypes.data
-    memory.release(first.reshape(-1))  # a view that begins where the array does will do
+    memory.release(first.reshape(-1))  # a view is accepted if it starts at the address of the array
     assert memory.empty(ArraySpec((3 * MIB,), "int8")).ctypes.data == address
-    memory.release(np.zeros(3 * MIB))  # not ours
+    memory.release(np.zeros(3 * MIB))  # ignored, because it is not from the pool
     memory.close()
 
 
 @pytest.mark.system
-def test_a_forked_child_stages_although_another_thread_was_in_the_pool() -> None:
+def test_a_forked_child_can_stage_if_a_thread_used_the_pool_during_the_fork() -> None:
     program = """
 import os
 import signal
@@ -201,7 +201,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), pool.held_bytes >> 20)
     assert run_program(program) == "0 9\n"
 
 
-def test_after_close_everything_is_back_and_nothing_is_given_out() -> None:
+def test_close_returns_all_memory_and_refuses_further_requests() -> None:
     pool = StagingPool()
     threads = IOThreads(1)
     release = threading.Event()

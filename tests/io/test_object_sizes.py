@@ -1,4 +1,4 @@
-"""Sizes of objects: requested from the storage, and stated by a root."""
+"""Sizes of objects, which a root records or the storage reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(storage: StorageBackend, **sizes: int) -> None:
         storage.put(key, bytes(size))
 
 
-def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size() -> None:
+def test_recorded_sizes_of_small_remote_objects_are_trusted() -> None:
     storage = FarStorage(concurrency=8, request_bytes=100)
     filled(storage, a=1, b=2, c=3, d=4)
     sizes = ObjectReader(storage, recorded(a=100, b=101, c=0), IOThreads(2))
@@ -31,7 +31,7 @@ def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size(
         "b": 2,
         "c": 3,
         "d": 4,
-    }  # two threads, whatever storages ask for: none is far
+    }  # with a fixed number of threads, no storage counts as remote
     storage.forget()
     sizes = ObjectReader(storage, recorded(a=100, b=101, c=0), IOThreads())
     assert sizes.size_limits("abcd") == {"a": 100, "b": 2, "c": 0, "d": 4}
@@ -39,7 +39,7 @@ def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size(
     assert sizes.stored_sizes("abcd") == {"a": 1, "b": 2, "c": 3, "d": 4}
 
 
-def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together() -> None:
+def test_the_sum_of_trusted_sizes_is_limited() -> None:
     stated = 300 << 20
     storage = FarStorage(concurrency=8, request_bytes=400 << 20)
     keys = {f"k{number}": stated for number in range(10)}
@@ -49,16 +49,14 @@ def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together() -> Non
     assert sizes.keys() == keys.keys()
 
 
-def test_an_object_that_is_asked_for_and_not_there_is_told() -> None:
+def test_the_size_of_a_missing_object_is_an_error() -> None:
     for storage in (FarStorage(concurrency=8, request_bytes=100), memory_storage()):
         with pytest.raises(ObjectNotFoundError):
             ObjectReader(storage, recorded(a=1000), IOThreads()).size_limits("a")
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (3, None), (7, 12), (0, 11)])
-def test_bytes_that_were_recorded_and_are_not_there_are_told_without_checksums_too(
-    start: int, stop: int | None
-) -> None:
+def test_an_object_shorter_than_recorded_is_an_error_without_checksums(start: int, stop: int | None) -> None:
     storage = memory_storage()
     filled(storage, a=10)
     reader = ObjectReader(storage, recorded(a=20), IOThreads(), verify=False)

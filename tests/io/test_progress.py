@@ -1,4 +1,4 @@
-"""Counted bytes, and the bar that shows them with rich, with tqdm, or not at all."""
+"""Progress: counted bytes, and bars of rich or tqdm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reports(list[tuple[int, int]]):
         self.append((done, total))
 
     def end_at(self, total: int) -> None:
-        """Check that the bytes done never decrease or exceed the total, and reach it with the last call only."""
+        """Assert that the count never decreases, never exceeds the total, and reaches it only with the last call."""
         assert self[-1] == (total, total)
         assert all(done <= of for done, of in self)
         assert [done for done, _ in self] == sorted(done for done, _ in self)
@@ -31,19 +31,19 @@ class Reports(list[tuple[int, int]]):
 
 
 class Screen(io.StringIO):
-    """A stderr that is a terminal."""
+    """A fake stderr that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 class NotebookOutput(io.StringIO):
-    """A stderr of ipykernel, which is no terminal."""
+    """A fake stderr of ipykernel, which is no terminal."""
 
     __module__ = "ipykernel.iostream"
 
 
-def test_the_larger_count_is_reported_and_the_total_comes_last() -> None:
+def test_the_larger_count_is_reported_and_the_total_last() -> None:
     reports = Reports()
     progress = ByteProgress(reports)
     progress.plan(100)
@@ -58,7 +58,7 @@ def test_the_larger_count_is_reported_and_the_total_comes_last() -> None:
     assert progress.value == Progress(done=100, total=100)
 
 
-def test_nothing_to_move_is_reported_once() -> None:
+def test_an_operation_without_bytes_reports_once() -> None:
     reports = Reports()
     progress = ByteProgress(reports)
     progress.plan(0)
@@ -67,7 +67,7 @@ def test_nothing_to_move_is_reported_once() -> None:
     assert reports == [(0, 0)]
 
 
-def test_an_operation_that_ends_without_a_plan_is_reported() -> None:
+def test_an_operation_that_ends_without_a_plan_reports_once() -> None:
     reports = Reports()
     ByteProgress(reports).end()
     assert reports == [(0, 0)]
@@ -100,7 +100,7 @@ def test_expected_bytes_belong_to_the_total() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Make imports of packages fail."""
+    """Make imports of the given packages fail."""
     for package in packages:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, name)
@@ -122,7 +122,7 @@ def test_a_bar_ends_at_100_percent(
 
 
 @pytest.mark.parametrize("missing", ["tqdm", "rich"])
-def test_a_bar_of_no_bytes(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bar_for_no_bytes_ends(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without(monkeypatch, missing)
     monkeypatch.setattr(sys, "stderr", screen := Screen())
     ckptcore.save(tmp_path / "c", {"step": 3}, progress=True)
@@ -139,7 +139,7 @@ def test_without_rich_and_tqdm_a_bar_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("missing", [(), ("rich",)])
 @pytest.mark.parametrize("stderr", [io.StringIO(), None])
-def test_nothing_is_shown_without_a_terminal(
+def test_no_bar_is_shown_without_a_terminal(
     missing: tuple[str, ...], stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     without(monkeypatch, *missing)
@@ -177,13 +177,13 @@ def test_a_bar_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[?25h" in screen.getvalue()  # the cursor is visible again
 
 
-def test_other_values_are_refused(tmp_path: Path) -> None:
+def test_invalid_values_of_progress_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="progress='yes': expected True, False, or a function"):
-        ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, progress="yes")  # type: ignore[arg-type]  # it is refused
+        ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, progress="yes")  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.system
-def test_no_bar_is_imported_without_need(tmp_path: Path) -> None:
+def test_libraries_of_bars_are_imported_only_if_used(tmp_path: Path) -> None:
     code = (
         "import sys, numpy, ckptcore\n"
         f"ckptcore.save({str(tmp_path / 'c')!r}, {{'w': numpy.zeros(3)}}, progress=lambda done, total: None)\n"

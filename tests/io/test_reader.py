@@ -1,8 +1,8 @@
-"""Reads of objects: the requested bytes, refusals, and no write to memory after the end."""
+"""Reads of objects: results, errors, and no writes to targets after the end."""
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Stored:
-    """One object of known bytes, and a way to read it."""
+    """An object with known bytes, in a storage that counts reads."""
 
     def __init__(self, data: bytes, sizes: Sizes = SIZES, request_bytes: int = 1 << 20, threads: int = 3) -> None:
         self.data = data
@@ -50,7 +50,7 @@ def read_whole(number: int, offset: int, array: HostArray) -> ChunkRead:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_large_array_is_read_straight_into_its_memory_and_each_byte_once(verify: bool) -> None:
+def test_each_byte_of_a_large_array_is_read_once(verify: bool) -> None:
     stored = Stored(noise(9 * MIB + 500))
     array = np.zeros(9 * MIB + 400, np.uint8)
     reader = stored.reader(verify=verify)
@@ -72,7 +72,7 @@ def test_many_small_arrays_share_a_request(verify: bool) -> None:
     assert reader.bytes_read == len(stored.data) - (0 if verify else 100)
 
 
-def test_a_block_that_arrays_share_is_read_once() -> None:
+def test_a_block_shared_by_arrays_is_read_once() -> None:
     stored = Stored(noise(8 * MIB))
     arrays = [np.zeros(MIB + 1000, np.uint8) for _ in range(7)]
     reader = stored.reader()
@@ -83,7 +83,7 @@ def test_a_block_that_arrays_share_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_columns_are_read_by_the_span_and_shared_by_targets(verify: bool) -> None:
+def test_targets_of_different_columns_share_reads(verify: bool) -> None:
     matrix = np.frombuffer(noise(4 * MIB), np.uint16).reshape(512, 4096)
     stored = Stored(matrix.tobytes())
     whole = Box.whole(matrix.shape)
@@ -100,8 +100,8 @@ def test_columns_are_read_by_the_span_and_shared_by_targets(verify: bool) -> Non
     assert reader.bytes_read == (4 * MIB if verify else 511 * 8192 + 2048)
 
 
-def test_columns_that_several_arrays_want_are_taken_once() -> None:
-    """Rows shorter than a block, so that the blocks that hold the columns of two rows are the same."""
+def test_overlapping_columns_of_several_arrays_are_read_once() -> None:
+    """Rows are shorter than a block, so one block may contain columns of two rows."""
     stored = Stored(noise(9 * 50), sizes=TINY, request_bytes=1)
     matrix = np.frombuffer(stored.data, np.uint8).reshape(9, 50)
     boxes = [Box((0, 0), (7, 1)), Box((0, 0), (7, 7)), Box((2, 30), (9, 40))]
@@ -115,7 +115,7 @@ def test_columns_that_several_arrays_want_are_taken_once() -> None:
         assert np.array_equal(array, matrix[box.slices])
 
 
-def test_rows_far_apart_are_read_alone_where_nothing_is_verified() -> None:
+def test_distant_rows_are_read_separately_if_verification_is_off() -> None:
     matrix = np.frombuffer(noise(8 * MIB), np.uint8).reshape(8, MIB)
     stored = Stored(matrix.tobytes())
     array = np.zeros((8, 1000), np.uint8)
@@ -129,8 +129,8 @@ def test_rows_far_apart_are_read_alone_where_nothing_is_verified() -> None:
     assert reader.bytes_read == 8 * MIB
 
 
-def test_long_rows_are_read_straight_into_an_array() -> None:
-    """Runs inside an array that wants a part of each row: no bounce, no byte too many."""
+def test_parts_of_long_rows_are_read_without_additional_bytes() -> None:
+    """The target is a part of each row, which consists of whole blocks."""
     stored = Stored(noise(4 * 4096), sizes=TINY, request_bytes=64)
     matrix = np.frombuffer(stored.data, np.uint8).reshape(4, 4096)
     array = np.zeros((4, 1024), np.uint8)
@@ -141,7 +141,7 @@ def test_long_rows_are_read_straight_into_an_array() -> None:
     assert reader.bytes_read == 4096
 
 
-def test_a_slow_storage_is_asked_for_much_at_once() -> None:
+def test_large_preferred_requests_need_few_requests() -> None:
     stored = Stored(noise(16 * MIB), request_bytes=8 * MIB)
     arrays = [np.zeros(3 * MIB + 5, np.uint8) for _ in range(5)]
     reads = [read_whole(number, number * (3 * MIB + 5), array) for number, array in enumerate(arrays)]
@@ -152,7 +152,7 @@ def test_a_slow_storage_is_asked_for_much_at_once() -> None:
     assert reader.bytes_read == 16 * MIB
 
 
-def test_what_is_not_known_is_read_without_verification() -> None:
+def test_objects_without_recorded_checksums_are_not_verified() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     stored.records = {"x": ObjectRecord("x", 3000)}
     array = np.zeros(10, np.uint8)
@@ -169,7 +169,7 @@ def test_what_is_not_known_is_read_without_verification() -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_strict_reader_refuses_objects_that_it_was_not_told_of(verify: bool) -> None:
+def test_a_strict_reader_refuses_objects_that_are_not_recorded(verify: bool) -> None:
     stored = Stored(noise(3000), sizes=TINY)
     stored.storage.put("stray", noise(3000))
     reader = stored.reader(verify=verify, strict=True)
@@ -249,7 +249,7 @@ HOSTILE: Sequence[ChunkRead] = [
 
 
 @pytest.mark.parametrize("read", HOSTILE)
-def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(read: ChunkRead) -> None:
+def test_invalid_reads_are_refused_before_any_request(read: ChunkRead) -> None:
     stored = Stored(noise(3000), sizes=TINY)
     for verify in (True, False):
         reader = stored.reader(verify=verify)
@@ -260,14 +260,14 @@ def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(rea
         assert reader.requests == 0
 
 
-def test_a_read_behind_the_end_names_the_range() -> None:
+def test_the_error_of_a_read_behind_the_end_names_the_range() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     with pytest.raises(CorruptCheckpointError, match="expected bytes 2990 to 3010.*found 3000 bytes") as caught:
         list(stored.reader().read_chunks([ChunkRead("x", 2990, Box((0,), (20,)), 1, ())]))
     assert (caught.value.start, caught.value.stop) == (2990, 3010)
 
 
-def test_checksums_of_the_wrong_number_are_refused() -> None:
+def test_a_wrong_number_of_checksums_is_refused() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     stored.records = {"x": ObjectRecord("x", 1 << 60, stored.records["x"].checksums)}
     with pytest.raises(CorruptCheckpointError, match="checksums of 'x' are damaged"):
@@ -276,7 +276,7 @@ def test_checksums_of_the_wrong_number_are_refused() -> None:
         stored.reader().get("x")
 
 
-def test_an_object_that_was_cut_off_is_found() -> None:
+def test_a_truncated_object_is_detected() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     stored.storage.put("x", stored.data[:2000])
     for verify in (True, False):
@@ -286,7 +286,7 @@ def test_an_object_that_was_cut_off_is_found() -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("end", ["error", "close"])
-def test_nothing_writes_into_targets_after_the_end(threads: int, end: str) -> None:
+def test_no_thread_writes_into_targets_after_the_end(threads: int, end: str) -> None:
     stored = Stored(noise(40_000), sizes=TINY, request_bytes=64, threads=threads)
     stored.storage.jitter = 1e-3
     arrays = [np.zeros(1000, np.uint8) for _ in range(40)]
@@ -304,12 +304,16 @@ def test_nothing_writes_into_targets_after_the_end(threads: int, end: str) -> No
     for array in arrays:
         array[...] = 7
     calls = stored.storage.read_calls
-    time.sleep(0.02)
+    # Once all threads are at the barrier, none of them has unfinished reads.
+    all_threads = threading.Barrier(threads + 1, timeout=60)
+    for _ in range(threads):
+        stored.threads.submit(all_threads.wait)
+    all_threads.wait()
     assert stored.storage.read_calls == calls < 600
     assert all((array == 7).all() for array in arrays)
 
 
-def test_a_target_must_be_memory_that_can_be_filled() -> None:
+def test_targets_must_be_contiguous_and_writable() -> None:
     stored = Stored(noise(3000), sizes=TINY)
     frozen = np.zeros(4, np.uint8)
     frozen.flags.writeable = False
@@ -318,7 +322,7 @@ def test_a_target_must_be_memory_that_can_be_filled() -> None:
             list(stored.reader().read_chunks([read_whole(0, 0, array)]))
 
 
-def test_names_come_from_the_storage() -> None:
+def test_names_and_sizes_come_from_the_storage() -> None:
     stored = Stored(b"1")
     stored.storage.put("d/e", b"")
     reader = stored.reader()
@@ -327,8 +331,8 @@ def test_names_come_from_the_storage() -> None:
     assert reader.size("x") == 1
 
 
-def test_what_is_asked_for_one_by_one_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adjacent encoded chunks are verified by blocks that contain several."""
+def test_consecutive_ranges_read_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded chunks are read one by one, and a block contains several of them."""
     stored = Stored(noise(5 * MIB + 100))
     reader = stored.reader()
     get, read = stored.storage.get, 0
@@ -348,14 +352,14 @@ def test_what_is_asked_for_one_by_one_is_read_once(monkeypatch: pytest.MonkeyPat
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=12))
-def test_whatever_is_kept_what_is_asked_for_is_what_comes(asked: list[tuple[int, int]]) -> None:
+def test_any_sequence_of_ranges_returns_the_stored_bytes(asked: list[tuple[int, int]]) -> None:
     stored = Stored(noise(67), sizes=TINY)
     reader = stored.reader()
     for start, stop in asked:
         assert reader.get("x", start, stop) == stored.data[start:stop]
 
 
-def test_only_so_many_blocks_are_kept() -> None:
+def test_the_least_recently_used_block_is_dropped() -> None:
     blocks = RecentBlocks(2)
     for start in (0, 1, 2):
         blocks.keep("x", start, bytes([start]))

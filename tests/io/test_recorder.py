@@ -1,4 +1,4 @@
-"""Writes of objects: in order, once, with bounded memory, and given up whole."""
+"""Writes of objects: content, records, order of segments, and failures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, StorageBackend
 from tests.io.checksum_fakes import Crc32
-from tests.io.objects import TINY, Opened
+from tests.io.objects import TINY, SegmentLog
 from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
 
 
-def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
+def whole(log: SegmentLog, number: int, array: HostArray) -> ArraySegment:
     box = Box.whole(array.shape)
-    return opened.segment(number, box, [(box, array)])
+    return log.segment(number, box, [(box, array)])
 
 
 def checksums(data: bytes, block: int) -> bytes:
@@ -34,7 +34,7 @@ def checksums(data: bytes, block: int) -> bytes:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_records_have_the_size_and_the_checksum_of_each_block(sizes: Sizes) -> None:
+def test_records_contain_the_size_and_a_checksum_for_each_block(sizes: Sizes) -> None:
     storage = memory_storage()
     recorder = ObjectRecorder(storage, IOThreads(2), sizes=sizes)
     block = sizes.block
@@ -50,7 +50,7 @@ def test_records_have_the_size_and_the_checksum_of_each_block(sizes: Sizes) -> N
     assert (storage.get("a"), storage.get("b"), storage.get("c/d")) == (data, b"small", b"")
 
 
-def test_without_checksums_none_are_kept() -> None:
+def test_without_checksums_records_have_none() -> None:
     recorder = ObjectRecorder(memory_storage(), IOThreads(2), checksums=False, sizes=TINY)
     recorder.write("a", [BytesSegment(bytes(1000))])
     recorder.put("b", b"1")
@@ -61,26 +61,29 @@ def test_large_objects_are_written_block_by_block() -> None:
     storage = WatchedStorage(memory_storage())
     written: list[int] = []
     recorder = ObjectRecorder(storage, IOThreads(3), progress=written.append)
-    opened = Opened()
+    log = SegmentLog()
     arrays: list[HostArray] = [
         np.full(MIB * 9 + 10, 1, np.uint8),
         np.arange(1000, dtype=np.int32),
         np.full(MIB * 2, 3, np.uint8),
     ]
-    recorder.write("x", [BytesSegment(b"head"), *[whole(opened, n, array) for n, array in enumerate(arrays)]])
+    recorder.write("x", [BytesSegment(b"head"), *[whole(log, n, array) for n, array in enumerate(arrays)]])
     expected = b"head" + b"".join([array.tobytes() for array in arrays])
     assert storage.get("x") == expected
     assert recorder.objects == (ObjectRecord("x", len(expected), checksums(expected, MIB)),)
-    assert sum(written) == len(expected) - len(b"head")  # bytes of arrays
+    assert sum(written) == len(expected) - len(b"head")  # progress counts only the bytes of arrays
     ranges = sorted([(start, stop) for _, start, stop in storage.writes])
-    assert [start for start, _ in ranges] == [0, *[stop for _, stop in ranges[:-1]]]  # every byte once
+    assert [start for start, _ in ranges] == [
+        0,
+        *[stop for _, stop in ranges[:-1]],
+    ]  # the ranges are adjacent, so each byte is written once
     assert max([stop - start for start, stop in ranges]) == MIB
     assert all(start % MIB == 0 for start, _ in ranges)
-    assert opened.opened == [0, 1, 2] and sorted(opened.closed) == [0, 1, 2]
+    assert log.opened == [0, 1, 2] and sorted(log.closed) == [0, 1, 2]
 
 
 class Changing(WatchedStorage):
-    """A storage during whose writes the caller changes an array, before and after each."""
+    """A storage that changes the array of the caller before and after each write."""
 
     def __init__(self, inner: StorageBackend, array: HostArray, part_bytes: int) -> None:
         super().__init__(inner)
@@ -94,12 +97,12 @@ class Changing(WatchedStorage):
 
 @pytest.mark.parametrize("part_bytes", [1, 2 * MIB])
 @pytest.mark.parametrize("size", [3000, 100_000, 5 * MIB + 3], ids=["tiny", "small", "large"])
-def test_checksums_are_of_what_was_written_of_an_array_that_changes(size: int, part_bytes: int) -> None:
+def test_checksums_match_the_written_bytes_if_the_array_changes(size: int, part_bytes: int) -> None:
     array = np.zeros(size, np.uint8)
     storage = Changing(memory_storage(), array, part_bytes)
 
     class Changed(Crc32):
-        """A checksum whose bytes are changed by their owner while it is computed."""
+        """A checksum that changes the array after it was computed."""
 
         def of(self, data: memoryview) -> int:
             value = super().of(data)
@@ -107,15 +110,15 @@ def test_checksums_are_of_what_was_written_of_an_array_that_changes(size: int, p
             return value
 
     recorder = ObjectRecorder(storage, IOThreads(2))
-    recorder.write("x", [BytesSegment(b"head"), whole(Opened(), 0, array), ChecksumSegment(Changed(), 2)])
+    recorder.write("x", [BytesSegment(b"head"), whole(SegmentLog(), 0, array), ChecksumSegment(Changed(), 2)])
     data = storage.get("x")
     assert recorder.objects == (ObjectRecord("x", len(data), checksums(data, MIB)),)
     crc = Crc32()
     assert data[4 + size :] == crc.encode(crc.of(memoryview(data)[: 4 + size]))
-    assert array[0]  # it did change
+    assert array[0]  # the array did change
 
 
-def test_a_storage_can_read_what_it_was_given_again() -> None:
+def test_arrays_are_passed_to_the_storage_without_a_copy() -> None:
     array = np.zeros((4, MIB), ml_dtypes.bfloat16)
     shared: list[bool] = []
 
@@ -134,13 +137,13 @@ def test_a_storage_can_read_what_it_was_given_again() -> None:
             return Writer()
 
     recorder = ObjectRecorder(Storage(memory_storage()), IOThreads(2))
-    recorder.write("x", [whole(Opened(), 0, array)])
+    recorder.write("x", [whole(SegmentLog(), 0, array)])
     halves = [(Box((start, 0), (start + 2, MIB)), array[start : start + 2]) for start in (2, 0)]
-    recorder.write("y", [Opened().segment(0, Box.whole(array.shape), halves)])
+    recorder.write("y", [SegmentLog().segment(0, Box.whole(array.shape), halves)])
     assert shared == [False] * 16
 
 
-def test_a_segment_is_opened_only_when_its_turn_comes_and_closed_when_it_is_written() -> None:
+def test_segments_are_opened_shortly_before_their_write_and_closed_after_it() -> None:
     events: list[str] = []
     arrays = [np.full(8 * MIB, number, np.uint8) for number in range(4)]
 
@@ -159,46 +162,46 @@ def test_a_segment_is_opened_only_when_its_turn_comes_and_closed_when_it_is_writ
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("fail_at", [0, 3, 9])
-def test_a_failed_write_gives_the_object_up_and_closes_everything_once(threads: int, fail_at: int) -> None:
+def test_a_failed_write_aborts_the_object_and_closes_each_segment_once(threads: int, fail_at: int) -> None:
     storage = WatchedStorage(memory_storage())
     storage.fail_write_at = fail_at
     storage.jitter = 1e-3
-    opened = Opened()
-    segments = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(30)]
+    log = SegmentLog()
+    segments = [whole(log, number, np.full(150, number, np.uint8)) for number in range(30)]
     recorder = ObjectRecorder(storage, IOThreads(threads), sizes=TINY)
     with pytest.raises(StorageError, match=f"write {fail_at} of 'x' failed because the test said so"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(30))
-    assert len(opened.opened) < 30 or fail_at == 9
+    assert sorted(log.closed) == list(range(30))
+    assert len(log.opened) < 30 or fail_at == 9
     assert storage.aborted == ["x"]
     assert recorder.objects == ()
     assert list(storage.list()) == []
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_a_segment_that_does_not_open_fails_the_object(sizes: Sizes) -> None:
-    opened = Opened()
+def test_if_a_segment_cannot_be_opened_the_write_fails(sizes: Sizes) -> None:
+    log = SegmentLog()
 
     def fail() -> Sequence[tuple[Box, HostArray]]:
         raise RuntimeError("the copy failed")
 
-    segments: list[Segment] = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(9)]
-    segments[4] = ArraySegment(Box((0,), (150,)), 1, fail, lambda: opened.closed.append(4))
+    segments: list[Segment] = [whole(log, number, np.full(150, number, np.uint8)) for number in range(9)]
+    segments[4] = ArraySegment(Box((0,), (150,)), 1, fail, lambda: log.closed.append(4))
     storage = WatchedStorage(memory_storage())
     recorder = ObjectRecorder(storage, IOThreads(3), sizes=sizes)
     with pytest.raises(RuntimeError, match="the copy failed"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(9))
+    assert sorted(log.closed) == list(range(9))
     assert list(storage.list()) == [] and recorder.objects == ()
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_an_error_of_close_is_raised_and_the_others_are_closed(sizes: Sizes) -> None:
-    opened = Opened()
-    segments: list[Segment] = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(9)]
+def test_if_closing_a_segment_fails_the_others_are_closed(sizes: Sizes) -> None:
+    log = SegmentLog()
+    segments: list[Segment] = [whole(log, number, np.full(150, number, np.uint8)) for number in range(9)]
 
     def fail() -> None:
-        opened.closed.append(4)
+        log.closed.append(4)
         raise RuntimeError("the memory is not ours")
 
     box = Box((0,), (150,))
@@ -206,7 +209,7 @@ def test_an_error_of_close_is_raised_and_the_others_are_closed(sizes: Sizes) -> 
     recorder = ObjectRecorder(memory_storage(), IOThreads(3), sizes=sizes)
     with pytest.raises(RuntimeError, match="the memory is not ours"):
         recorder.write("x", segments)
-    assert sorted(opened.closed) == list(range(9))
+    assert sorted(log.closed) == list(range(9))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_an_error_of_close_is_raised_and_the_others_are_closed(sizes: Sizes) -> 
         [],
     ],
 )
-def test_arrays_that_do_not_make_up_the_box_are_refused(parts: list[tuple[Box, HostArray]]) -> None:
+def test_arrays_that_do_not_fill_the_box_are_refused(parts: list[tuple[Box, HostArray]]) -> None:
     closed = []
     segment = ArraySegment(Box((0,), (4,)), 1, lambda: parts, lambda: closed.append(1))
     for sizes in (SIZES, TINY):
@@ -233,20 +236,20 @@ def test_arrays_that_do_not_make_up_the_box_are_refused(parts: list[tuple[Box, H
 
 def test_many_tiny_segments_share_a_write() -> None:
     storage = WatchedStorage(memory_storage())
-    opened = Opened()
+    log = SegmentLog()
     arrays = [np.full(16, number, np.float32) for number in range(2000)]
-    ObjectRecorder(storage, IOThreads(2)).write("x", [whole(opened, n, array) for n, array in enumerate(arrays)])
+    ObjectRecorder(storage, IOThreads(2)).write("x", [whole(log, n, array) for n, array in enumerate(arrays)])
     assert len(storage.writes) == 1
     big = np.zeros(2 * MIB, np.uint8)
     ObjectRecorder(storage, IOThreads(2)).write(
-        "y", [whole(opened, 0, big), *[whole(opened, n, array) for n, array in enumerate(arrays)]]
+        "y", [whole(log, 0, big), *[whole(log, n, array) for n, array in enumerate(arrays)]]
     )
     assert len(storage.writes) == 4
     assert storage.get("y") == big.tobytes() + b"".join([array.tobytes() for array in arrays])
 
 
-def test_objects_written_at_once_from_many_threads_do_not_wait_for_each_other_for_ever() -> None:
-    """Each call works itself, so more calls than threads all end, also where opening waits for another call's work."""
+def test_concurrent_writes_from_many_threads_do_not_deadlock() -> None:
+    """Each calling thread also does work. So all calls end, even if opening a segment waits for the other calls."""
     threads = IOThreads(2)
     storage = memory_storage()
     recorder = ObjectRecorder(storage, threads, sizes=TINY)

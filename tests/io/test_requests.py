@@ -1,4 +1,4 @@
-"""Sizes of requests that storages prefer, and storages that wrap others."""
+"""Preferred sizes of requests, and storages that wrap others."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .watched_storage import WatchedStorage, memory_storage
 
 
 class ManyAtOnce(WatchedStorage):
-    """A storage that is worth many requests."""
+    """A storage that prefers many concurrent requests."""
 
     concurrency = 12
     part_bytes = 8 << 20
 
 
 class Immodest(WatchedStorage):
-    """A storage that requests more memory than there is."""
+    """A storage with capabilities that would need too much memory."""
 
     concurrency = 100_000
     part_bytes = 5 << 40
 
 
 class Senseless(WatchedStorage):
-    """A storage that was configured wrongly."""
+    """A storage with invalid capabilities."""
 
     concurrency = 0
     part_bytes = -1
 
 
-def test_a_storage_that_says_nothing() -> None:
+def test_default_capabilities_of_a_storage() -> None:
     storage = WatchedStorage(memory_storage())
     assert requests_of(storage) == StorageCapabilities(1 << 20, 1, 1)
 
@@ -59,11 +59,11 @@ STORAGES: dict[str, Callable[[Path], StorageBackend]] = {
 
 @pytest.fixture(params=list(STORAGES))
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> StorageBackend:
-    """Each storage."""
+    """Yield each kind of storage."""
     return STORAGES[request.param](tmp_path)
 
 
-def test_storages_before_others_pass_it_on(storage: StorageBackend) -> None:
+def test_wrapping_storages_pass_capabilities_on(storage: StorageBackend) -> None:
     for before in (
         subdirectory(storage, "a"),
         subdirectory(subdirectory(storage, "a"), "b"),
@@ -74,12 +74,12 @@ def test_storages_before_others_pass_it_on(storage: StorageBackend) -> None:
         assert requests_of(before) == requests_of(storage)
 
 
-def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBackend) -> None:
+def test_a_subdirectory_behaves_like_its_storage(storage: StorageBackend) -> None:
     inside = subdirectory(storage, "a")
     assert isinstance(inside, AtomicDirectories) == isinstance(storage, AtomicDirectories)
     storage.put("a/data", b"1234")
-    for opened in ("open_reader", "open_stamped"):
-        of_storage, of_directory = getattr(storage, opened)("a/data"), getattr(inside, opened)("data")
+    for method in ("open_reader", "open_stamped"):
+        of_storage, of_directory = getattr(storage, method)("a/data"), getattr(inside, method)("data")
         assert type(of_directory) is type(of_storage)
         assert isinstance(of_directory, StampedReader) == isinstance(of_storage, StampedReader)
     seen: list[list[str]] = []
@@ -92,16 +92,16 @@ def test_a_subdirectory_has_the_capabilities_of_its_storage(storage: StorageBack
 
 
 @pytest.mark.parametrize("kind", [Subdirectory, AtomicSubdirectories, FencedStore, FallbackStorage, FaultyStorage])
-def test_storages_before_others_forward_every_method(kind: type[StorageBackend]) -> None:
+def test_wrapping_storages_forward_every_method(kind: type[StorageBackend]) -> None:
     names = {name for name in vars(StorageBackend) if not name.startswith("_")}
     inherited = {name for name in names if getattr(kind, name) is getattr(StorageBackend, name)}
-    # Reads and deletions through a storage with faults must meet them.
+    # FaultyStorage inherits these methods, so that the reads and deletions that they call can fail.
     assert inherited == ({"open_reader", "open_stamped", "delete_while"} if kind is FaultyStorage else set())
 
 
-def test_what_is_said_has_bounds() -> None:
-    found = requests_of(Immodest(memory_storage()))
-    assert 12 < found.concurrency < 1000
-    assert 8 << 20 < found.part_bytes < 1 << 30
+def test_extreme_and_invalid_capabilities_are_limited() -> None:
+    limited = requests_of(Immodest(memory_storage()))
+    assert 12 < limited.concurrency < 1000
+    assert 8 << 20 < limited.part_bytes < 1 << 30
     storage: StorageBackend = Senseless(memory_storage())
     assert requests_of(storage) == StorageCapabilities(1 << 20, 1, 1)

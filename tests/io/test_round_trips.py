@@ -1,4 +1,4 @@
-"""Round trips equal NumPy slicing, for all boxes, strides, dtypes and numbers of threads."""
+"""Round trips equal NumPy slices, for all boxes, strides, dtypes and numbers of threads."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, ChunkRead
-from tests.io.objects import TINY, Opened, assert_targets_are_filled, stored, stored_bytes, tiles
+from tests.io.objects import TINY, SegmentLog, assert_targets_are_filled, stored, stored_bytes, tiles
 from tests.io.watched_storage import WatchedStorage, memory_storage
 
 
 @given(st.data())
-def test_objects_hold_the_bytes_of_their_segments(data: st.DataObject) -> None:
-    sources, segments, offsets, opened = data.draw(stored())
+def test_written_objects_contain_the_bytes_of_their_segments(data: st.DataObject) -> None:
+    sources, segments, offsets, log = data.draw(stored())
     storage = memory_storage()
     recorder = ObjectRecorder(storage, IOThreads(data.draw(st.sampled_from([1, 3]))), sizes=TINY)
     recorder.write("x", segments)
-    found = storage.get("x")
-    assert len(found) == sum(segment.nbytes for segment in segments)
+    content = storage.get("x")
+    assert len(content) == sum(segment.nbytes for segment in segments)
     for source, offset in zip(sources, offsets, strict=True):
-        assert found[offset : offset + source.nbytes] == stored_bytes(source)
+        assert content[offset : offset + source.nbytes] == stored_bytes(source)
     position = 0
     for segment in segments:
         if isinstance(segment, BytesSegment):
-            assert found[position : position + segment.nbytes] == segment.data
+            assert content[position : position + segment.nbytes] == segment.data
         position += segment.nbytes
-    assert opened.opened == list(range(len(sources)))
-    assert sorted(opened.closed) == opened.opened
+    assert log.opened == list(range(len(sources)))
+    assert sorted(log.closed) == log.opened
 
 
 @given(st.data())
-def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
+def test_targets_equal_numpy_slices(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     assert_targets_are_filled(data, segments, reads, targets)
 
 
 @given(st.data())
-def test_a_damaged_byte_is_found_or_not_read(data: st.DataObject) -> None:
+def test_a_damaged_byte_is_detected_or_not_read(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     storage = memory_storage()
@@ -83,16 +83,16 @@ def test_a_damaged_byte_is_found_or_not_read(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_threads_gives_the_same(seed: int) -> None:
+def test_the_order_of_threads_does_not_matter(seed: int) -> None:
     random.seed(seed)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         generator = np.random.default_rng(seed)
         sources = [generator.integers(0, 256, (30, 1 + 37 * number), np.uint8) for number in range(12)]
-        opened = Opened()
+        log = SegmentLog()
         segments = [
-            opened.segment(number, Box.whole(source.shape), [(Box.whole(source.shape), source)])
+            log.segment(number, Box.whole(source.shape), [(Box.whole(source.shape), source)])
             for number, source in enumerate(sources)
         ]
         storage = WatchedStorage(memory_storage(), request_bytes=64)
@@ -100,7 +100,7 @@ def test_any_order_of_threads_gives_the_same(seed: int) -> None:
         threads = IOThreads(6)
         recorder = ObjectRecorder(storage, threads, sizes=TINY)
         recorder.write("x", segments)
-        assert sorted(opened.closed) == list(range(len(sources)))
+        assert sorted(log.closed) == list(range(len(sources)))
         reads, offset = [], 0
         results = []
         for number, source in enumerate(sources):
@@ -115,8 +115,8 @@ def test_any_order_of_threads_gives_the_same(seed: int) -> None:
         records = {record.key: record for record in recorder.objects}
         reader = ObjectReader(storage, records, threads, sizes=TINY)
         for number in reader.read_chunks(reads):
-            found, expected = results[number]
-            assert np.array_equal(plain(found), plain(expected))  # complete as soon as its number comes
+            target, expected = results[number]
+            assert np.array_equal(plain(target), plain(expected))  # a target is complete when its number is yielded
         assert storage.read_calls > 20
     finally:
         sys.setswitchinterval(interval)

@@ -1,4 +1,4 @@
-"""Copies of a state that a writer takes while the caller waits for them."""
+"""Snapshots of a state: the writer takes copies while the caller waits for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failed_copy(item: int) -> Sequence[Pending[HostArray]]:
     return [pending]
 
 
-def test_a_failed_copy_is_raised_also_if_the_writer_ended_because_of_it() -> None:
+def test_a_failed_copy_is_raised_even_after_the_writer_ended() -> None:
     snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
     with pytest.raises(RuntimeError):
         snapshot.take(0)
@@ -41,7 +41,7 @@ def test_a_failed_copy_is_raised_also_if_the_writer_ended_because_of_it() -> Non
         snapshot.wait()
 
 
-def test_a_writer_that_failed_by_itself_frees_copies_without_an_error() -> None:
+def test_the_caller_sees_no_copy_error_if_the_writer_failed_otherwise() -> None:
     snapshot = CopiedSnapshot(PLAN, failed_copy, lambda array: None)
     snapshot.end_writing()
     snapshot.wait()

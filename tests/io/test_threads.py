@@ -11,7 +11,7 @@ from ckptcore.io.threads import IOThreads
 from tests.io.programs import run_program
 
 
-def test_threads_start_as_there_is_work_and_no_more_than_allowed() -> None:
+def test_no_more_threads_start_than_allowed() -> None:
     threads = IOThreads(2)
     names: set[str] = set()
     release = threading.Event()
@@ -28,13 +28,13 @@ def test_threads_start_as_there_is_work_and_no_more_than_allowed() -> None:
     assert all(name.startswith("ckptcore-io") for name in names)
 
 
-def test_the_default_is_one_for_each_processor_from_two_to_eight() -> None:
+def test_the_default_is_one_thread_per_processor_from_two_to_eight() -> None:
     assert IOThreads().count == min(8, max(2, os.cpu_count() or 2))
     with pytest.raises(ValueError, match="at least one"):
         IOThreads(0)
 
 
-def test_errors_come_with_the_result() -> None:
+def test_errors_are_raised_by_result() -> None:
     def fail() -> int:
         raise KeyError("no")
 
@@ -42,20 +42,20 @@ def test_errors_come_with_the_result() -> None:
         IOThreads(1).submit(fail).result(10)
 
 
-def test_run_uses_this_thread_and_others_and_waits_for_all() -> None:
+def test_run_uses_the_calling_thread_and_waits_for_all() -> None:
     threads = IOThreads(3)
     together = threading.Barrier(3)
     seen: set[int] = set()
 
     def work() -> None:
-        together.wait(10)  # three at once, or this breaks
+        together.wait(10)  # fails unless three threads wait at once
         seen.add(threading.get_ident())
 
     threads.run(work, 3)
     assert len(seen) == 3 and threading.get_ident() in seen
 
 
-def test_run_never_waits_for_threads_that_have_not_begun() -> None:
+def test_run_does_not_wait_for_threads_that_have_not_started() -> None:
     threads = IOThreads(1)
     release = threading.Event()
     busy = threads.submit(release.wait)
@@ -64,7 +64,7 @@ def test_run_never_waits_for_threads_that_have_not_begun() -> None:
     assert done == [1]
     release.set()
     busy.result(10)
-    assert threads.submit(lambda: len(done)).result(10) == 1  # a worker that comes late finds nothing to do
+    assert threads.submit(lambda: len(done)).result(10) == 1  # a worker that starts late has no work left
 
 
 def test_run_can_be_nested() -> None:
@@ -74,7 +74,7 @@ def test_run_can_be_nested() -> None:
     assert len(done) >= 1
 
 
-def test_threads_end_when_no_context_needs_them() -> None:
+def test_threads_end_when_their_pool_is_deleted() -> None:
     threads = IOThreads(1)
     thread = threads.submit(threading.current_thread).result(10)
     del threads
@@ -100,7 +100,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 
 @pytest.mark.system
-def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -> None:
+def test_work_continues_while_the_interpreter_joins_threads_at_exit() -> None:
     assert (
         run_program(
             "import threading, atexit\n"

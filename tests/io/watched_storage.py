@@ -21,23 +21,23 @@ from ckptcore.protocols import (
 
 
 def memory_storage() -> StorageBackend:
-    """A new, empty storage in memory."""
+    """Return a new, empty storage in memory."""
     return MemoryStorages().open("memory://test", StorageOptions())
 
 
 class WatchedStorage(StorageBackend):
-    """Hands everything to another storage.
+    """A storage that forwards all calls to another one, counts them, and can delay or fail them.
 
     Attributes:
-        request_bytes, concurrency, part_bytes: its capabilities.
+        request_bytes, concurrency, part_bytes: capabilities of this storage.
         reads: every range that was read: (key, start, stop).
         read_calls: how often `get_into` was called.
-        writes: every range that was written.
-        opened: keys of objects that were begun in pieces.
-        aborted: keys of objects that were given up.
+        writes: every range that was written: (key, start, stop).
+        opened: keys of objects that were opened for writing.
+        aborted: keys of objects whose write was aborted.
         fail_read_at, fail_write_at: the number of the call that fails, counted from zero.
-        jitter: the most seconds that a call takes longer, at random.
-        busy: calls that run now.
+        jitter: the maximum random delay of a call, in seconds.
+        busy: the number of calls that are running.
     """
 
     concurrency = 1
@@ -58,7 +58,7 @@ class WatchedStorage(StorageBackend):
         self._lock = threading.Lock()
 
     def delay(self) -> None:
-        """Yield to other threads, sometimes."""
+        """Sleep for a random time of at most `jitter` seconds."""
         if self.jitter:
             time.sleep(random.uniform(0, self.jitter))
 
@@ -103,7 +103,7 @@ class WatchedStorage(StorageBackend):
         return _WatchedWriter(self, key, self._inner.open_writer(key, size))
 
     def begin_write(self, key: str, start: int, stop: int) -> None:
-        """Count a write."""
+        """Record a write, and fail if it is the chosen one."""
         with self._lock:
             number = len(self.writes)
             self.writes.append((key, start, stop))

@@ -22,14 +22,14 @@ _DESCRIPTION_BYTES: Final = 256 << 10
 
 
 class CountingPlugin:
-    """Local directories as ``counted://`` URLs."""
+    """A plugin that opens local directories as ``counted://`` URLs."""
 
     def __init__(self) -> None:
         self.plan = FaultPlan()
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """The scheme."""
+        """Return the opener of the scheme ``counted``."""
         return {"counted": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -51,7 +51,7 @@ class Counted:
 
 
 class Counting:
-    """A Context that counts bytes, its URLs, and the counts."""
+    """A Context that counts bytes, with its URLs and its counts."""
 
     def __init__(self, **job: Any) -> None:
         self._plugin = CountingPlugin()
@@ -77,20 +77,20 @@ class Counting:
         return Counted(written, plan.bytes_read)
 
 
-def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
-    """Assert from the counts of a job's processes that every byte was written once, and read only where needed.
+def assert_frugal(results: Sequence[Any], layout: str, *, shared: bool) -> None:
+    """Assert that a job wrote every byte once, and that each process read only the bytes that it needed.
 
     A box can begin and end within a block, and the rest of that block is read too. So up to two more blocks are allowed
     for each box of at least one block. Smaller boxes are contiguous.
 
     Args:
-        found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes
-            of the boxes that are ``needed``, and what was ``read``.
-        layout: which.
-        shared: whether replicas shared the work, so that each process writes as much.
+        results: by rank. ``whole`` has the bytes of all arrays. For each layout, ``written`` has the written bytes, and
+            ``reads`` has, for each load, the sizes of the ``needed`` boxes and the bytes that were ``read``.
+        layout: the name of the layout.
+        shared: True if replicas share the writes, so that each process writes about as many bytes.
     """
-    whole = found[0]["whole"]
-    counts = [of_rank["layouts"][layout] for of_rank in found]
+    whole = results[0]["whole"]
+    counts = [of_rank["layouts"][layout] for of_rank in results]
     written = [count["written"] for count in counts]
     assert whole <= sum(written) <= whole + _DESCRIPTION_BYTES, f"{layout}: {written} of {whole}"
     if shared:

@@ -33,15 +33,15 @@ class _JaxJob:
         sharded = jax.make_array_from_callback(rows.shape, self._sharding, lambda index: rows[index])
         return {"rows": sharded, "here": {str(self.rank): np.full(5, number)}, "step": number}
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
-        rows = found["rows"]
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
+        rows = state["rows"]
         assert isinstance(rows, jax.Array) and rows.shape == (12, 4)
         assert all(bool((np.asarray(shard.data) == number).all()) for shard in rows.addressable_shards)
-        assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+        assert (state["here"][str(self.rank)] == number).all() and state["step"] == number
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
-    """Be that process, and end without waiting for other processes. JAX's service always runs in that of rank 0."""
+    """Run the process, and end it without waiting for other processes. The service of JAX always runs in rank 0."""
     assert leader_serves
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
@@ -52,7 +52,7 @@ def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place:
     config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, cluster_detection_method="deactivate")
     take_part(cell, _JaxJob(rank), place)
-    if rank == 0:  # whose end is that of the service, and of all
+    if rank == 0:  # the end of rank 0 ends the service, and with it all processes
         living = [other for other in range(size) if other != cell.victim or cell.action != "kill"]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline and any(not told_file(place, other).exists() for other in living):

@@ -18,7 +18,7 @@ DEADLINE_SECONDS: Final = 6.0
 """Seconds that a rank waits for another one if a rank is missing on purpose."""
 
 PATIENCE_SECONDS: Final = 120.0
-"""Seconds that a rank waits for another one if all take part."""
+"""Seconds that a rank waits for another rank if all take part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Cell:
     Attributes:
         operation: the operation of the job, a key of `OPERATIONS`.
         point: the point in the operation; see `Trap`.
-        action: the failure.
+        action: the kind of the failure.
         victim: the rank that fails.
     """
 
@@ -44,14 +44,14 @@ class Job(Protocol):
     rank: int
 
     def coordinator(self, timeout_seconds: float) -> Coordinator:
-        """Its coordinator."""
+        """Return the coordinator of the process."""
         ...
 
     def state(self, number: int) -> dict[str, Any]:
         """Return a state that is sharded over the processes. All elements are the number."""
         ...
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
         """Fail unless each leaf of a state has the number."""
         ...
 
@@ -93,7 +93,7 @@ class _Save:
 
 
 class _Run:
-    """A run of steps: opening, decisions, loads and deletions."""
+    """A run of steps, which fails while it opens, decides, loads or deletes."""
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._cell, self._job, self._trap = cell, job, trap
@@ -137,7 +137,7 @@ class _Run:
 
 
 class _Resume:
-    """The next job, with another number of processes, in the directory that the failed job left."""
+    """The next job, in the directory of the failed job. It has another number of processes."""
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._job, self._place = job, place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,20 +33,20 @@ class _TorchJob:
         rows = distribute_tensor(torch.full((13, 4), float(number)), self._mesh, [Shard(0)])
         return {"rows": rows, "here": {str(self.rank): np.full(5, number)}, "step": number}
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
-        rows = found["rows"]
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
+        rows = state["rows"]
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
         assert bool((rows.to_local() == number).all())
-        assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+        assert (state["here"][str(self.rank)] == number).all() and state["step"] == number
 
 
 def serve(port: int) -> object:
-    """The store of a job, served as a launcher does, for as long as the result lives."""
+    """Serve the store of a job, as a launcher does, until the result is deleted."""
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported at run time
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
-    """Be that process, and end without waiting for other ranks, unless this one serves the store of a healthy job."""
+    """Run the process. It waits for other ranks at its end only if it serves the store of a healthy job."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
@@ -58,9 +57,8 @@ def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     take_part(cell, _TorchJob(), place)
     if leader_serves and cell.operation == "resume":
-        # As in every job whose store is in one of its processes: that process ends last.
-        ended = store.add("ended", 1)
-        while rank == 0 and ended < size:
-            time.sleep(0.01)
-            ended = store.add("ended", 0)
+        # The process with the store must end last.
+        store.set(f"ended {rank}", "")
+        if rank == 0:
+            store.wait([f"ended {other}" for other in range(size)])
     os._exit(0)

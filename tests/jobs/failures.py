@@ -44,7 +44,7 @@ class _Processes:
         self.size = size
         self._place = place
         for rank in range(size):
-            told_file(place, rank).unlink(missing_ok=True)  # from the previous job
+            told_file(place, rank).unlink(missing_ok=True)  # remains from the previous job
         self._errors = [f"{place}.{size}.{rank}.errors" for rank in range(size)]
         port = free_port()
         self._server = None if leader_serves else program.serve(port)
@@ -56,7 +56,7 @@ class _Processes:
             process.start()
 
     def end_of(self, rank: int) -> int | None:
-        """Return the result of a process; None if it has not ended."""
+        """Wait for a process. Return its exit code, or None if it has not ended in time."""
         self._processes[rank].join(PATIENCE_SECONDS)
         return self._processes[rank].exitcode
 
@@ -77,7 +77,7 @@ class _Processes:
         return told
 
     def said(self) -> str:
-        """Return the processes' output to stderr."""
+        """Return what the processes wrote to stderr."""
         texts = [Path(file).read_text(errors="replace")[-3000:] for file in self._errors if Path(file).exists()]
         return "\n".join(texts)
 
@@ -89,19 +89,19 @@ class _Processes:
 
 
 def _expect_named(told: dict[str, Any], victim: int) -> None:
-    """Fail unless a rank got one of our errors, which names the failed rank."""
+    """Assert that a rank raised an error of ckptcore that names the failed rank."""
     assert told["ours"], told
     assert re.search(rf"rank {victim}\b|\[{victim}\]", told["text"]), told
 
 
 def fail(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serves: bool) -> None:
-    """Run a cell, check the errors of the ranks and the stored checkpoints, and continue with a smaller job.
+    """Run a job with a failure, check the errors and the checkpoints, and continue with a smaller job.
 
     Args:
         program: the program of a process: `failing_torch` or a similar module.
-        cell: the failure.
+        cell: the failure and its place.
         size: the number of processes.
-        place: a directory, which this function creates.
+        place: the directory of the job. This function creates it.
         leader_serves: True if the process of rank 0 runs the service for the exchanges of the job.
     """
     place.mkdir()
@@ -109,7 +109,7 @@ def fail(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serv
     try:
         others = [rank for rank in range(size) if rank != cell.victim]
         told = {rank: job.told(rank) for rank in others}
-        saved = [rank for rank, one in told.items() if one["error"] is None]
+        saved = [rank for rank, outcome in told.items() if outcome["error"] is None]
         for rank in others:
             if rank not in saved:
                 _expect_named(told[rank], cell.victim)
@@ -149,7 +149,7 @@ def _resume(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_s
     try:
         told = [job.told(rank) for rank in range(size)]
         ends = [job.end_of(rank) for rank in range(size)]
-        assert ends == [0] * size and all(one["error"] is None for one in told), (told, job.said())
+        assert ends == [0] * size and all(outcome["error"] is None for outcome in told), (told, job.said())
     finally:
         job.close()
     if cell.operation == "save" and cell.point != "export":

@@ -68,7 +68,7 @@ def sharded(elements: Any, sharding: Sharding) -> jax.Array:
 
 
 def blank(like: Any) -> Any:
-    """Return the same tree with abstract arrays."""
+    """Return the tree with abstract arrays, and with default values in place of other leaves."""
     make: Any = jax.ShapeDtypeStruct
 
     def one(leaf: Any) -> Any:
@@ -79,29 +79,29 @@ def blank(like: Any) -> Any:
     return jax.tree.map(one, like)
 
 
-def same(found: Any, expected: Any) -> None:
-    """Assert that two trees have the same arrays, where this process has them."""
+def same(tree: Any, expected: Any) -> None:
+    """Assert that two trees are equal. Arrays are compared on the devices of this process."""
     structure: Any = jax.tree.structure
-    assert structure(found) == structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    assert structure(tree) == structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
-            assert type(one) is type(other) and one == other, path
+            assert type(leaf) is type(other) and leaf == other, path
             continue
-        assert (one.shape, one.dtype, _is_weak(one)) == (other.shape, other.dtype, _is_weak(other)), path
-        assert one.sharding == other.sharding, (path, one.sharding, other.sharding)
+        assert (leaf.shape, leaf.dtype, _is_weak(leaf)) == (other.shape, other.dtype, _is_weak(other)), path
+        assert leaf.sharding == other.sharding, (path, leaf.sharding, other.sharding)
         if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        for mine, its in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        for mine, its in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
             assert mine.index == its.index and np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes(), path
             assert mine.data.sharding.memory_kind == other.sharding.memory_kind, path
 
 
 def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))  # keys have none
+    return bool(getattr(leaf, "weak_type", False))  # PRNG keys have no `weak_type`
 
 
 def submeshes(place: Place) -> Any:
-    """Save and load arrays on the devices of one process that all processes have in their trees."""
+    """Save and load arrays that all processes have in their trees, but that are on the devices of one process."""
     mesh = over_all(2, 2)
     state: dict[str, Any] = {"both": sharded(ROWS, NamedSharding(mesh, P("x"))), "own": jnp.arange(5), "step": 3}
     for owner in range(place.size):
@@ -113,7 +113,7 @@ def submeshes(place: Place) -> Any:
         data = jax.random.key_data(jax.random.split(jax.random.key(owner), 4))
         state[f"keys of {owner}"] = jax.random.wrap_key_data(sharded(data, over_one))
     parts = parts_of(ROWS * 2, NamedSharding(of_process(1), P("x")))
-    for name in ("tied", "to it"):  # they are tied by memory, which process 0 does not see
+    for name in ("tied", "to it"):  # tied by their memory, which is in process 1
         state[name] = jax.make_array_from_single_device_arrays(
             ROWS.shape, NamedSharding(of_process(1), P("x")), parts, dtype=ROWS.dtype
         )
@@ -130,7 +130,7 @@ def submeshes(place: Place) -> Any:
 
 
 class Placements:
-    """Records the placement of arrays, and any computation, while its context is entered.
+    """Context manager that records the memory kinds of new arrays, and the number of compilations.
 
     JAX creates every array from host elements with `batched_device_put` (jax 0.10.2).
     """
@@ -166,19 +166,19 @@ class Placements:
 
 
 def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_host")) -> Any:
-    """Save arrays from host memory, and load them to host memory. No device memory may be used."""
+    """Save arrays in host memory, and load them to host memory. This must not use memory of devices."""
     mesh, other = over_all(2, 2), over_all(1, 4)
 
     def state(over: Mesh, kind: str) -> dict[str, Any]:
-        one = SingleDeviceSharding(of_process(place.rank).devices[1], memory_kind=kind)
+        single = SingleDeviceSharding(of_process(place.rank).devices[1], memory_kind=kind)
         data = jax.random.key_data(jax.random.split(jax.random.key(7), 4))
         return {
             "both": sharded(ROWS, NamedSharding(over, P("x", "y"), memory_kind=kind)),
             "across": sharded(ROWS.T.copy(), NamedSharding(over, P("y"), memory_kind=kind)),
             "all": sharded(ROWS[0], NamedSharding(over, P(), memory_kind=kind)),
             "away": sharded(ROWS, NamedSharding(of_process(1), P("x"), memory_kind=kind)),
-            "own": jax.device_put(ROWS, one),
-            "weak": jax.device_put(2.5, one),
+            "own": jax.device_put(ROWS, single),
+            "weak": jax.device_put(2.5, single),
             "keys": jax.random.wrap_key_data(sharded(data, NamedSharding(over, P("x"), memory_kind=kind))),
         }
 
@@ -209,7 +209,7 @@ def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_hos
 
 
 def counted(place: Place) -> Any:
-    """Count bytes per process for arrays sharded over all devices, over those of each process, and replicated."""
+    """Count bytes per process for arrays that are sharded over the job, sharded over each process, and replicated."""
     mesh = over_all(2, 2)
     elements = np.random.default_rng(0).integers(0, 1 << 30, (4096, 512), np.int32)
     specs = {"cut": P("x", "y"), "by process": P("x"), "by device": P("y"), "everywhere": P()}
@@ -241,7 +241,7 @@ def counted(place: Place) -> Any:
 
 
 def topology(*, filled: bool) -> dict[str, Any]:
-    """Return the arrays of all topologies: sharded over both axes of a mesh, over one axis, and over none."""
+    """Return arrays that are sharded over both axes of a mesh, over one axis, and over no axis."""
     mesh = over_all(jax.process_count(), len(jax.local_devices()))
     specs = {"even": P("x", "y"), "uneven": P("y"), "few": P(), "count": P()}
     arrays = {name: array if filled else np.zeros_like(array) for name, array in WHOLE.items()}
@@ -258,26 +258,29 @@ def save(place: Place) -> Any:
 
 def load(place: Place) -> Any:
     """Load all checkpoints into arrays over all devices."""
-    found = sorted(path.name for path in place.directory.iterdir())
-    for name in found:
+    names = sorted(path.name for path in place.directory.iterdir())
+    for name in names:
         loaded = ckptcore.load(place.directory / name, blank(topology(filled=False)), context=QUICK)
         for key, array in loaded.items():
             for shard in array.addressable_shards:
                 assert_part(key, shard.data, shard.index)
-    return found
+    return names
 
 
 def unequal(place: Place) -> Any:
-    """Save arrays of one process that differ between ranks, with a late rank. Arrays of the job are not compared."""
+    """Save single-process arrays that differ between ranks, and save with a late rank.
+
+    Arrays over all devices of the job are not compared.
+    """
     state = {
         "key": jax.random.key(place.rank),
         "position": jnp.array(100 + place.rank),
         "large": jnp.full((1 << 20,), float(place.rank)),
     }
-    found = refusals(place, state, lambda mine, other: bool((mine == other).all()))
+    messages = refusals(place, state, lambda mine, other: bool((mine == other).all()))
     mesh = NamedSharding(over_all(place.size * place.devices, 1), P())
     ckptcore.save(place.directory / "of-job", {"own": sharded(ROWS + place.rank, mesh)}, layout="dcp", context=QUICK)
-    return {"refused": found, "lines": wait_for_late_rank(place)}
+    return {"refused": messages, "lines": wait_for_late_rank(place)}
 
 
 def quick(place: Place) -> Any:

@@ -30,7 +30,7 @@ QUICK: Final = ckptcore.Context(durability="none")
 
 
 class Layers(torch.nn.Module):
-    """Some layers of a model, under their names in the whole of it."""
+    """Some layers of a model, with their names in the whole model."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         super().__init__()
@@ -38,26 +38,26 @@ class Layers(torch.nn.Module):
         self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(5, 5) for name in names})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Through all."""
+        """Apply all layers."""
         for layer in self.layers.values():
             inputs = layer(inputs).tanh()
         return inputs
 
 
 def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Weights decay, and biases do not."""
+    """Return an optimizer with decay for weights, and without decay for biases."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
-            {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+            {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
         ],
         lr=rate,
     )
 
 
 def go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Train on what a stage before it might have given."""
+    """Train some steps, on inputs that could come from an earlier stage."""
     for number in range(steps):
         optimizer.zero_grad()
         (model(torch.linspace(-1, 1, 15).reshape(3, 5)) - number).square().mean().backward()
@@ -65,16 +65,16 @@ def go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def stored_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By dotted names, the parameters and their slots, whole, and the options of their groups."""
+    """Return whole parameters, whole slots, and options of parameter groups, by dotted name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {name: _whole(parameter) for parameter, name in names.items()}
+    values: dict[str, Any] = {name: _whole(parameter) for parameter, name in names.items()}
     for parameter, slots in optimizer.state.items():
-        found.update({f"{names[parameter]}.{slot}": _whole(held) for slot, held in slots.items()})
+        values.update({f"{names[parameter]}.{slot}": _whole(held) for slot, held in slots.items()})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
-            found.update({f"{name}.{option}": np.array(group[option]) for option in ("lr", "betas", "weight_decay")})
-    return found
+            values.update({f"{name}.{option}": np.array(group[option]) for option in ("lr", "betas", "weight_decay")})
+    return values
 
 
 def _whole(tensor: torch.Tensor) -> Any:
@@ -83,7 +83,7 @@ def _whole(tensor: torch.Tensor) -> Any:
 
 
 def optimizers(place: Place) -> Any:
-    """Two stages on two processes each: what they saved goes on as they do, and is taken apart in another way."""
+    """Save two stages on two processes each. Load them into the same stages and into other stages, and continue."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 
@@ -116,23 +116,23 @@ def optimizers(place: Place) -> Any:
             _expect(stored_of(*other), expected)
         other = make((LAYERS[:3], LAYERS[3:])[number], 9, 0.7)
         ckptcore.load_into(location, state(*other), context=QUICK)
-        found = stored_of(*other)
-        assert {name.split(".")[1] for name in found} == set((LAYERS[:3], LAYERS[3:])[number])
-        common = saved.keys() & found.keys()
-        _expect({name: found[name] for name in common}, {name: saved[name] for name in common})
+        loaded = stored_of(*other)
+        assert {name.split(".")[1] for name in loaded} == set((LAYERS[:3], LAYERS[3:])[number])
+        common = saved.keys() & loaded.keys()
+        _expect({name: loaded[name] for name in common}, {name: saved[name] for name in common})
     return sorted(saved)
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number in range(2):
         with np.load(directory / f"optimizer-{number}.npz") as arrays:
-            found.update(arrays)
-    return found
+            values.update(arrays)
+    return values
 
 
 def load_whole(directory: Path, layout: str) -> None:
-    """One process loads what both stages saved."""
+    """Load the state of both stages in one process."""
     whole = Layers(LAYERS, 9)
     optimizer = adamw(whole, 0.7)
     state = {"model": whole, "optimizer": NamedOptimizer(whole, optimizer)}
@@ -141,7 +141,7 @@ def load_whole(directory: Path, layout: str) -> None:
 
 
 def load_whole_by_torch(directory: Path) -> None:
-    """The same by torch, of the layout dcp, into an optimizer that it has stepped."""
+    """Load the layout dcp in one process with torch, into an optimizer that has made a step."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     whole = Layers(LAYERS, 9)
     optimizer = adamw(whole, 0.7)
@@ -155,7 +155,7 @@ def load_whole_by_torch(directory: Path) -> None:
     _expect(stored_of(whole, optimizer), _saved(directory))
 
 
-def _expect(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def _expect(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes(), name
+        assert actual[name].dtype == array.dtype and actual[name].tobytes() == array.tobytes(), name

@@ -1,4 +1,4 @@
-"""Jobs of real processes: each runs a task of a program, and says what it found."""
+"""Jobs of real processes. Each process runs a task of a program, and returns its result as JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PATIENCE_SECONDS: Final = 240
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of a job this is.
+    """The place of a process in its job, and the arguments of its task.
 
     Attributes:
-        rank, size: which of how many.
-        devices: how many devices it is to have.
-        port: of 127.0.0.1, where the job meets.
-        directory: of the test.
-        layouts: to save in.
+        rank, size: the rank of the process, and the number of processes.
+        devices: the number of devices of the process.
+        port: the port on 127.0.0.1 at which the processes connect.
+        directory: the directory of the test.
+        layouts: the layouts of the saves.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Program(Protocol):
     """A module that each process of a job runs."""
 
     TASKS: Mapping[str, Callable[[Place], Any]]
-    """By name; each gives JSON."""
+    """Tasks by name. Each returns JSON."""
 
     def run(self, task: Callable[[Place], Any], place: Place) -> Any:
         """Begin the job, do the task, and end the job."""
@@ -52,33 +52,33 @@ class Program(Protocol):
 def run_job(
     program: str, task: str, directory: Path, *, size: int, devices: int = 1, layouts: Sequence[str] = ()
 ) -> list[Any]:
-    """Run a task of a program in a job of so many processes; what each found, by rank.
+    """Run a task of a program in a job of `size` processes. Return their results by rank.
 
-    The processes come from a server that has imported the frameworks, and started nothing of them.
+    The processes are forked from a server that has imported the frameworks, but has not initialized them.
     """
     context = multiprocessing.get_context("forkserver")
     port = free_port()
-    with tempfile.TemporaryDirectory() as found:
+    with tempfile.TemporaryDirectory() as scratch:
         processes = []
         for rank in range(size):
             place = Place(rank, size, devices, port, directory, layouts)
-            processes.append(context.Process(target=_process, args=(program, task, place, f"{found}/{rank}")))
+            processes.append(context.Process(target=_process, args=(program, task, place, f"{scratch}/{rank}")))
         try:
             for process in processes:
                 process.start()
             for process in processes:
                 process.join(timeout=_PATIENCE_SECONDS)
-            said = [_last_words(Path(f"{found}/{rank}.errors")) for rank in range(size)]
+            said = [_last_words(Path(f"{scratch}/{rank}.errors")) for rank in range(size)]
             codes = [process.exitcode for process in processes]
             assert codes == [0] * size, f"{program}.{task} ended with {codes}:\n" + "\n".join(said)
-            return [json.loads(Path(f"{found}/{rank}.json").read_text()) for rank in range(size)]
+            return [json.loads(Path(f"{scratch}/{rank}.json").read_text()) for rank in range(size)]
         finally:
             for process in processes:
                 process.kill()
 
 
-def _process(program: str, task: str, place: Place, found: str) -> None:
-    with open(f"{found}.errors", "wb") as file:
+def _process(program: str, task: str, place: Place, result: str) -> None:
+    with open(f"{result}.errors", "wb") as file:
         os.dup2(file.fileno(), 2)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -86,8 +86,8 @@ def _process(program: str, task: str, place: Place, found: str) -> None:
         answer = module.run(module.TASKS[task], place)
     except BaseException:  # noqa: BLE001  # the parent reports it
         traceback.print_exc()
-        os._exit(1)  # a framework may wait for the others before it ends
-    Path(f"{found}.json").write_text(json.dumps(answer))
+        os._exit(1)  # a normal exit may wait for other processes
+    Path(f"{result}.json").write_text(json.dumps(answer))
 
 
 def _last_words(file: Path) -> str:

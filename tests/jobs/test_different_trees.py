@@ -1,4 +1,4 @@
-"""Jobs whose ranks have different parts of a tree: pipeline and expert parallelism."""
+"""Jobs whose ranks have different parts of a tree, as in pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run(job: Callable[[int, ckptcore.Context], Any], size: int = 4, **options: 
 
 
 def _stage(rank: int, value: float = 1) -> dict[str, Any]:
-    """Return a rank's part of a model in two stages, each on two ranks."""
+    """Return the part of a rank in a model of two stages. Each stage is on two ranks."""
     stage = rank // 2
     layers = {str(number): {"w": np.full((3, 4), float(value + number))} for number in (2 * stage, 2 * stage + 1)}
     ends = {"head": np.arange(7)} if stage else {"embed": np.arange(5)}
@@ -34,11 +34,11 @@ def _stage(rank: int, value: float = 1) -> dict[str, Any]:
 
 
 def _save(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save(location, state, **options)  # type: ignore[arg-type]  # any that `save` takes
+    ckptcore.save(location, state, **options)  # type: ignore[arg-type]  # `options` has no types
 
 
 def _save_async(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # as above
+    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 @pytest.mark.parametrize("save", [_save, _save_async])
@@ -49,7 +49,7 @@ def test_stages_are_saved_as_one_tree_and_each_loads_its_own(layout: str, save: 
     def job(rank: int, context: ckptcore.Context) -> None:
         save(location, _stage(rank), layout=layout, context=context)
         assert same_value(ckptcore.load(location, _stage(rank, 0), context=context), _stage(rank))
-        target = _stage(3 - rank, 0)  # another than it saved
+        target = _stage(3 - rank, 0)  # the stage that this rank did not save
         ckptcore.load_into(location, target, context=context)
         assert same_value(target, _stage(3 - rank))
 
@@ -60,7 +60,7 @@ def test_stages_are_saved_as_one_tree_and_each_loads_its_own(layout: str, save: 
     assert ckptcore.verify(location).ok
 
 
-def test_a_load_may_lack_what_not_every_rank_had_and_nothing_else(tmp_path: Path) -> None:
+def test_a_load_may_omit_only_leaves_that_some_ranks_did_not_have(tmp_path: Path) -> None:
     _run(lambda rank, context: ckptcore.save(tmp_path / "c", _stage(rank), layout="zarr3", context=context))
     assert same_value(ckptcore.load(tmp_path / "c", {"step": 0, "norm": np.zeros(2)}), {"step": 7, "norm": np.ones(2)})
     for lacking in ("step", "norm"):
@@ -72,14 +72,14 @@ def test_a_load_may_lack_what_not_every_rank_had_and_nothing_else(tmp_path: Path
         ckptcore.load(tmp_path / "c", {**_stage(0), "layers": {"9": {"w": np.zeros((3, 4))}}})
 
 
-def test_who_had_a_leaf_is_in_the_root_where_older_readers_do_not_look(tmp_path: Path) -> None:
+def test_the_root_lists_the_ranks_of_each_leaf_in_a_key_that_older_readers_ignore(tmp_path: Path) -> None:
     _run(lambda rank, context: ckptcore.save(tmp_path / "c", _stage(rank), layout="zarr3", context=context))
     root = json.loads((tmp_path / "c" / "checkpoint.json").read_bytes())
     assert root["version"] == 1
     assert root["tables"]["tree"]["held_by"] == [[[0, 1], [0, 1, 6]], [[2, 3], [2, 3, 7]]]
 
 
-def test_trees_in_another_order_are_the_same(tmp_path: Path) -> None:
+def test_trees_with_another_order_of_keys_are_the_same(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         names = ["a", "b", "c"]
         arrays = {name: np.full(3, ord(name)) for name in (names if rank else reversed(names))}
@@ -91,7 +91,7 @@ def test_trees_in_another_order_are_the_same(tmp_path: Path) -> None:
 
 
 class _Counting(HostArrayHandler):
-    """Counts what each rank writes."""
+    """A handler that records the shapes that a rank writes."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, ...]] = []
@@ -101,10 +101,10 @@ class _Counting(HostArrayHandler):
         return super().view_on_host(leaf, boxes)
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
-        return HostArrayHandler().sample(leaf, stored, box)  # compared, not written
+        return HostArrayHandler().sample(leaf, stored, box)  # for comparisons, not for writes
 
 
-def test_each_leaf_is_written_by_one_of_those_that_have_it(tmp_path: Path) -> None:
+def test_one_of_the_ranks_with_a_leaf_writes_it(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> list[tuple[int, ...]]:
         handler = _Counting()
         mine = ckptcore.Context(
@@ -130,7 +130,7 @@ def test_each_leaf_is_written_by_one_of_those_that_have_it(tmp_path: Path) -> No
 
 @dataclass
 class _Rows:
-    """Rows of an array that some ranks have, as a framework with a mesh knows them: each rank the same number."""
+    """Rows of an array that is sharded over a mesh of some ranks. Each rank of the mesh has equally many rows."""
 
     shape: tuple[int, ...]
     mesh: tuple[int, ...]
@@ -148,7 +148,7 @@ class _RowsHandler(HostArrayHandler):
     def identity(self, leaf: Any) -> None:
         return None
 
-    def shards(self, leaf: Any, rank: int, size: int) -> Any:  # None too, which arrays of NumPy never give
+    def shards(self, leaf: Any, rank: int, size: int) -> Any:  # None if only other ranks hold shards
         if leaf.rank not in leaf.mesh:
             return None
         each, place = leaf.shape[0] // len(leaf.mesh), leaf.mesh.index(leaf.rank)
@@ -159,7 +159,7 @@ class _RowsHandler(HostArrayHandler):
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_arrays_over_a_part_of_the_ranks_are_whole(layout: str, tmp_path: Path) -> None:
+def test_arrays_over_some_of_the_ranks_are_complete(layout: str, tmp_path: Path) -> None:
     whole = np.arange(24.0).reshape(6, 4)
 
     def job(rank: int, context: ckptcore.Context) -> None:
@@ -174,17 +174,17 @@ def test_arrays_over_a_part_of_the_ranks_are_whole(layout: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_arrays_that_others_only_know_of_are_whole(layout: str, tmp_path: Path) -> None:
-    """Every rank has all names, and some ranks hold what is under them."""
+def test_arrays_without_shards_on_some_ranks_are_complete(layout: str, tmp_path: Path) -> None:
+    """Every rank has all arrays in its tree, but only some ranks hold elements."""
     whole = np.arange(24.0).reshape(6, 4)
 
     def state(rank: int) -> dict[str, Any]:
         meshes = {"one": (2,), "three": (0, 1, 3), "two": (0, 1)}
-        found: dict[str, Any] = {"same": np.ones(3)}
+        tree: dict[str, Any] = {"same": np.ones(3)}
         for name, mesh in meshes.items():
             rows = np.array_split(whole, len(mesh))[mesh.index(rank)] if rank in mesh else np.empty((0, 4))
-            found[name] = _Rows((6, 4), mesh, rank, rows)
-        return found
+            tree[name] = _Rows((6, 4), mesh, rank, rows)
+        return tree
 
     _run(
         lambda rank, context: ckptcore.save(tmp_path / "c", state(rank), layout=layout, context=context),
@@ -196,7 +196,7 @@ def test_arrays_that_others_only_know_of_are_whole(layout: str, tmp_path: Path) 
     assert [[2], [1]] in held_by and [[0, 1, 3], [2]] in held_by and [[0, 1], [3]] in held_by
 
 
-def test_an_array_that_all_ranks_only_know_of_is_refused(tmp_path: Path) -> None:
+def test_an_array_without_shards_on_any_rank_is_refused(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> str:
         known = _Rows((6, 4), (7,), rank, np.empty((0, 4)))
         states: list[dict[str, Any]] = [{"x": known}, {"x": known, str(rank): np.ones(2)}]
@@ -217,7 +217,7 @@ def test_an_array_that_all_ranks_only_know_of_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_tied_arrays_on_different_ranks(layout: str, tmp_path: Path) -> None:
-    """The embedding is tied to the head where both are, and the last stage has a copy of the head alone."""
+    """The embedding is tied to the head on the rank that has both. The other rank has only the head."""
 
     def state(rank: int) -> dict[str, Any]:
         shared = np.arange(6.0)
@@ -233,7 +233,7 @@ def test_tied_arrays_on_different_ranks(layout: str, tmp_path: Path) -> None:
     assert tree["aliases"] == [[1, 0]]
 
 
-def test_ties_that_one_rank_does_not_have_come_apart(tmp_path: Path) -> None:
+def test_arrays_that_are_not_tied_on_every_rank_are_stored_separately(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         shared = np.arange(6.0)
         state = {"a": shared, "b": shared.copy() if rank else shared}
@@ -261,8 +261,8 @@ def test_one_of_several_checkpointables_differs(tmp_path: Path) -> None:
 
     def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", objects(rank), layout="ocdbt", context=context)
-        found = ckptcore.load_checkpointables(tmp_path / "c", objects(rank), context=context)
-        assert same_value(found["model"], _stage(rank)) and found["own"] == {"rank": rank}
+        loaded = ckptcore.load_checkpointables(tmp_path / "c", objects(rank), context=context)
+        assert same_value(loaded["model"], _stage(rank)) and loaded["own"] == {"rank": rank}
         with pytest.raises(
             (TreeMismatchError, RankFailedError), match="(?s)in 'same': .*step: int 0 on rank 0.*rank 3"
         ):
@@ -274,7 +274,7 @@ def test_one_of_several_checkpointables_differs(tmp_path: Path) -> None:
     assert sorted(whole["layers"]) == ["0", "1", "2", "3"]
 
 
-def test_steps_of_a_checkpointer(tmp_path: Path) -> None:
+def test_ranks_with_different_trees_save_and_load_steps(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         with ckptcore.Checkpointer(tmp_path / "run", layout="zarr3", context=context) as checkpointer:
             for step in (1, 2):
@@ -286,7 +286,7 @@ def test_steps_of_a_checkpointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subtree", ["", "layers", "layers/3", "head"])
-def test_exports_are_of_the_union(subtree: str, tmp_path: Path) -> None:
+def test_exports_have_the_leaves_of_all_ranks(subtree: str, tmp_path: Path) -> None:
     export = ckptcore.Export(location=tmp_path / "export", layout="ocdbt", subtree=subtree)
     _run(
         lambda rank, context: ckptcore.save(
@@ -299,7 +299,7 @@ def test_exports_are_of_the_union(subtree: str, tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "export"), whole)
 
 
-def test_an_export_of_what_no_rank_has_is_refused(tmp_path: Path) -> None:
+def test_an_export_of_a_subtree_that_no_rank_has_is_refused(tmp_path: Path) -> None:
     export = ckptcore.Export(location=tmp_path / "export", layout="ocdbt", subtree="layers/9")
 
     def job(rank: int, context: ckptcore.Context) -> str:

@@ -1,4 +1,4 @@
-"""Keys of exchanges: no answer to one operation is taken for that to another."""
+"""Keys of exchanges: an answer to one operation is never used as an answer to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore.runtime import runtime_of
 
 
 class _Slots:
-    """A coordinator that nothing can refer to weakly."""
+    """A coordinator without weak references."""
 
     __slots__ = ()
     rank, size = 0, 1
@@ -40,12 +40,12 @@ def test_two_contexts_of_one_job_share_no_key() -> None:
         for _ in range(3)
     ]
     assert keys == ["run/1#0", "run/1#1", "run/1#2"]
-    found = [runtime_of(ckptcore.Context()).exchange_key("an odd place: \ud800") for _ in range(2)]
-    assert len(set(found)) == 2
+    others = [runtime_of(ckptcore.Context()).exchange_key("an odd place: \ud800") for _ in range(2)]
+    assert len(set(others)) == 2
 
 
 class _Incarnation(_Slots):
-    """One incarnation of a job that processes join again; the other rank says what this one says."""
+    """A coordinator of one incarnation of a job. The other rank sends the same messages as this rank."""
 
     __slots__ = ("__weakref__", "incarnation")
     size = 2
@@ -58,7 +58,7 @@ class _Incarnation(_Slots):
 
 
 class _Launcher:
-    """The plugin of a launcher whose job has had an accident."""
+    """A plugin of a launcher, whose job gets a new coordinator after a failure."""
 
     def __init__(self) -> None:
         self.joined: _Incarnation | None = _Incarnation(1)
@@ -68,7 +68,7 @@ class _Launcher:
         return self.joined
 
 
-def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
+def test_a_process_that_joins_again_counts_exchanges_from_zero(tmp_path: Path) -> None:
     launcher = _Launcher()
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[launcher]))
     assert isinstance(runtime_of(context).job(), Rejoinable) and not isinstance(_Slots(), Rejoinable)
@@ -88,10 +88,10 @@ def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
         assert run.should_save(1)
         launcher.joined = None
         with pytest.raises(CheckpointError, match="has left or joined again since"):
-            run.should_save(2)  # else each of the processes would go on alone in one directory
+            run.should_save(2)  # otherwise each process would continue alone in the same directory
 
 
-def test_a_reader_of_a_former_incarnation_counts_for_that(tmp_path: Path) -> None:
+def test_a_reader_of_an_earlier_incarnation_does_not_change_the_counts_of_the_new_one(tmp_path: Path) -> None:
     launcher = _Launcher()
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[launcher]))
     with ckptcore.Checkpointer(tmp_path, context=context):
@@ -101,7 +101,7 @@ def test_a_reader_of_a_former_incarnation_counts_for_that(tmp_path: Path) -> Non
     assert runtime_of(context).exchange_key(f"{reader.directory}/list").endswith("#0"), "as in a process that is new"
 
 
-def test_every_job_and_every_name_has_its_own_count() -> None:
+def test_exchanges_are_counted_by_job_and_name() -> None:
     counts, job, slots = ExchangeCounts(), ThreadJob(2), _Slots()
     first, second = job.coordinator(0), job.coordinator(1)
     assert [counts.key(first, "a"), counts.key(first, "b"), counts.key(second, "a")] == ["a#0", "b#0", "a#0"]
@@ -117,7 +117,7 @@ def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> N
         for step in range(3):
             if step == 1 and rank == 1:
                 assert gave_up.wait(20)
-                continue  # its program failed before
+                continue  # its program failed before the save
             try:
                 ckptcore.save(tmp_path / str(step), {"w": np.ones(2)}, context=context)
             except CheckpointError as error:
@@ -135,15 +135,23 @@ def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> N
     assert came[0] == came[2] == "saved" and came[1] in ("RankFailedError", "CoordinationTimeoutError")
 
 
-def test_who_comes_and_who_comes_late_are_told_who_was_missing() -> None:
+def test_ranks_in_time_and_late_ranks_get_an_error_with_the_missing_rank() -> None:
+    leader_ended = threading.Event()
+
     def of_rank(coordinator: Coordinator) -> str:
-        time.sleep((0.3, 0, 3)[coordinator.rank])  # the deadline of who came first is over before the leader's
+        if coordinator.rank == 0:
+            time.sleep(0.3)  # the deadline of rank 1 must be over before that of the leader
+        elif coordinator.rank == 2:
+            assert leader_ended.wait(60)
         agreement = Agreement(coordinator, "save")
         try:
             with agreement.stage("describe"):
                 pass
         except CheckpointError as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            if coordinator.rank == 0:
+                leader_ended.set()
         return "agreed"
 
     leader, came, late = ThreadJob(3, timeout_seconds=1).run(of_rank)
@@ -151,8 +159,8 @@ def test_who_comes_and_who_comes_late_are_told_who_was_missing() -> None:
     assert came.startswith("RankFailedError") and late == came and "rank 2" in came
 
 
-def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
-    """The leader was answered by a process that has been started again since."""
+def test_messages_of_an_earlier_operation_are_refused_as_stale() -> None:
+    """The leader has the answer of a process that was restarted afterwards."""
     job = ThreadJob(2, timeout_seconds=0.5)
     before = Agreement(job.coordinator(1), "save")
     with pytest.raises(CoordinationTimeoutError), before.stage("describe"):
@@ -161,7 +169,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         pass
 
     class Again:
-        """A restarted rank replaces its earlier payload, as a store does."""
+        """A coordinator of a restarted rank. It replaces the earlier payload of the rank, as a store does."""
 
         rank, size = 1, 2
 
@@ -175,7 +183,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         pass
 
 
-def test_keys_after_the_first_exchange_are_of_one_operation() -> None:
+def test_keys_after_the_first_exchange_contain_the_id_of_the_operation() -> None:
     job = ThreadJob(2, timeout_seconds=5)
 
     def of_rank(coordinator: Coordinator) -> None:

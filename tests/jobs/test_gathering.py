@@ -1,4 +1,7 @@
-"""In large jobs ranks report in blocks: the leader gets a message per block, other ranks the same number always."""
+"""Gathering in blocks of ranks. In large jobs the leader gets one message for each block.
+
+The number of messages of other ranks does not grow with the job.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _LONG_SECONDS = 60.0
 
 
 class _Counts:
-    """Messages and bytes that ranks sent and received, without those to themselves."""
+    """Counts of messages and bytes between different ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -36,7 +39,7 @@ class _Counts:
 
 
 class _Counting:
-    """A coordinator that counts for its rank in the job."""
+    """A coordinator that counts messages by their ranks in the job, also within a group."""
 
     def __init__(self, coordinator: Coordinator, rank: int, counts: _Counts) -> None:
         self._coordinator = coordinator
@@ -60,7 +63,7 @@ class _Counting:
 
 
 class _Alone:
-    """A coordinator that knows no groups."""
+    """A coordinator without groups."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.rank, self.size = coordinator.rank, coordinator.size
@@ -68,7 +71,7 @@ class _Alone:
 
 
 class _Unanswered:
-    """A coordinator that fails on rank 2 where it waits for its block: no rank is named as missing."""
+    """A coordinator that fails on rank 2, while it waits for its block. The error names no missing rank."""
 
     def __init__(self, coordinator: Coordinator, rank: int) -> None:
         self._coordinator = coordinator
@@ -87,7 +90,7 @@ class _Unanswered:
 
 
 def test_ranks_of_a_silent_group_leader_are_missing() -> None:
-    """Their messages would be lost: the first rank of their block failed, too."""
+    """The leader of their block failed, so their messages are lost."""
 
     def of_rank(coordinator: Coordinator) -> str:
         agreement = Agreement(_Unanswered(coordinator, coordinator.rank), "save", block_ranks=2)
@@ -103,11 +106,11 @@ def test_ranks_of_a_silent_group_leader_are_missing() -> None:
 
     leader, *others = ThreadJob(6, timeout_seconds=_LONG_SECONDS).run(of_rank)
     assert leader.startswith("CoordinationTimeoutError") and "[3]" in leader
-    assert "agreed" not in others and all("rank 3" in one or "disk" in one for one in others)
+    assert "agreed" not in others and all("rank 3" in outcome or "disk" in outcome for outcome in others)
 
 
 @pytest.mark.parametrize(("size", "block_ranks"), [(2, 1), (3, 2), (7, 3), (9, 3), (13, 4), (5, 8)])
-def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
+def test_the_leader_gets_all_messages_in_the_order_of_ranks(size: int, block_ranks: int) -> None:
     def of_rank(coordinator: Coordinator) -> tuple[Sequence[bytes] | None, bytes, bytes]:
         gathering = Gathering(coordinator, block_ranks=block_ranks)
         gathered = gathering.gather("here", b"%d" % coordinator.rank * coordinator.rank)
@@ -128,7 +131,7 @@ def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
         assert (gathered is None) == (rank > 0) and told == b"to all" and of_block == b"%d" % last[rank]
 
 
-def test_a_coordinator_without_groups_gathers_at_once() -> None:
+def test_a_coordinator_without_groups_gathers_all_ranks_at_once() -> None:
     def of_rank(coordinator: Coordinator) -> Sequence[bytes] | None:
         return Gathering(_Alone(coordinator), block_ranks=2).gather("here", b"%d" % coordinator.rank)
 
@@ -163,28 +166,28 @@ def _stages(size: int, *, absent: Sequence[int] = (), fails: Sequence[int] = (),
 
 
 def test_messages_to_a_rank_do_not_grow_with_the_job() -> None:
-    found = {}
+    counts_by_size = {}
     for size in (16, 64):
         counts = _Counts()
         assert set(_stages(size, counts=counts)) == {"agreed"}
-        found[size] = counts
-    small, large = found[16], found[64]
+        counts_by_size[size] = counts
+    small, large = counts_by_size[16], counts_by_size[64]
     for rank in (1, 4, 5, 15):
         assert large.messages[rank] == small.messages[rank]
         assert large.received[rank] <= small.received[rank] + 8, "but for a digit of a rank"
-    # Of each stage: the others of its block, and the first of every other block; tokens to each block, and one verdict
-    # to all.
+    # In each of two stages the leader gets a message from each other rank of its block, and from each other block.
+    # It sends a token to each block, and one verdict to all.
     assert large.messages[0] == 2 * (3 + 15) + 16 + 1
     assert small.messages[0] == 2 * (3 + 3) + 4 + 1
 
 
-def test_an_error_is_raised_on_all_ranks_with_its_rank() -> None:
+def test_all_ranks_raise_an_error_with_the_failed_rank() -> None:
     ended = _stages(11, fails=[6])
     assert ended.pop(6) == "OSError: the disk is full"
     assert set(ended) == {"RankFailedError: the stage 'write' failed on rank 6: OSError: the disk is full"}
 
 
-def test_the_first_of_many_errors_are_reported() -> None:
+def test_only_the_first_of_many_errors_are_listed() -> None:
     failing = range(1, 23)
     ended = _stages(26, fails=failing)
     told = f"the stage 'write' failed on the ranks {[*failing[:20]]}: OSError: the disk is full; and 2 more ranks"
@@ -197,7 +200,7 @@ def test_the_first_of_many_errors_are_reported() -> None:
     ids=["one", "in two blocks", "first of a block", "first and another", "of the leader's block and first of another"],
 )
 def test_missing_ranks_are_named_on_all_ranks(absent: list[int], named: list[int]) -> None:
-    """Of a block whose first rank did not come nothing is known."""
+    """If the first rank of a block is missing, the leader does not know which other ranks of the block are."""
     ended = _stages(11, absent=absent, seconds=0.7)
     came = [rank for rank in range(11) if rank not in absent]
     assert ended[0].startswith("CoordinationTimeoutError") and f"{named}" in ended[0]
@@ -208,7 +211,7 @@ def test_missing_ranks_are_named_on_all_ranks(absent: list[int], named: list[int
         assert f"{named}" in ended[rank] and "CoordinationTimeoutError" in ended[rank]
 
 
-def test_the_leader_of_a_job_names_them_in_the_error() -> None:
+def test_the_error_of_the_leader_has_the_missing_ranks() -> None:
     def of_rank(coordinator: Coordinator) -> Sequence[int]:
         if coordinator.rank in (3, 7):
             return ()
@@ -221,8 +224,8 @@ def test_the_leader_of_a_job_names_them_in_the_error() -> None:
     assert ThreadJob(10, timeout_seconds=0.5).run(of_rank)[0] == (3, 7)
 
 
-def test_responses_to_an_earlier_operation_are_ignored() -> None:
-    """Rank 5 was restarted, and finds a message for its former process."""
+def test_responses_to_an_earlier_operation_are_refused_as_stale() -> None:
+    """Rank 5 was restarted, and receives a message for its earlier process."""
     job = ThreadJob(6, timeout_seconds=_LONG_SECONDS)
 
     def stage(rank: int) -> None:
@@ -236,7 +239,7 @@ def test_responses_to_an_earlier_operation_are_ignored() -> None:
         thread.join()
 
     class Again:
-        """Keep the second message of a rank in place of the first, as a store does."""
+        """A coordinator of the restarted rank. It sends nothing, and reads the messages of the earlier operation."""
 
         rank, size = 5, 6
 
@@ -259,7 +262,7 @@ def test_responses_to_an_earlier_operation_are_ignored() -> None:
 
 
 def test_a_large_job_saves_and_loads(tmp_path: Path) -> None:
-    """72 ranks, more than a block has: rows of one array, and one that all hold."""
+    """The job has more ranks than a block. Its state has a sharded array, and an array that every rank holds."""
     size, rows = 72, 144
 
     def of_rank(rank: int, context: ckptcore.Context) -> None:

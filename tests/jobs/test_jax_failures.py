@@ -1,6 +1,6 @@
-"""A process of a jax.distributed job that fails, is killed or hangs in a save: real processes.
+"""Jobs of jax.distributed with real processes, of which one fails, is killed or hangs during a save.
 
-JAX ends every process if that of rank 0 fails, which has its service: see the tests of `ckptcore_jax` for that.
+If rank 0 fails, JAX ends every process, because rank 0 has its service. The tests of `ckptcore_jax` cover that case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank that does not call: one line in the log says for which ranks an operation waits."""
+"""Late ranks: the log gets one line with the ranks for which an operation waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.protocols import Coordinator
 
 
 class Lines(logging.Handler):
-    """The lines about late ranks, and the timers that write them, which `write_when` ends: no test waits for a time."""
+    """The log lines about late ranks. Timers write them when `write_when` fires the timers, without a delay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
     def write_when(self, *awaited: list[int]) -> None:
-        """Write the lines once the exchanges of all other ranks wait for these ranks."""
+        """Fire all timers, once the other ranks wait for exactly these ranks."""
         for _ in range(12_000):
             running = list(self.running)
             if sorted(timer.awaited() or [] for timer in running) == sorted(awaited):
@@ -48,7 +48,7 @@ class Lines(logging.Handler):
 
 
 class Timer:
-    """A `threading.Timer` that a test ends."""
+    """A replacement of `threading.Timer` that fires when a test calls `end`."""
 
     def __init__(self, lines: Lines, function: Callable[..., None], arguments: list[Any]) -> None:
         self.daemon = False
@@ -65,17 +65,19 @@ class Timer:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    found = Lines()
-    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(found, function, arguments))
+    handler = Lines()
+    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(handler, function, arguments))
     logger = logging.getLogger("ckptcore.job")
-    logger.addHandler(found)
-    yield found
-    logger.removeHandler(found)
-    assert found.running == []
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    assert handler.running == []
 
 
 def run(work: Callable[[int, Context], Any], size: int = 4) -> Any:
-    return ThreadJob(size).run(lambda one: work(one.rank, Context(job=JobOptions(coordinator=one), durability="none")))
+    return ThreadJob(size).run(
+        lambda coordinator: work(coordinator.rank, Context(job=JobOptions(coordinator=coordinator), durability="none"))
+    )
 
 
 STATE = {"w": np.ones(3)}
@@ -107,8 +109,8 @@ def test_the_leader_names_the_ranks_that_have_not_called(tmp_path: Path, lines: 
     assert "Rank 0 leads: it may itself wait for others" in of_other
 
 
-def test_only_one_rank_saves(tmp_path: Path, lines: Lines) -> None:
-    """The leader is late, and the others save."""
+def test_a_rank_that_saves_alone_gets_a_line(tmp_path: Path, lines: Lines) -> None:
+    """The other ranks save, and wait for the leader."""
 
     def work(rank: int, context: Context) -> None:
         if rank == 0:
@@ -134,8 +136,8 @@ def test_a_rank_that_skips_a_step(tmp_path: Path, lines: Lines) -> None:
     assert f"save of {tmp_path / 'run'}" in text and "2: rank 0 has waited 10 s for 1 of 2 ranks: 1." in text
 
 
-def test_one_line_for_an_operation(tmp_path: Path, lines: Lines) -> None:
-    """Several parts and stages of an operation are late, and the leader writes one line."""
+def test_an_operation_writes_one_line(tmp_path: Path, lines: Lines) -> None:
+    """The leader writes one line, even if a rank is late in several stages of the operation."""
 
     def work(coordinator: Coordinator) -> None:
         agreement = Agreement(coordinator, "key", Recording("save", str(tmp_path)))
@@ -150,7 +152,7 @@ def test_one_line_for_an_operation(tmp_path: Path, lines: Lines) -> None:
 
 
 def test_a_late_rank_in_a_large_job(lines: Lines) -> None:
-    """The first rank of a block names ranks of the job."""
+    """The line of the first rank of a block has the numbers of ranks in the job."""
 
     def work(coordinator: Coordinator) -> None:
         if coordinator.rank == 3:
@@ -164,7 +166,7 @@ def test_a_late_rank_in_a_large_job(lines: Lines) -> None:
     assert "rank 0 has waited 10 s for 1 of 6 ranks: 2." in texts
 
 
-def test_a_rank_that_writes_for_long_has_more_time(tmp_path: Path, lines: Lines) -> None:
+def test_a_rank_that_writes_for_long_is_not_late(tmp_path: Path, lines: Lines) -> None:
     def work(rank: int, context: Context) -> None:
         def progress(done: int, total: int) -> None:
             if not lines.texts:
@@ -176,12 +178,13 @@ def test_a_rank_that_writes_for_long_has_more_time(tmp_path: Path, lines: Lines)
     assert f"save of {tmp_path / 'x'}: rank 0 has waited 60 s for 1 of 2 ranks: 1. They have not" in lines.texts[0]
 
 
-def test_a_coordinator_that_does_not_report(tmp_path: Path, lines: Lines) -> None:
+def test_a_coordinator_that_does_not_report_missing_ranks(tmp_path: Path, lines: Lines) -> None:
     class Plain:
-        """A `Coordinator` without the optional protocol."""
+        """A coordinator that does not report which ranks are missing."""
 
-        def __init__(self, one: Coordinator) -> None:
-            self.rank, self.size, self.gather, self.broadcast = one.rank, one.size, one.gather, one.broadcast
+        def __init__(self, inner: Coordinator) -> None:
+            self.rank, self.size = inner.rank, inner.size
+            self.gather, self.broadcast = inner.gather, inner.broadcast
 
     def work(rank: int, context: Context) -> None:
         assert context.job.coordinator is not None
@@ -227,7 +230,7 @@ ThreadJob(2).run(save)
     )
 
 
-def test_no_line_if_all_call(tmp_path: Path, lines: Lines) -> None:
-    """All timers are cancelled, as the fixture checks."""
+def test_no_line_if_all_ranks_call(tmp_path: Path, lines: Lines) -> None:
+    """The fixture also checks that all timers are cancelled."""
     run(lambda rank, context: ckptcore.save(tmp_path / "x", STATE, context=context))
     assert lines.texts == []

@@ -1,4 +1,4 @@
-"""Long lists and dicts of plain numbers in jobs: equal ones are one leaf, and dicts are merged by key as before."""
+"""Long lists and dicts of plain numbers in jobs: equal lists are one leaf, and dicts are merged by key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY = COLUMN_VALUES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_has_the_same_list_and_its_own(layout: str, tmp_path: Path) -> None:
+def test_equal_lists_are_shared_and_per_process_lists_are_kept(layout: str, tmp_path: Path) -> None:
     def state_of(rank: int, count: int) -> dict[str, Any]:
         own = {"order": list(range(rank, rank + count)), "seen": dict.fromkeys(range(count), rank)}
         return {"history": [number / 3 for number in range(count)], "loader": PerProcess(own)}

@@ -1,4 +1,4 @@
-"""Objects with a state in a tree that the ranks of a job save together, as torch.distributed.checkpoint does."""
+"""Objects with a state in a tree that all ranks save together, as in torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 3
 
 
 class Stateful:
-    """A `Stateful` of `torch.distributed.checkpoint`."""
+    """An object with the protocol `Stateful` of `torch.distributed.checkpoint`."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -38,7 +38,11 @@ def run(work: Callable[[Context], Any], *, size: int = SIZE, **replicas: Any) ->
     options = ReplicaOptions(piece_bytes=64, **replicas)
     job = ThreadJob(size, timeout_seconds=60)
     return list(
-        job.run(lambda one: work(Context(job=JobOptions(coordinator=one, replicas=options), durability="none")))
+        job.run(
+            lambda coordinator: work(
+                Context(job=JobOptions(coordinator=coordinator, replicas=options), durability="none")
+            )
+        )
     )
 
 
@@ -63,18 +67,18 @@ def tree(job: Coordinator) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
-def test_shards_of_all_and_else_the_state_of_the_lowest_rank(tmp_path: Path, layout: str) -> None:
+def test_shards_of_all_ranks_and_other_values_of_the_lowest_rank_are_stored(tmp_path: Path, layout: str) -> None:
     run(
         lambda context: ckptcore.save(tmp_path / "x", tree(runtime_of(context).job()), context=context, layout=layout),
         objects="lowest_rank",
     )
-    found = ckptcore.load(tmp_path / "x")
-    assert found["model"]["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
-    assert found["data"] == {"rank_0": b"\0\0\0", "rank_1": b"\1\1\1", "rank_2": b"\2\2\2", "world": SIZE}
-    progress = found["progress"]
+    loaded = ckptcore.load(tmp_path / "x")
+    assert loaded["model"]["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
+    assert loaded["data"] == {"rank_0": b"\0\0\0", "rank_1": b"\1\1\1", "rank_2": b"\2\2\2", "world": SIZE}
+    progress = loaded["progress"]
     assert (progress["number"], progress["text"]) == (0, "0" * 10)
     assert [progress[name].tolist() for name in ("large", "length", "sort")] == [[0.0] * 100, [0, 1, 2, 3], [1.0, 1.0]]
-    assert found["shared"].tolist() == list(range(50))
+    assert loaded["shared"].tolist() == list(range(50))
     assert ckptcore.verify(tmp_path / "x").ok
 
 
@@ -93,7 +97,7 @@ def test_the_state_is_loaded_by_jobs_of_other_sizes(tmp_path: Path) -> None:
     assert run(load, size=2) == [(0, ["rank_0", "rank_1", "rank_2", "world"])] * 2
 
 
-def test_an_array_that_is_equal_in_all_trees_is_of_the_lowest_rank_too(tmp_path: Path) -> None:
+def test_arrays_with_other_elements_on_each_rank_are_those_of_the_lowest_rank(tmp_path: Path) -> None:
     def save(context: Context) -> None:
         state = {name: np.full(500, float(runtime_of(context).job().rank)) for name in "abcdef"}
         ckptcore.save(tmp_path / "x", {"rng": Stateful(state)}, context=context, layout="zarr3")
@@ -102,7 +106,7 @@ def test_an_array_that_is_equal_in_all_trees_is_of_the_lowest_rank_too(tmp_path:
     assert {value for array in ckptcore.load(tmp_path / "x")["rng"].values() for value in array.tolist()} == {0.0}
 
 
-def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
+def test_the_error_names_the_option(tmp_path: Path) -> None:
     def save(context: Context) -> None:
         expected = r"data is a .*Stateful.*save_checkpointables.*ReplicaOptions\(objects=\"lowest_rank\"\)"
         with pytest.raises(UnsupportedLeafError, match=expected):
@@ -112,7 +116,7 @@ def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_what_is_outside_of_objects_must_be_equal_all_the_same(tmp_path: Path) -> None:
+def test_values_outside_of_objects_must_still_be_equal(tmp_path: Path) -> None:
     def save(context: Context) -> None:
         with pytest.raises((TreeMismatchError, RankFailedError), match="step: int 0 on rank 0; int 1 on rank 1"):
             ckptcore.save(
@@ -131,6 +135,6 @@ def test_containers_of_another_length_are_refused(tmp_path: Path) -> None:
     run(save, objects="lowest_rank", size=2)
 
 
-def test_an_option_that_does_not_exist() -> None:
+def test_an_unknown_value_of_the_option_is_refused() -> None:
     with pytest.raises(ValueError, match="'refuse' or 'lowest_rank'"):
-        ReplicaOptions(objects="any")  # type: ignore[arg-type]  # what is not allowed
+        ReplicaOptions(objects="any")  # type: ignore[arg-type]  # wrong on purpose

@@ -1,4 +1,4 @@
-"""`PerProcess` anywhere in a tree: each process of a job saves its own value, and gets it back."""
+"""`PerProcess` anywhere in a tree: each process of a job saves and loads its own value."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def test_the_values_of_all_processes_are_visible(tmp_path: Path) -> None:
     values = {0: 0.5, 1: 1.5}
     assert ckptcore.load(tmp_path / "x")["seconds"] == values
     assert ckptcore.metadata(tmp_path / "x").abstract["seconds"] == values
-    with ckptcore.open(tmp_path / "x") as opened:
-        assert dict(opened["seconds"]) == values
-        assert opened["list/1/1"][...].tolist() == [[1, 1], [1, 1]]
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        assert dict(checkpoint["seconds"]) == values
+        assert checkpoint["list/1/1"][...].tolist() == [[1, 1], [1, 1]]
     assert ckptcore.load(tmp_path / "x", {"seconds": {1: 0.0}}, select=ckptcore.select.names("seconds")) == {
         "seconds": {1: 1.5}
     }
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_processes_requests_a_dict(tmp_path: Path, size: int) -> None:
+def test_a_job_of_another_size_loads_a_dict_of_the_values(tmp_path: Path, size: int) -> None:
     run(lambda rank, context: ckptcore.save(tmp_path / "x", tree_of(rank), context=context))
 
     def job(rank: int, context: Context) -> None:
@@ -103,8 +103,8 @@ def test_another_number_of_processes_requests_a_dict(tmp_path: Path, size: int) 
 
 @pytest.mark.parametrize("reads", ["all", "alone"])
 @pytest.mark.parametrize("size", [1, 2, 4, 5])
-def test_all_processes_of_another_job_decide_equally(tmp_path: Path, size: int, reads: Any) -> None:
-    """The values of three processes: also the processes that find a value of their rank refuse it."""
+def test_all_processes_of_a_job_of_another_size_refuse(tmp_path: Path, size: int, reads: Any) -> None:
+    """The checkpoint has the values of three processes. A process refuses even if one of them is from its own rank."""
     run(lambda rank, context: ckptcore.save(tmp_path / "x", tree_of(rank), context=context), 3)
 
     def job(rank: int, context: Context) -> None:
@@ -117,7 +117,7 @@ def test_all_processes_of_another_job_decide_equally(tmp_path: Path, size: int, 
     run(job, size)
 
 
-def test_the_whole_tree_and_members(tmp_path: Path) -> None:
+def test_the_whole_tree_and_checkpointables_can_be_wrapped(tmp_path: Path) -> None:
     def job(rank: int, context: Context) -> None:
         own = {"rank": rank, "data": np.full(3, rank)}
         ckptcore.save(tmp_path / "root", PerProcess(own), context=context)
@@ -161,7 +161,7 @@ def test_objects_with_state_and_generators(tmp_path: Path) -> None:
     run(job)
 
 
-def test_the_advice_of_errors_can_be_followed(tmp_path: Path) -> None:
+def test_the_remedies_in_the_errors_work(tmp_path: Path) -> None:
     def refused(rank: int, context: Context) -> list[str]:
         messages = []
         for state in ({"seconds": 0.5 + rank}, {"random": np.random.default_rng(rank)}):
@@ -196,7 +196,7 @@ def test_an_array_is_not_tied_to_the_same_array_in_a_wrapper(tmp_path: Path) -> 
     run(job)
 
 
-def test_a_single_process(tmp_path: Path) -> None:
+def test_a_single_process_stores_the_values_without_wrappers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", tree_of(0))
     assert same_value(ckptcore.load(tmp_path / "x"), unwrapped(tree_of(0)))
     assert same_value(ckptcore.load(tmp_path / "x", tree_of(0)), tree_of(0))

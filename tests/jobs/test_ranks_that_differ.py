@@ -1,4 +1,4 @@
-"""Arrays that every rank has, with other elements on some of them: refused, or kept for each rank by `PerProcess`."""
+"""Arrays whose elements differ between ranks. Saves refuse them, and `PerProcess` keeps the array of each rank."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_the_remedy_keeps_the_array_of_every_rank(tmp_path: Path, layout: str, k
 
 
 @pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_async])
-def test_the_call_of_the_save_raises_the_error(tmp_path: Path, save: Callable[..., Any]) -> None:
+def test_an_asynchronous_save_raises_the_error_at_the_call(tmp_path: Path, save: Callable[..., Any]) -> None:
     def work(rank: int, context: Context) -> None:
         with pytest.raises(CheckpointError, match="own: different on rank 0; rank 1"):
             save(tmp_path / "x", {"own": generator_state(rank)}, layout="dcp", context=context)
-        # The next save of the same job succeeds: nothing is left of the first.
+        # The next save of the same job succeeds, because the failed save left nothing.
         handle = save(tmp_path / "x", {"own": generator_state(0)}, layout="dcp", context=context)
         if handle is not None:
             handle.result()
@@ -114,8 +114,8 @@ def test_the_call_of_the_save_raises_the_error(tmp_path: Path, save: Callable[..
 
 
 @pytest.mark.parametrize("run_of_elements", [1024, 2000])
-def test_a_row_of_a_large_array_is_found_wherever_it_is(tmp_path: Path, run_of_elements: int) -> None:
-    """4 KiB in a row: a row of an embedding, for example."""
+def test_a_difference_in_one_row_of_a_large_array_is_found_anywhere(tmp_path: Path, run_of_elements: int) -> None:
+    """A run of 4 KiB differs, such as a row of an embedding."""
     base = np.zeros(LARGE, np.float32)
     for start in (0, 1, 1000, LARGE // 2 + 3, LARGE - run_of_elements):
 
@@ -128,8 +128,8 @@ def test_a_row_of_a_large_array_is_found_wherever_it_is(tmp_path: Path, run_of_e
 
 
 @pytest.mark.parametrize("layout", SHARING)
-def test_equal_arrays_in_other_forms_are_equal(tmp_path: Path, layout: str) -> None:
-    """Strides, byte order, and the class do not matter, and neither do NaN."""
+def test_arrays_with_equal_elements_are_equal(tmp_path: Path, layout: str) -> None:
+    """Strides, byte order and the array class do not matter. NaN equals NaN."""
     elements = np.random.default_rng(0).standard_normal((400, 500))
     elements[3, 5] = np.nan
 
@@ -157,7 +157,7 @@ def test_arrays_of_ranks_with_other_trees_are_compared(tmp_path: Path) -> None:
     assert sorted(ckptcore.load(tmp_path / "x")) == ["equal", "shared", "stage0", "stage1", "stage2"]
 
 
-def test_a_name_among_several_checkpointables(tmp_path: Path) -> None:
+def test_the_error_names_one_of_several_checkpointables(tmp_path: Path) -> None:
     def save(rank: int, context: Context) -> str:
         with pytest.raises(CheckpointError) as caught:
             state = {"model": {"w": np.ones(3)}, "data": {"position": np.array(rank)}}
@@ -180,7 +180,7 @@ def test_many_ranks_that_all_differ(tmp_path: Path) -> None:
     assert "own: different on rank 0; rank 1; " in message
 
 
-def test_arrays_that_know_their_replicas_are_not_compared(tmp_path: Path) -> None:
+def test_arrays_with_known_replicas_are_not_compared(tmp_path: Path) -> None:
     def save(rank: int, context: Context) -> None:
         shard = ArrayShard(Box((0,), (4,)), np.full(4, rank), rank, 3)
         ckptcore.save(tmp_path / "x", {"own": ShardedArray((4,), "int64", [shard])}, layout="dcp", context=context)
@@ -189,7 +189,7 @@ def test_arrays_that_know_their_replicas_are_not_compared(tmp_path: Path) -> Non
 
 
 def test_safetensors_stores_the_array_of_the_lowest_rank(tmp_path: Path) -> None:
-    """One rank writes what all have, so nothing is mixed. The error of other layouts names this one as a remedy."""
+    """One rank writes the whole array, so elements of ranks are not mixed. Errors of other layouts name this remedy."""
     state = {"own": half_and_half, "small": generator_state}
 
     def save(rank: int, context: Context) -> None:
@@ -220,7 +220,7 @@ SAVES: dict[str, Callable[[Path, Any, Context], None]] = {"partial": _partial, "
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_every_kind_of_save_compares(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_save_compares_arrays(tmp_path: Path, kind: str) -> None:
     ckptcore.save(tmp_path / "base", {"w": np.ones(3), "own": np.zeros((), int)}, layout="dcp")
 
     def save(rank: int, context: Context) -> None:
@@ -232,7 +232,7 @@ def test_every_kind_of_save_compares(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_export_that_one_rank_writes(tmp_path: Path) -> None:
-    """With an export to safetensors the lowest rank writes what all have, in every layout: nothing is mixed."""
+    """With an export to safetensors the lowest rank writes the whole array in every layout, so nothing is mixed."""
 
     def save(rank: int, context: Context) -> None:
         export = WithExports([Export(location=tmp_path / "export", layout="safetensors")])

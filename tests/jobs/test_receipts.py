@@ -65,15 +65,15 @@ _OBJECTS = st.lists(
 @given(st.lists(st.builds(Receipt, st.integers(0, 1 << 24), _ITEMS, _STATES, _OBJECTS), max_size=3))
 def test_receipts_come_back_as_they_were(receipts: list[Receipt]) -> None:
     trees = [_TREE] * len(receipts)
-    for found, receipt in zip(decode_receipts(trees, encode_receipts(trees, receipts)), receipts, strict=True):
-        assert found.rank == receipt.rank
-        assert tuple(found.items) == receipt.items
-        assert _plain(found.state) == receipt.state
-        assert found.objects == receipt.objects
+    for decoded, receipt in zip(decode_receipts(trees, encode_receipts(trees, receipts)), receipts, strict=True):
+        assert decoded.rank == receipt.rank
+        assert tuple(decoded.items) == receipt.items
+        assert _plain(decoded.state) == receipt.state
+        assert decoded.objects == receipt.objects
 
 
 def _plain(state: Any) -> Any:
-    """A state with lists for its columns."""
+    """Return the state with lists in place of columns."""
     if isinstance(state, dict):
         return {name: _plain(inner) for name, inner in state.items()}
     return [_plain(inner) for inner in state] if isinstance(state, list | IntegerColumn) else state
@@ -83,9 +83,9 @@ def _plain(state: Any) -> Any:
     "numbers", [[7] * 20, list(range(0, 10_000_000, 1000)), [-(1 << 63), (1 << 63) - 1] * 9, [0, 255] * 9, [-1, 3] * 9]
 )
 def test_columns_iterate_as_lists_of_numbers(numbers: list[int]) -> None:
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), {"column": numbers}, ())]))
-    assert isinstance(found.state, dict)
-    column = found.state["column"]
+    (decoded,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), {"column": numbers}, ())]))
+    assert isinstance(decoded.state, dict)
+    column = decoded.state["column"]
     assert isinstance(column, IntegerColumn)
     assert list(column) == numbers and column == numbers and column[3] == numbers[3] and column[1:4] == numbers[1:4]
     assert {type(number) for number in column} == {int}
@@ -93,7 +93,7 @@ def test_columns_iterate_as_lists_of_numbers(numbers: list[int]) -> None:
     assert np.asarray(column).dtype == np.int64
 
 
-def test_what_is_no_list_of_whole_numbers_stays() -> None:
+def test_other_lists_do_not_become_columns() -> None:
     state: JSON = {
         "mixed": [1, True] * 9,
         "floats": [1.0] * 9,
@@ -101,21 +101,21 @@ def test_what_is_no_list_of_whole_numbers_stays() -> None:
         "large": [1 << 64] * 9,
         "": [[0] * 9] * 2,
     }
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), state, ())]))
-    assert _plain(found.state) == state
-    assert isinstance(found.state, dict) and type(found.state["mixed"]) is list
-    assert [type(number) for number in found.state["mixed"]] == [int, bool] * 9
+    (decoded,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), state, ())]))
+    assert _plain(decoded.state) == state
+    assert isinstance(decoded.state, dict) and type(decoded.state["mixed"]) is list
+    assert [type(number) for number in decoded.state["mixed"]] == [int, bool] * 9
 
 
 def test_a_chunk_takes_few_bytes() -> None:
-    """A grid of rows as a process of a job has them."""
+    """The receipt has a grid of rows, such as the chunks of one process."""
     boxes = [Box((number, 0), (number + 1, 70_000)) for number in range(300)]
     items = tuple([WriteItem(2, ArraySpec(_SHAPES[2], "int8"), (box,)) for box in boxes])
     state = {"offset": list(range(0, 300 << 20, 1 << 20)), "leaf": [2] * 300}
     assert len(encode_receipts([_TREE], [Receipt(3, items, state, ())])) < 300 * 26
 
 
-def test_columns_that_were_decoded_can_be_told_on() -> None:
+def test_decoded_columns_can_be_encoded_again() -> None:
     receipt = Receipt(0, (WriteItem(1, ArraySpec(_SHAPES[1], "int8"), (Box((1,), (9,)),)),), [5] * 20, ())
     (once,) = decode_receipts([_TREE], encode_receipts([_TREE], [receipt]))
     (twice,) = decode_receipts([_TREE], encode_receipts([_TREE], [once]))
@@ -128,14 +128,14 @@ def test_another_version_is_refused() -> None:
         decode_receipts([_TREE], encoded.replace(b'"version":1', b'"version":2', 1))
 
 
-def test_a_state_that_is_no_json_is_refused() -> None:
+def test_a_state_that_is_not_json_is_refused() -> None:
     with pytest.raises(PluginError, match="not JSON"):
-        encode_receipts([_TREE], [Receipt(0, (), {"set": object()}, ())])  # type: ignore[dict-item]  # the point of it
+        encode_receipts([_TREE], [Receipt(0, (), {"set": object()}, ())])  # type: ignore[dict-item]  # not JSON
 
 
-def test_a_layout_may_hand_on_the_columns_that_it_was_told() -> None:
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
-    root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=found.state, tree=_TREE, objects={})
+def test_a_layout_may_store_columns_of_receipts_in_the_root() -> None:
+    (receipt,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
+    root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=receipt.state, tree=_TREE, objects={})
     data, parts = encode_root(root)
     decoded = decode_root(data, lambda key, size: parts[key])
     assert isinstance(decoded, Root) and decoded.state == [list(range(20))]

@@ -1,4 +1,4 @@
-"""Processes with replicas share the work of writing them: each element once, and equal bytes for each process."""
+"""Sharing of writes: replicas write each element once, and each process writes about the same number of bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ _SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
 @given(st.lists(_SHAPES, max_size=6), st.integers(2, 5), st.integers(1, 64), st.integers(1, 4))
-def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int, piece: int, most: int) -> None:
+def test_arrays_that_all_processes_hold_are_written_once(
+    shapes: list[tuple[int, ...]], size: int, piece: int, most: int
+) -> None:
     tree = _tree([(shape, None) for shape in shapes])
     split = cut_for_replicas(tree, ReplicaOptions(piece_bytes=piece, most=most), size=size)
     held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
@@ -60,8 +62,8 @@ def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int,
 
 @pytest.mark.parametrize("rows", [8, 9, 12])
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (2, 3), (4, 2)])
-def test_shards_that_are_replicated(rows: int, shards: int, replicas: int) -> None:
-    """A mesh of replicas and shards, as in hybrid sharding; rows that do not divide leave the last shard shorter."""
+def test_replicated_shards_are_written_once(rows: int, shards: int, replicas: int) -> None:
+    """The mesh has replicas and shards, as in hybrid sharding. The last shard may be shorter."""
     size, each = shards * replicas, -(-rows // shards)
     cuts = (tuple(range(each, rows, each)), ())
     split = cut_for_replicas(_tree([((rows, 6), cuts)] * 3), ReplicaOptions(piece_bytes=1), size=size)
@@ -73,8 +75,8 @@ def test_shards_that_are_replicated(rows: int, shards: int, replicas: int) -> No
     check_coverage(split.tree, _receipts(split, held, size))
 
 
-def test_what_handlers_do_not_say_costs_no_element() -> None:
-    """The cuts say that four hold it, and one does; or a box that no cuts are around."""
+def test_every_element_is_written_if_cuts_do_not_match_the_boxes() -> None:
+    """One array is on one rank only, although its cuts are for four. The other has boxes that its cuts do not show."""
     split = cut_for_replicas(_tree([((8,), None), ((8,), None)]), ReplicaOptions(piece_bytes=1), size=4)
     halves = [Box((0,), (3,)), Box((3,), (8,))]
     held: list[dict[int, Sequence[Shard]]] = [
@@ -84,7 +86,7 @@ def test_what_handlers_do_not_say_costs_no_element() -> None:
     check_coverage(split.tree, _receipts(split, held, 4))
 
 
-def test_leaves_that_some_ranks_hold_are_shared_by_these() -> None:
+def test_ranks_share_the_leaves_that_only_they_hold() -> None:
     cut = cut_for_replicas(_tree([((64,), None)] * 6), ReplicaOptions(piece_bytes=4), size=4)
     held_by = {2: (1, 3), 3: (1, 3), 4: (0, 1, 2), 5: (2,)}
     split = SplitTree(TreeMetadata(cut.tree.skeleton, cut.tree.leaves, {}, held_by), cut.splits)
@@ -99,8 +101,8 @@ def test_leaves_that_some_ranks_hold_are_shared_by_these() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 32])
-def test_every_process_writes_about_the_same(size: int) -> None:
-    """Return a transformer with its optimizer: matrices of several sizes, many vectors, and a large embedding."""
+def test_every_process_writes_about_the_same_number_of_bytes(size: int) -> None:
+    """The state is like a transformer: a large embedding, matrices of several sizes, and many vectors."""
     shapes: list[tuple[int, ...]] = [(50_000, 1024)]
     for _ in range(24):
         shapes += [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024), (1024,), (1024,), (4096,), (3072,)]
@@ -114,8 +116,8 @@ def test_every_process_writes_about_the_same(size: int) -> None:
 
 
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (4, 4), (8, 3)])
-def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: int) -> None:
-    """Boxes too small to be cut are written by one of their holders, not all by the same one."""
+def test_replicas_of_small_shards_write_the_same_number_of_bytes(shards: int, replicas: int) -> None:
+    """One holder writes each box that is too small to be cut. All holders write equally many boxes."""
     size, rows, arrays = shards * replicas, 8 * shards, 12 * replicas
     cuts = (tuple(range(8, rows, 8)), ())
     split = cut_for_replicas(_tree([((rows, 6), cuts)] * arrays), ReplicaOptions(), size=size)
@@ -130,20 +132,20 @@ def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: in
     assert {_bytes(receipt) for receipt in receipts} == {12 * 48}
 
 
-def test_owners_do_not_grow_with_cells() -> None:
-    """A process of a job of any size works out as much: a rule for each array, not what becomes of each cell."""
-    found = []
+def test_the_rules_of_owners_do_not_grow_with_the_job() -> None:
+    """A process computes one rule for each array, not an owner for each cell."""
+    rules = []
     for size in (64, 1 << 20):
         arrays: list[tuple[tuple[int, ...], _Cuts]] = [((1 << 24,), (tuple(range(64, 1 << 12, 64)),))] * 3
         split = cut_for_replicas(_tree(arrays), ReplicaOptions(), size=size)
-        found.append(owners_of(split, rank=5, size=size))
-    assert [len(owners) for owners in found] == [0, 3]
-    assert all(len(rule.numbers) == 1 for rule in found[1].values())
+        rules.append(owners_of(split, rank=5, size=size))
+    assert [len(owners) for owners in rules] == [0, 3]
+    assert all(len(rule.numbers) == 1 for rule in rules[1].values())
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 20])
-def test_boxes_on_several_devices_of_each_process_are_shared_where_their_replicas_are_known(piece: int) -> None:
-    """Eight boxes that each of two processes holds: their number alone does not tell."""
+def test_boxes_on_several_devices_are_shared_if_their_replicas_are_known(piece: int) -> None:
+    """Each of two processes holds all eight boxes. The number of boxes does not show that they are replicas."""
     tree = _tree([((64, 8), (tuple(range(8, 64, 8)), ()))] * 3)
     boxes = [Box((8 * number, 0), (8 * number + 8, 8)) for number in range(8)]
     held = [{leaf: tuple([Shard(box, rank, 2) for box in boxes]) for leaf in range(3)} for rank in range(2)]
@@ -155,7 +157,7 @@ def test_boxes_on_several_devices_of_each_process_are_shared_where_their_replica
         assert [_bytes(receipt) for receipt in receipts] == expected
 
 
-def test_cuts_are_those_of_a_regular_grid() -> None:
+def test_cuts_form_a_regular_grid() -> None:
     def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: Any) -> tuple[_Cuts, int]:
         split = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
         record = split.tree.leaves[0]
@@ -182,7 +184,7 @@ def test_without_owners_replica_0_writes_all() -> None:
     assert written_boxes(record, (Shard(whole, 1, 2),), None) == ()
 
 
-def test_options_that_cannot_be() -> None:
+def test_invalid_options_are_refused() -> None:
     wrongs: list[dict[str, Any]] = [{"piece_bytes": 0}, {"most": 0}]
     for wrong in wrongs:
         with pytest.raises(ValueError, match="at least 1"):
@@ -190,7 +192,7 @@ def test_options_that_cannot_be() -> None:
 
 
 class _Counting(HostArrayHandler):
-    """Counts the bytes that a rank writes."""
+    """A handler that counts the bytes that a rank writes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -215,7 +217,7 @@ def _state() -> dict[str, Any]:
 
 
 def _saved(location: Path, layout: str, size: int = 3, **options: Any) -> Sequence[int]:
-    """Save on ranks that all hold the same; the bytes of NumPy arrays that each wrote."""
+    """Save on ranks with equal states. Return the bytes of NumPy arrays that each rank wrote."""
 
     def of_rank(coordinator: Coordinator) -> int:
         handler = _Counting()
@@ -234,7 +236,7 @@ def _saved(location: Path, layout: str, size: int = 3, **options: Any) -> Sequen
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr", "dcp"])
-def test_ranks_share_in_every_layout_that_takes_pieces(layout: str, tmp_path: Path) -> None:
+def test_ranks_share_the_writes_in_every_layout_with_pieces(layout: str, tmp_path: Path) -> None:
     written = _saved(tmp_path / "c", layout)
     assert max(written) < 1.1 * sum(written) / 3
     assert same_value(ckptcore.load(tmp_path / "c"), _state()) and ckptcore.verify(tmp_path / "c").ok
@@ -242,7 +244,7 @@ def test_ranks_share_in_every_layout_that_takes_pieces(layout: str, tmp_path: Pa
     assert loaded["tied"][0] is loaded["tied"][1]
 
 
-def test_safetensors_stays_whole_and_so_does_what_is_exported_to_it(tmp_path: Path) -> None:
+def test_saves_and_exports_in_safetensors_are_not_shared(tmp_path: Path) -> None:
     assert _saved(tmp_path / "c", "safetensors")[1:] == [0, 0]
     export = ckptcore.Export(location=tmp_path / "export", layout="safetensors")
     assert _saved(tmp_path / "d", "ocdbt", strategy=ckptcore.WithExports([export]))[1:] == [0, 0]

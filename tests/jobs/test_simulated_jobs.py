@@ -27,8 +27,8 @@ def test_256_processes_save(layout: str) -> None:
     assert 0 < measured.sent["process"] < 10 * measured.sent["relay"]
 
 
-def test_processes_beyond_the_leader_do_no_more_in_a_larger_job() -> None:
-    """Twice the replicas: each process writes half as much, and receives the same number of bytes."""
+def test_the_work_of_a_process_does_not_grow_with_the_job_except_on_the_leader() -> None:
+    """With twice the replicas, each process writes half as many bytes and receives the same number of bytes."""
     small, large = (_measured(size, "dcp", sharded=16) for size in (256, 512))
     assert large.chunks == small.chunks
     assert large.sent["process"] <= small.sent["process"] and large.sent["relay"] <= small.sent["relay"]

@@ -1,4 +1,4 @@
-"""A process of a torch.distributed job fails, is killed or pauses, anywhere in a save or a run: real processes."""
+"""Jobs of torch.distributed with real processes. One process fails, is killed or pauses anywhere in a save or a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_rank_fails(cell: Cell, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["kill", "hang"])
-def test_the_rank_fails_that_serves_the_store(action: Any, tmp_path: Path) -> None:
+def test_the_rank_with_the_store_fails(action: Any, tmp_path: Path) -> None:
     fail(failing_torch, Cell("save", "write", action, 0), SIZE, tmp_path / "place", leader_serves=True)
 
 

@@ -13,12 +13,12 @@ _OF_LEADER: Final = {"list", "list_names", "delete", "delete_directory", "rename
 
 
 def test_a_run_of_steps(tmp_path: Path) -> None:
-    """All cases in one job, because it takes longer to start than they do."""
-    found = run_job("tests.jobs.torch_runs", "run_steps", tmp_path, size=SIZE)
-    _expect_one_step_restored([of_rank["fall_back"] for of_rank in found])
-    _expect_the_clock_of_the_leader([of_rank["decide_by_clocks"] for of_rank in found])
-    _expect_one_last_step([of_rank["be_preempted"] for of_rank in found])
-    _expect_one_that_lists_and_deletes([of_rank["count_requests"] for of_rank in found])
+    """Run all cases in one job, because the start of a job takes longer than the cases."""
+    results = run_job("tests.jobs.torch_runs", "run_steps", tmp_path, size=SIZE)
+    _expect_one_step_restored([of_rank["fall_back"] for of_rank in results])
+    _expect_the_clock_of_the_leader([of_rank["decide_by_clocks"] for of_rank in results])
+    _expect_one_last_step([of_rank["be_preempted"] for of_rank in results])
+    _expect_one_that_lists_and_deletes([of_rank["count_requests"] for of_rank in results])
 
 
 def _expect_one_step_restored(told: list[Any]) -> None:
@@ -37,9 +37,9 @@ def _expect_the_clock_of_the_leader(told: list[Any]) -> None:
     first, soon, later, set_back, steps = told[0]
     assert told == [told[0]] * SIZE
     assert first == [1, 4, 7, 10]
-    assert soon == []  # the newest step is new, whoever saved it
+    assert soon == []  # the interval counts from the newest step, and any process can have saved it
     assert later == [14]
-    assert set_back == [17]  # a clock that was set back stops no saves
+    assert set_back == [17]  # a clock that was set back does not prevent saves
     assert steps == [1, 4, 7, 10, 14, 17]
 
 

@@ -1,4 +1,4 @@
-"""The union of trees: one tree with every leaf of all, whatever the ranks have of it."""
+"""The union of the trees of all ranks: one tree that has every leaf of every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _paths(tree: TreeMetadata) -> list[str]:
     return [format_path(path) for path in tree.paths]
 
 
-def test_mappings_are_united_by_key() -> None:
+def test_mappings_are_merged_by_key() -> None:
     first, second = {"in": 1, "layers": {0: 1, 1: 1}, "step": 7}, {"layers": {2: 1, 1: 1}, "out": 1, "step": 7}
     tree = _unite(first, second)
     assert _paths(tree) == ["in", "layers[0]", "layers[1]", "layers[2]", "step", "out"]
@@ -68,20 +68,20 @@ def test_many_ranks_that_have_the_same_tree() -> None:
         ({"w": np.zeros(())}, {"w": np.float64(0)}, "w: float64[] on rank 0; float64[] (numpy.scalar) on rank 1"),
     ],
 )
-def test_what_cannot_be_united_is_listed_with_ranks(first: Any, second: Any, told: str) -> None:
+def test_differences_are_listed_with_their_ranks(first: Any, second: Any, told: str) -> None:
     with pytest.raises(TreeMismatchError, match="PerProcess") as caught:
         _unite(first, second)
     assert caught.value.differences == (told,)
 
 
-def test_containers_that_differ_are_told_also_above_tied_arrays() -> None:
+def test_containers_that_differ_are_listed_also_above_tied_arrays() -> None:
     tied = _tree({"x": {"a": np.ones(2), "b": np.ones(2)}}, {1: 0})
     with pytest.raises(TreeMismatchError) as caught:
         _unite(tied, {"x": [1]})
     assert caught.value.differences == ("x: dict on rank 0; list on rank 1",)
 
 
-def test_arrays_that_are_cut_elsewhere_differ() -> None:
+def test_arrays_with_other_cuts_differ() -> None:
     def cut(at: int) -> TreeMetadata:
         return TreeMetadata(_tree({"w": 1}).skeleton, (ArrayRecord(ArraySpec((4,), "int8"), cuts=((at,),)),))
 
@@ -91,7 +91,7 @@ def test_arrays_that_are_cut_elsewhere_differ() -> None:
         merge_trees([cut(1), cut(2)], [[0, 2], [1]], size=3)
 
 
-def test_every_difference_is_told_and_few_are_shown() -> None:
+def test_an_error_has_every_difference_but_its_message_shows_only_some() -> None:
     with pytest.raises(TreeMismatchError, match="and 30 more") as caught:
         _unite({str(key): 1 for key in range(50)}, {str(key): 2 for key in range(50)})
     assert len(caught.value.differences) == 50
@@ -104,18 +104,18 @@ def _arrays(*names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("trees", "expected"),
     [
-        # One rank has both and the other one of them: tied.
+        # One rank has both arrays tied, and the other has only one of them: they stay tied.
         ([_tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("b"))], {1: 0}),
-        # One has both tied, the other has both apart.
+        # One rank has the arrays tied, and the other has them separate.
         ([_tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("a", "b"))], {}),
-        # Tied through a third that no rank has with both.
+        # Two arrays are tied to the same third array, but no rank has all three.
         ([_tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("b", "c"), {1: 0})], {1: 0, 2: 0}),
         ([_tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("b", "c"), {1: 0}), _tree(_arrays("a", "c"))], {}),
-        # In another order.
+        # The leaves have another order.
         ([_tree(_arrays("a", "b", "c"), {2: 0}), _tree(_arrays("c", "a"), {1: 0})], {2: 0}),
     ],
 )
-def test_ties_stay_where_no_rank_has_them_apart(trees: list[TreeMetadata], expected: dict[int, int]) -> None:
+def test_arrays_stay_tied_unless_a_rank_has_them_separate(trees: list[TreeMetadata], expected: dict[int, int]) -> None:
     tree = _unite(*trees)
     assert tree.aliases == expected
     assert TreeMetadata.from_json(tree.to_json() | {"held_by": _as_json(tree)}).aliases == expected
@@ -126,13 +126,13 @@ def _knowing(size: int, *known: tuple[TreeMetadata, list[int]]) -> TreeMetadata:
     return merge_trees(trees, [[rank] for rank in range(size)], size=size, remote_leaves=elsewhere)
 
 
-def test_those_that_only_know_of_an_array_do_not_hold_it() -> None:
+def test_ranks_without_a_shard_of_an_array_do_not_hold_it() -> None:
     tree = _tree(_arrays("a", "b", "c"))
     united = _knowing(3, (tree, [1]), (tree, [0, 1]), (tree, []))
     assert united.held_by == {0: (0, 2), 1: (2,)}
 
 
-def test_those_that_only_know_of_arrays_do_not_say_that_they_are_apart() -> None:
+def test_ranks_without_shards_do_not_separate_tied_arrays() -> None:
     tied, apart = _tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("a", "b"))
     assert _knowing(2, (apart, [0, 1]), (tied, [])).aliases == {1: 0}
     assert _knowing(2, (apart, [1]), (tied, [])).aliases == {1: 0}
@@ -140,7 +140,7 @@ def test_those_that_only_know_of_arrays_do_not_say_that_they_are_apart() -> None
     assert _knowing(2, (tied, [0, 1]), (apart, [])).aliases == {}
 
 
-def test_an_array_that_no_rank_holds_is_an_error() -> None:
+def test_an_array_that_no_rank_holds_is_refused() -> None:
     tree = _tree(_arrays("a", "b"))
     with pytest.raises(TreeMismatchError) as caught:
         _knowing(2, (tree, [0, 1]), (tree, [1]))
@@ -153,7 +153,7 @@ def _as_json(tree: TreeMetadata) -> list[Any]:
 
 @settings(max_examples=20)
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.dictionaries(st.integers(0, 3), st.just(1))), min_size=1))
-def test_a_union_has_the_leaves_of_all_trees_and_knows_who_has_them(values: list[dict[str, dict[int, int]]]) -> None:
+def test_a_union_has_the_leaves_of_all_trees_and_their_ranks(values: list[dict[str, dict[int, int]]]) -> None:
     tree = _unite(*values)
     expected = {(key, number) for value in values for key, of in value.items() for number in of}
     assert set(tree.paths) == expected and len(tree.paths) == len(expected)

@@ -1,4 +1,4 @@
-"""Processes that do not see one directory are detected before arrays are written; errors name hosts and paths."""
+"""Processes that do not share a directory. Saves detect them before any array is written, and name hosts and paths."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
+from tests.ownership.fake_clock import FakeClock
 
 SIZE = 3
 
 
 class Mounted(os.PathLike[str]):
-    """A path that all ranks call the same, and that is another one on each."""
+    """A path with the same text on all ranks, but with another directory on each rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,8 +38,8 @@ class Mounted(os.PathLike[str]):
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 0.2)
+def _without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visibility, "SYSTEM_CLOCK", FakeClock())
 
 
 def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
@@ -54,7 +55,7 @@ def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
 
 
 def directory_of(tmp_path: Path, rank: int, *, apart: Sequence[int]) -> Path:
-    """The directory that a rank sees, made; those that are apart have one of their own."""
+    """Create and return the directory that a rank sees. Each rank in `apart` has its own directory."""
     directory = tmp_path / (f"disk {rank}" if rank in apart else "shared")
     directory.mkdir(exist_ok=True)
     return directory
@@ -75,13 +76,13 @@ def test_a_save_without_shared_files_writes_no_array(begin: str, apart: list[int
         else:
             ckptcore.save_async(location, {"w": np.ones(4)}, context=context).result()
 
-    found = outcomes(work)
+    errors = outcomes(work)
     blind = [1, 2] if apart == [0] else apart
-    for rank, error in enumerate(found):
+    for rank, error in enumerate(errors):
         assert isinstance(error, NotSharedError if rank in blind else RankFailedError), error
         path = directory_of(tmp_path, blind[0], apart=apart)
         assert f"{path}/step: host {os.uname().nodename} cannot see the files that rank 0" in str(
-            found[0]
+            errors[0]
         ) or apart == [0]
     assert not files(tmp_path)
 
@@ -116,15 +117,15 @@ def test_object_stores_are_checked_too(tmp_path: Path) -> None:
             context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
         )
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"memory://{tmp_path.name}-disk1/step: host" in str(found[0])
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"memory://{tmp_path.name}-disk1/step: host" in str(errors[0])
 
 
 def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
-        if coordinator.rank == 2:  # what an earlier job had here, on the disk that this host has now
+        if coordinator.rank == 2:  # this host has its own disk, with a checkpoint of an earlier job
             ckptcore.save(directory / "step", {"w": np.zeros(4)}, context=ckptcore.Context())
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(Mounted(directory / "step"), {"w": np.ones(4)}, overwrite=True, context=context)
@@ -139,21 +140,21 @@ def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) ->
         store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
         expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"{tmp_path}/disk 2: host" in str(found[0])
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"{tmp_path}/disk 2: host" in str(errors[0])
     assert files(tmp_path) == []
 
 
 def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links and mounts may lead each host to one directory by another path."""
+    """Because of links and mounts, the same directory may have another real path on each host."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     keys: list[str] = []
 
     class Noting:
-        """A coordinator that notes the keys of its exchanges."""
+        """A coordinator that records the keys of its exchanges."""
 
         def __init__(self, coordinator: Coordinator) -> None:
             self._coordinator = coordinator
@@ -178,8 +179,7 @@ def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monk
 
 
 def test_files_that_appear_late_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a client of a network file system, which remembers for a while that nothing was there."""
-    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 30.0)
+    """A client of a network file system may cache for a while that a file does not exist."""
     looked: list[int] = []
     sees = visibility.sees_claim
 
@@ -208,9 +208,9 @@ def test_an_error_of_the_leader_ends_the_visibility_check(tmp_path: Path) -> Non
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=context)
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [CheckpointExistsError, RankFailedError, RankFailedError]
-    assert not any(isinstance(error.__context__, NotSharedError) for error in found)
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [CheckpointExistsError, RankFailedError, RankFailedError]
+    assert not any(isinstance(error.__context__, NotSharedError) for error in errors)
 
 
 def test_probes_of_leaders_that_were_killed_are_removed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arrays that jobs of any size and framework save, and find in what others saved."""
+"""Arrays that jobs of every size and framework save, and compare with the checkpoints of other jobs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WHOLE: Final = {
 """By name. There are fewer elements of one than processes, and one has no axis."""
 
 
-def assert_part(name: str, found: Any, index: tuple[slice, ...]) -> None:
-    """Check that elements equal a part of an array, bit for bit."""
+def assert_part(name: str, part: Any, index: tuple[slice, ...]) -> None:
+    """Assert that elements equal a part of an array, bit for bit."""
     expected = WHOLE[name][index]
-    found = np.asarray(found)
-    assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes(), f"{name}{index}: {found}"
+    part = np.asarray(part)
+    assert part.dtype == expected.dtype and part.tobytes() == expected.tobytes(), f"{name}{index}: {part}"

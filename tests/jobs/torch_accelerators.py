@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ class RefusingGroup(dist.ProcessGroup):
     """A group in Python that refuses every collective."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # who inherits from it has no store to give
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub requires a store
         self.refused: list[str] = []
 
     def getBackendName(self) -> str:
@@ -57,7 +56,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Run a task with a store of this job, in groups that the task creates with it."""
+    """Run a task. The task creates its own store and groups."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in _COLLECTIVES:
@@ -118,15 +117,15 @@ def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
 
 
 def numbers(state: Mapping[str, Any]) -> list[float]:
-    """Return this process' part of a model and its optimizer."""
+    """Return the part of this process of a model and its optimizer."""
     model, optimizer = state["model"], state["optimizer"]
-    found = [parameter.to_local() for parameter in model.parameters()]
-    found += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return [float(number) for tensor in found for number in tensor.detach().flatten()]
+    tensors = [parameter.to_local() for parameter in model.parameters()]
+    tensors += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [float(number) for tensor in tensors for number in tensor.detach().flatten()]
 
 
 def save_and_load(place: Place, backend: str) -> Any:
-    """Save and load in every way."""
+    """Save and load with all functions. Return the steps of a run."""
     directory, rank = place.directory / backend, place.rank
     mesh = init_device_mesh("cpu", (place.size,))
 
@@ -134,11 +133,11 @@ def save_and_load(place: Place, backend: str) -> Any:
         rows = sharded(ROWS * value, mesh, Shard(dimension), rank)
         return {"rows": rows, "copied": torch.full((3,), value), "host": np.full(4, value), "step": value}
 
-    def expect(found: Mapping[str, Any], value: float) -> None:
+    def expect(loaded: Mapping[str, Any], value: float) -> None:
         expected = state(value, 1)
-        assert torch.equal(found["rows"].to_local(), expected["rows"].to_local())
-        assert torch.equal(found["copied"], expected["copied"]) and (found["host"] == value).all()
-        assert found["step"] == value
+        assert torch.equal(loaded["rows"].to_local(), expected["rows"].to_local())
+        assert torch.equal(loaded["copied"], expected["copied"]) and (loaded["host"] == value).all()
+        assert loaded["step"] == value
 
     quick = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
     ckptcore.save(directory / "blocking", state(2, 0), context=quick)
@@ -165,9 +164,9 @@ def save_and_load(place: Place, backend: str) -> Any:
             assert isinstance(error, RankFailedError) == (rank == 0), error
         else:
             raise AssertionError("a state that cannot be saved was saved")
-        found = steps.load_checkpointables(abstract={"model": state(0, 1), "mine": PerProcess(None)})
-        expect(found["model"], 2)
-        assert found["mine"] == {"rank": rank}
+        loaded = steps.load_checkpointables(abstract={"model": state(0, 1), "mine": PerProcess(None)})
+        expect(loaded["model"], 2)
+        assert loaded["mine"] == {"rank": rank}
         return list(steps.steps)
 
 
@@ -178,9 +177,9 @@ def accelerators(place: Place) -> Any:
     for backend in ("refusing", "accelerated"):
         with in_group(backend, store, place):
             told[backend] = save_and_load(place, backend)
-    store.add("ended", 1)
-    while place.rank == 0 and store.add("ended", 0) < place.size:  # rank 0 serves the store
-        time.sleep(0.01)
+    store.set(f"ended {place.rank}", "")
+    if place.rank == 0:  # serves the store, so it ends last
+        store.wait([f"ended {rank}" for rank in range(place.size)])
     return told
 
 

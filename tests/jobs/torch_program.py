@@ -49,7 +49,7 @@ class Stage(torch.nn.Module):
         self.layers = torch.nn.ModuleDict({str(2 * number + own): torch.nn.Linear(6, 6 + own) for own in range(2)})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Through both."""
+        """Apply both layers."""
         for layer in self.layers.values():
             inputs = layer(inputs)
         return inputs
@@ -57,17 +57,20 @@ class Stage(torch.nn.Module):
 
 def whole_of(state: Any) -> dict[str, Any]:
     """Return the whole arrays of a tree of dicts by dotted name. DTensors are gathered from their mesh."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, dict):
-            found.update({f"{key}.{name}": array for name, array in whole_of(value).items()})
+            arrays.update({f"{key}.{name}": array for name, array in whole_of(value).items()})
         elif isinstance(value, torch.Tensor):
-            found[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy()
-    return found
+            arrays[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy()
+    return arrays
 
 
 def stages(place: Place) -> Any:
-    """Save and load two stages on two processes each, with FSDP2 or tensor parallelism. A rank has its stage's keys."""
+    """Save and load two stages on two processes each, with FSDP2 or tensor parallelism.
+
+    A rank has only the keys of its stage.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 
@@ -95,36 +98,36 @@ def stages(place: Place) -> Any:
         ckptcore.save(location, state, layout=layout, context=QUICK)
         target = make(9)
         ckptcore.load_into(location, target, context=QUICK)
-        found = whole(target)
-        assert target["step"] == 3 and found.keys() == expected.keys()
-        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+        loaded = whole(target)
+        assert target["step"] == 3 and loaded.keys() == expected.keys()
+        assert all(np.array_equal(loaded[name], expected[name]) for name in expected), layout
     return sorted(expected)
 
 
 def submeshes(place: Place) -> Any:
-    """Save and load DTensors over meshes of two of the four processes. All ranks have them in their trees."""
+    """Save and load DTensors over meshes of two processes. All four processes have them in their trees."""
     meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in {"first": [0, 1], "last": [2, 3], "one": [3]}.items()}
     kinds: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
     rows = torch.arange(30, dtype=torch.float32).reshape(5, 6)
 
     def state(value: float) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        tree: dict[str, Any] = {
             name: {
                 kind: distribute_tensor(rows * value + number, mesh, [placement]) for kind, placement in kinds.items()
             }
             for number, (name, mesh) in enumerate(meshes.items())
         }
-        found["last"]["tied"] = found["last"]["rows"]
-        found["whole"] = torch.arange(4.0) * value
-        return found
+        tree["last"]["tied"] = tree["last"]["rows"]
+        tree["whole"] = torch.arange(4.0) * value
+        return tree
 
-    def same(found: Any, expected: Any) -> bool:
+    def same(actual: Any, expected: Any) -> bool:
         if isinstance(expected, dict):
-            return all(same(found[key], expected[key]) for key in expected)
+            return all(same(actual[key], expected[key]) for key in expected)
         if isinstance(expected, DTensor):
-            assert isinstance(found, DTensor) and found.placements == expected.placements
-            return torch.equal(found.to_local(), expected.to_local())
-        return torch.equal(found, expected)
+            assert isinstance(actual, DTensor) and actual.placements == expected.placements
+            return torch.equal(actual.to_local(), expected.to_local())
+        return torch.equal(actual, expected)
 
     for layout in place.layouts:
         location = place.directory / f"submeshes-{layout}"
@@ -137,7 +140,7 @@ def submeshes(place: Place) -> Any:
 
 
 def strided(place: Place) -> Any:
-    """FSDP2 over tensor parallelism: ten rows in four processes, of which none has a run of equal length."""
+    """Save and load under FSDP2 over tensor parallelism. Four processes have ten rows, in uneven shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def make(seed: int) -> Any:
@@ -161,13 +164,13 @@ def strided(place: Place) -> Any:
         assert record.cuts == ((3, 5, 8), ())
         other = make(2)
         ckptcore.load_into(location, {"model": other}, context=QUICK)
-        found = whole_of(other.state_dict())
-        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+        loaded = whole_of(other.state_dict())
+        assert all(np.array_equal(loaded[name], expected[name]) for name in expected), layout
     return "done"
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """The same elements."""
+    """Return the elements as a NumPy array."""
     tensor = tensor.detach()
     return (
         tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
@@ -194,17 +197,17 @@ def save(place: Place) -> Any:
 
 def load(place: Place) -> Any:
     """Load all checkpoints into arrays that FSDP2 sharded."""
-    found = sorted(path.name for path in place.directory.iterdir())
-    for name in found:
+    names = sorted(path.name for path in place.directory.iterdir())
+    for name in names:
         loaded = ckptcore.load(place.directory / name, fsdp(filled=False), context=QUICK)
         for key, tensor in loaded.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert_part(key, array_of(whole), ())
-    return found
+    return names
 
 
 def counted(place: Place) -> Any:
-    """Count the bytes that each process writes and reads, for shards, replicated shards, and replicas."""
+    """Count the bytes that each process writes and reads, for shards, for replicated shards and for replicas."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     line = init_device_mesh("cpu", (4,))
     other = init_device_mesh("cpu", (2, 2))
@@ -221,7 +224,7 @@ def counted(place: Place) -> Any:
 
     def needed(tree: Any) -> list[int]:
         tensors = [*(value for value in tree.values() if isinstance(value, torch.Tensor)), *tree.get("small", ())]
-        return [(one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors]
+        return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors]
 
     answers = {}
     saved = state()
@@ -242,23 +245,23 @@ def counted(place: Place) -> Any:
 
 
 def unequal(place: Place) -> Any:
-    """Save arrays that differ between ranks, with a late rank."""
+    """Save arrays that differ between ranks, and save with a late rank."""
     state = {
         "generator": torch.Generator().manual_seed(place.rank).get_state(),
         "half and half": torch.full((1 << 24,), float(place.rank)),
     }
-    found = refusals(place, state, torch.equal)
+    messages = refusals(place, state, torch.equal)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(3))
-    model(torch.randn(5, 3) + place.rank).sum().backward()  # the statistics of each rank are those of its own batch
+    model(torch.randn(5, 3) + place.rank).sum().backward()  # each rank has the statistics of its own batch
     try:
         ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
     except CheckpointError as error:
-        found["statistics"] = str(error)
+        messages["statistics"] = str(error)
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
-    return {"refused": found, "lines": wait_for_late_rank(place)}
+    return {"refused": messages, "lines": wait_for_late_rank(place)}
 
 
 def quick(place: Place) -> Any:

@@ -34,10 +34,10 @@ LAYOUT: Final = "dcp"
 
 
 class Sight(FaultPlan):
-    """This process's view of the shared storage: records its requests, and can damage what it reads.
+    """The view of the shared storage in this process. It records requests, and can damage the bytes that are read.
 
     Attributes:
-        flipped: prefixes of keys that are read with a flipped bit.
+        flipped: prefixes of keys. Reads of these objects return a flipped bit.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Sight(FaultPlan):
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Local directories as ``seen://`` URLs."""
+        """Return the opener of local directories as ``seen://`` URLs."""
         return {"seen": self._open}
 
     def _open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -86,23 +86,23 @@ class Rank:
         }
 
     def parts(self, step: int) -> dict[str, Any]:
-        """Return a state with additional parts of this process only."""
+        """Return a state with an additional part that only this process has."""
         return {
             "model": self.state(step),
             "mine": ckptcore.PerProcess({"step": np.full(3, step), "rank": self.number}),
         }
 
-    def expect(self, found: Mapping[str, Any], step: int) -> None:
-        """Fail unless a state is that of a step."""
-        rows = found["rows"]
+    def expect(self, state: Mapping[str, Any], step: int) -> None:
+        """Assert that a state belongs to a step."""
+        rows = state["rows"]
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
-        assert bool((rows.to_local() == step).all()) and bool((found["copied"] == step).all()), step
-        assert found["step"] == step
+        assert bool((rows.to_local() == step).all()) and bool((state["copied"] == step).all()), step
+        assert state["step"] == step
 
-    def expect_parts(self, found: Mapping[str, Any], step: int) -> None:
-        """Fail unless the parts belong to a step and to this process."""
-        self.expect(found["model"], step)
-        assert (found["mine"]["step"] == step).all() and found["mine"]["rank"] == self.number
+    def expect_parts(self, parts: Mapping[str, Any], step: int) -> None:
+        """Assert that the parts belong to a step and to this process."""
+        self.expect(parts["model"], step)
+        assert (parts["mine"]["step"] == step).all() and parts["mine"]["rank"] == self.number
 
     def together(self) -> None:
         """Wait for all ranks."""
@@ -110,7 +110,10 @@ class Rank:
 
 
 def fall_back(rank: Rank) -> Any:
-    """Damage four of five steps: a root, a file that one process reads, one that all wrote, and one for one process."""
+    """Damage four of five steps in different ways, and load the remaining step.
+
+    The damage is in a root, a file that one process reads, a file of a shared array, or the reads of one process.
+    """
     with rank.open("damaged") as run:
         for step in range(1, 6):
             run.save_checkpointables(step, rank.parts(step))
@@ -122,13 +125,13 @@ def fall_back(rank: Rank) -> Any:
     rank.sight.flipped = ("2/",) if rank.number == 2 else ()
     told: dict[str, Any] = {}
     with rank.open("damaged") as run:
-        found = run.load_checkpointables(abstract=rank.parts(0))
+        loaded = run.load_checkpointables(abstract=rank.parts(0))
         assert run.restored_step is not None
-        rank.expect_parts(found, run.restored_step)
+        rank.expect_parts(loaded, run.restored_step)
         told["restored"] = run.restored_step
         told["skipped"] = [[skip.step, skip.reason] for skip in run.skipped_steps]
         rank.sight.flipped = ()
-        for step in (2, 4):  # a step that one rank found damaged is replaced by all
+        for step in (2, 4):  # all ranks replace a step that is damaged on one rank
             run.save_checkpointables(step, rank.parts(step))
         run.wait()
         rank.expect_parts(run.load_checkpointables(abstract=rank.parts(0)), 4)
@@ -151,7 +154,7 @@ class Clock:
 
 
 def decide_by_clocks(rank: Rank) -> Any:
-    """Stop the clock of rank 1, set that of rank 2 years ahead; then set that of rank 0 back by a day."""
+    """Stop the clock of rank 1, and set the clock of rank 2 years ahead. Then set the clock of rank 0 back by a day."""
     true_time = time.time
     clock = Clock(true_time() + [0.0, -1e7, 1e8][rank.number])
     pace = [1.0, 0.0, 1000.0][rank.number]
@@ -184,7 +187,7 @@ def decide_by_clocks(rank: Rank) -> Any:
 
 
 def be_preempted(rank: Rank) -> Any:
-    """Send SIGTERM from rank 2 to rank 1, at random moments and while a step is being saved."""
+    """Send SIGTERM from rank 2 to rank 1 after step 3 was saved, and stop all ranks at the same step."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     processes: list[Any] = [None] * dist.get_world_size()
@@ -206,7 +209,7 @@ def be_preempted(rank: Rank) -> Any:
                 "listens": signal.getsignal(signal.SIGTERM) != ours,
             }
         assert signal.getsignal(signal.SIGTERM) == ours
-        with rank.open("preempted", save_policy=policy) as run:  # the next job
+        with rank.open("preempted", save_policy=policy) as run:  # as the next job does
             rank.expect(run.load(None, rank.state(0)), step)
             assert not run.preempted
             told["steps"] = list(run.steps)
@@ -216,7 +219,7 @@ def be_preempted(rank: Rank) -> Any:
 
 
 def count_requests(rank: Rank) -> Any:
-    """Return each process' storage requests: of a run that saves and deletes, and of listing and deleting alone."""
+    """Return the storage requests of a process for a save with a deletion, for a list, and for a deletion."""
     operations = rank.sight.operations
     with rank.open("counted") as run:
         for step in range(1, 4):

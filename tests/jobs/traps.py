@@ -1,4 +1,4 @@
-"""Points of saves, loads and runs at which a process fails, is killed or pauses, reached through public arguments."""
+"""Traps: points of saves, loads and runs at which a process raises, is killed or pauses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Action: TypeAlias = Literal["raise", "kill", "hang"]
 
 
 class TrappedError(RuntimeError):
-    """Raised by a trap."""
+    """The error that a trap raises."""
 
 
 class Trap:
-    """Makes this process raise, be killed or pause at a point, once.
+    """A trap that raises, kills this process or pauses it, the first time that it reaches a point.
 
     Points: ``describe``, ``copy``, ``build`` of a NumPy leaf; ``write``, ``written`` and ``finish`` of the layout;
     ``export``, the ``write`` of an export's layout; the methods of storage; ``notice``; and ``after PHASE NUMBER``,
@@ -40,19 +40,19 @@ class Trap:
     """
 
     def __init__(self, point: str, action: Action) -> None:
-        """Not armed yet."""
+        """Create a trap that is not armed."""
         self._point = point
         self._action = action
         self._armed = False
         self._phases: dict[str, int] = {}
 
     def arm(self) -> None:
-        """Do it the next time."""
+        """Arm the trap for the next time that the process reaches the point."""
         self._armed = True
         self._phases.clear()
 
     def reach(self, point: str) -> None:
-        """Come to a point."""
+        """Trigger the trap if it is armed for this point."""
         if not self._armed or point != self._point:
             return
         self._armed = False
@@ -61,12 +61,12 @@ class Trap:
         os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
 
     def observe(self, event: Event) -> None:
-        """A phase is over."""
+        """Reach the point of a completed phase."""
         number = self._phases[event.phase] = self._phases.get(event.phase, 0) + 1
         self.reach(f"after {event.phase} {number}")
 
     def notice(self, step: int) -> bool:
-        """No notice of preemption."""
+        """Reach the point ``notice``. Return that there is no preemption."""
         self.reach("notice")
         return False
 
@@ -89,10 +89,10 @@ class _Leaves(HostArrayHandler):
 
 
 class TrappedLayout(SafetensorsLayout):
-    """Safetensors with traps."""
+    """The layout safetensors with traps."""
 
     def __init__(self, trap: Trap, *points: str) -> None:
-        """With a trap at each of the points `write`, `written` and `finish`, under these names."""
+        """Create a layout. The names of its points `write`, `written` and `finish` are given in this order."""
         super().__init__()
         object.__setattr__(self, "_trap", trap)
         object.__setattr__(self, "_points", points)
@@ -100,7 +100,7 @@ class TrappedLayout(SafetensorsLayout):
     def _reach(self, number: int) -> None:
         points: Sequence[str] = getattr(self, "_points", ())
         if number < len(points):
-            getattr(self, "_trap").reach(points[number])  # noqa: B009  # the class it inherits from is frozen
+            getattr(self, "_trap").reach(points[number])  # noqa: B009  # the base class is frozen
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """See `Layout`."""
@@ -138,7 +138,7 @@ class _Storages:
 
 
 def trapped_context(trap: Trap, coordinator: Coordinator) -> ckptcore.Context:
-    """A Context with a trap at every point but those of layouts; its storage has the scheme `SCHEME`."""
+    """Return a Context with a trap at every point, except those of layouts. Its storage has the scheme `SCHEME`."""
     return ckptcore.Context(
         job=ckptcore.context.JobOptions(coordinator=coordinator),
         durability="none",

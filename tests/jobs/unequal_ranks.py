@@ -18,26 +18,26 @@ QUICK = Context(durability="none")
 
 
 def refusals(place: Place, state: Mapping[str, Any], same: Callable[[Any, Any], bool]) -> dict[str, str]:
-    """Save arrays of this rank in each layout: refused together, and kept in `PerProcess`. Return the messages."""
-    found = {}
+    """Save arrays of this rank in each layout, plain and in `PerProcess`. Return the errors for the plain arrays."""
+    messages = {}
     for layout in place.layouts:
         location = place.directory / f"{place.size}-{layout}"
         for name, array in state.items():
             try:
                 ckptcore.save(location, {"own": array}, layout=layout, context=QUICK)
             except CheckpointError as error:
-                found[f"{layout} {name}"] = str(error)
+                messages[f"{layout} {name}"] = str(error)
             assert not location.exists()
         small = {name: array for name, array in state.items() if array.nbytes < 1 << 20}
         wrapped = {name: PerProcess(array) for name, array in small.items()}
         ckptcore.save(location, wrapped, layout=layout, context=QUICK)
         loaded = ckptcore.load(location, wrapped, context=QUICK)
         assert all(same(loaded[name].value, array) for name, array in small.items())
-    return found
+    return messages
 
 
 class _Lines(logging.Handler):
-    """Writes each record to a file, which the late rank waits for."""
+    """A handler that keeps the log lines, and creates a file for which the late rank waits."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Lines(logging.Handler):
 
 
 def wait_for_late_rank(place: Place) -> list[str]:
-    """Save on all ranks but the last, which saves after the others have logged. Return the lines of this rank."""
+    """Save on all ranks. The last rank saves after the others have logged. Return the log lines of this rank."""
     LateRanks.first_seconds = 0.1 if place.rank < place.size - 1 else 1e6
     signs = [place.directory / f"logged-{rank}" for rank in range(place.size - 1)]
     lines = _Lines(place.directory / f"logged-{place.rank}")

@@ -10,14 +10,15 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # after the flags that it reads
+import jax  # JAX reads the flags above
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the program is run by its path
+from tests.launchers.states import ARRAYS, STEP, assert_box, run_job
 
 SPECS: dict[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y"), "b": (), "i": ("x",)}
 
@@ -46,7 +47,7 @@ def save(location: Path, layout: str) -> None:
 
 
 def load(location: Path) -> None:
-    """Load with these shardings."""
+    """Load arrays with the same shardings."""
     wanted = _state(
         lambda name, sharding: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # JAX says no types here
             ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding
@@ -62,7 +63,7 @@ def load(location: Path) -> None:
                 assert_box(name, shard.data, shard.index)
         for array in arrays.values():
             array.delete()
-        wanted = ckptcore.abstract(loaded)  # of arrays that are no more, and were mostly elsewhere
+        wanted = ckptcore.abstract(loaded)  # works for deleted arrays, which have shards on the other process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three Ray actors on one node with unevenly sharded NumPy arrays; one of them is asynchronous."""
+"""Three Ray actors on one node with unevenly sharded NumPy arrays. One of the actors is asynchronous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # for the actors, which import what they run
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # the actors import this file
 
 import numpy as np
 import ray
@@ -18,8 +18,9 @@ from ckptcore_ray.jobs import RayJob, make_job
 import ckptcore
 from ckptcore.model import Box
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the program is run by its path
+from tests.launchers.states import ARRAYS, STEP, assert_box, run_job
 
 SIZE = 3
 BOUNDS = {"w": (0, 1, 12, 16), "e": (0, 3, 5, 8), "b": (0, 5, 5, 7)}
@@ -27,7 +28,7 @@ BOUNDS = {"w": (0, 1, 12, 16), "e": (0, 3, 5, 8), "b": (0, 5, 5, 7)}
 
 
 def _box(name: str, rank: int) -> tuple[Box, list[list[int]]]:
-    """Return the box of an array that a rank holds, and the cuts of all."""
+    """Return the box of an array on a rank, and the cuts of all ranks."""
     shape = ARRAYS[name].shape
     start, stop = BOUNDS[name][rank : rank + 2]
     cuts = sorted({bound for bound in BOUNDS[name] if 0 < bound < shape[0]})
@@ -54,7 +55,7 @@ def _save(rank: int, location: Path, layout: str) -> None:
 
 
 def _load(rank: int, location: Path) -> None:
-    # What another rank held, so that bytes come from where this one did not write them.
+    # Load the part of another rank, so that this rank reads bytes that it did not write.
     loaded = ckptcore.load(location, _state((rank + 1) % SIZE, filled=False))
     assert loaded["step"] == STEP
     assert_box("i", loaded["i"], (slice(None),))

@@ -20,33 +20,33 @@ _PATIENCE_SECONDS: Final = 300
 ARRAYS: Final = {
     "w": np.arange(16 * 12, dtype=np.float32).reshape(16, 12),
     "e": (np.arange(8 * 6) % 128).reshape(8, 6).astype(ml_dtypes.bfloat16),
-    "b": np.arange(7, dtype=np.float32) - 3,  # no number of processes divides it
+    "b": np.arange(7, dtype=np.float32) - 3,  # not divisible by the number of processes
     "i": np.arange(4, dtype=np.int64) << 40,
 }
-"""By name, the whole arrays."""
+"""The whole arrays, by name."""
 
 
-def assert_box(name: str, found: Any, box: tuple[slice, ...]) -> None:
-    """Check that a loaded part equals this box of the array."""
+def assert_box(name: str, part: Any, box: tuple[slice, ...]) -> None:
+    """Assert that a loaded part equals a box of the array."""
     expected = ARRAYS[name][box]
-    found = np.asarray(found)
-    assert found.dtype == expected.dtype and np.array_equal(found, expected), f"{name}{box}: {found} is not {expected}"
+    part = np.asarray(part)
+    assert part.dtype == expected.dtype and np.array_equal(part, expected), f"{name}{box}: {part} is not {expected}"
 
 
 def run_job(
     name: str, leads: bool, save: Callable[[Path, str], None], load: Callable[[Path], None], end: Callable[[], None]
 ) -> None:
-    """Save in every layout, wait until all jobs have, and load what each saved in each.
+    """Save in every layout, wait for all jobs, and load every layout of every job.
 
-    ``sys.argv`` has the directory and the names of all jobs. What goes wrong is in ``NAME.failed`` there, and ends all
-    jobs.
+    ``sys.argv`` has the directory and the names of all jobs. An error is written to the file ``NAME.failed`` in this
+    directory, and ends all jobs.
 
     Args:
-        name: of this job.
-        leads: whether this is its first process.
-        save: saves into a directory in a layout.
+        name: the name of this job.
+        leads: True in the first process of the job.
+        save: saves to a directory in a layout.
         load: loads from a directory and compares.
-        end: lets go of the job.
+        end: leaves the job.
     """
     directory, names = Path(sys.argv[1]), sys.argv[2].split(",")
     try:

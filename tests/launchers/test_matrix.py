@@ -1,4 +1,4 @@
-"""Jobs of several launchers and frameworks: each saves in each layout, and all others load with their shardings."""
+"""Jobs of several launchers and frameworks. Each job saves in every layout, and every job loads all checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ JOBS = ("torch_fsdp", "torch_mesh", "jax_mesh", "ray_actors")
 
 
 def _commands(job: str) -> list[list[str]]:
-    """Return the commands of a job: one, or one per process without a launcher."""
+    """Return the commands of a job: one command, or one for each process if the job has no launcher."""
     program = str(HERE / f"{job}.py")
     if job.startswith("torch"):
         return [[*TORCHRUN, program]]
-    return [[sys.executable, program]] * (2 if job == "jax_mesh" else 1)  # Ray starts its actors
+    return [[sys.executable, program]] * (2 if job == "jax_mesh" else 1)  # Ray starts the actors itself
 
 
 def _free_port() -> int:
@@ -36,7 +36,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All jobs at once: each saves, waits for the others, and loads what they saved."""
+    """Run all jobs at once. Each job saves, waits for the others, and loads their checkpoints."""
     directory = tmp_path_factory.mktemp("jobs")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -62,8 +62,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_one_process_loads_what_every_job_saved(saved: Path) -> None:
-    """By now every job has loaded it too. One test, so that the jobs run once, on whatever worker."""
+def test_one_process_loads_the_checkpoints_of_every_job(saved: Path) -> None:
+    """The fixture fails if a job cannot load a checkpoint. This is one test, so that only one worker runs the jobs."""
     problems = []
     for job in JOBS:
         for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Arrays of the matrix as tensors."""
+"""The arrays of the matrix as tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.launchers.states import ARRAYS
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The same elements."""
+    """Return the elements of an array as a tensor."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
 
 
-def assert_is(name: str, found: torch.Tensor) -> None:
-    """Check that a whole tensor equals the array of this name, bit for bit."""
+def assert_is(name: str, tensor: torch.Tensor) -> None:
+    """Assert that a whole tensor equals the array with this name, bit for bit."""
     expected = tensor_of(ARRAYS[name])
-    assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found} is not {expected}"
+    assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), f"{name}: {tensor} is not {expected}"

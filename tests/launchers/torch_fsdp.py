@@ -1,4 +1,4 @@
-"""Four processes of torchrun: parameters that FSDP2 has sharded, in rows that do not come out even."""
+"""Four processes of torchrun with parameters that FSDP2 shards into uneven rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, run_job  # likewise
-from tests.launchers.torch_arrays import assert_is, tensor_of  # the program is run by its path
+from tests.launchers.states import ARRAYS, STEP, run_job
+from tests.launchers.torch_arrays import assert_is, tensor_of
 
 
 def _module(filled: bool) -> torch.nn.Module:
@@ -37,7 +38,7 @@ def save(location: Path, layout: str) -> None:
 
 
 def load(location: Path) -> None:
-    """Load into another one."""
+    """Load into another module."""
     state: dict[str, Any] = {
         "params": dict(_module(False).state_dict()),
         "i": torch.zeros(4, dtype=torch.int64),
@@ -55,6 +56,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     run_job("torch_fsdp", dist.get_rank() == 0, save, load, dist.destroy_process_group)
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
-    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # Skip the shutdown of the interpreter. A thread of gloo may destroy its last collective during the shutdown, cannot
+    # get the lock of the interpreter, and aborts the process (torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

@@ -14,20 +14,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, run_job  # likewise
-from tests.launchers.torch_arrays import assert_is, tensor_of  # the program is run by its path
+from tests.launchers.states import ARRAYS, STEP, run_job
+from tests.launchers.torch_arrays import assert_is, tensor_of
 
 PLACEMENTS = {"w": (Replicate(), Shard(1)), "e": (Shard(0), Shard(1)), "b": (Replicate(), Shard(0))}
 
 
 def _params(filled: bool) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
-    found: dict[str, torch.Tensor] = {}
+    params: dict[str, torch.Tensor] = {}
     for name, placements in PLACEMENTS.items():
         tensor = tensor_of(ARRAYS[name])
-        found[name] = distribute_tensor(tensor if filled else torch.zeros_like(tensor), mesh, placements)
-    return found
+        params[name] = distribute_tensor(tensor if filled else torch.zeros_like(tensor), mesh, placements)
+    return params
 
 
 def save(location: Path, layout: str) -> None:
@@ -37,7 +38,7 @@ def save(location: Path, layout: str) -> None:
 
 
 def load(location: Path) -> None:
-    """Load tensors like these, and by what asks for such without elements."""
+    """Load with tensors, and with abstract tensors."""
     like = {"params": _params(False), "i": torch.zeros(4, dtype=torch.int64), "step": 0}
     for wanted in (like, ckptcore.abstract(like)):
         loaded = ckptcore.load(location, wanted)
@@ -52,6 +53,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     run_job("torch_mesh", dist.get_rank() == 0, save, load, dist.destroy_process_group)
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
-    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # Skip the shutdown of the interpreter. A thread of gloo may destroy its last collective during the shutdown, cannot
+    # get the lock of the interpreter, and aborts the process (torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

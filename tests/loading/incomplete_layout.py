@@ -1,4 +1,4 @@
-"""A plugin with a layout that imports a library which is not installed."""
+"""A plugin whose layout imports a library that is not installed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ckptcore.protocols import Layout, LayoutFactory
 
 
 class Incomplete:
-    """Offers the layout ``incomplete``."""
+    """A plugin with the layout ``incomplete``."""
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """Offers a layout without its required methods."""
+        """Return a factory that fails to import its library."""
         return {"incomplete": _make}
 
 
 def _make() -> Layout:
-    import a_library_that_is_missing  # type: ignore[import-not-found]  # which is the point of it
+    import a_library_that_is_missing  # type: ignore[import-not-found]  # the test needs this error
 
     layout: Layout = a_library_that_is_missing.layout()
     return layout

@@ -1,4 +1,4 @@
-"""Arrays in another dtype or shape than stored: refused unless allowed, and then equal to NumPy's result."""
+"""Loads in another dtype or shape than stored. They are refused unless allowed; the result equals NumPy's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
     [("int32", "complex64"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"),
     ("int64", "datetime64[s]"), ("U4", "U3")],
 )  # fmt: skip
-def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str) -> None:
+def test_no_option_allows_casts_between_kinds_of_dtypes(tmp_path: Path, asked: str, stored: str) -> None:
     assert not is_narrowing(asked, stored)
     ckptcore.save(tmp_path / "c", {"w": np.zeros(2, dtype_from_name(stored))})
     with pytest.raises(TreeMismatchError, match="no cast from"):
@@ -36,7 +36,7 @@ def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str
 
 @pytest.mark.parametrize("stored", ["float32", "float64", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("asked", ["int8", "int64", "uint64", "int4"])
-def test_floats_become_ints_only_by_name_and_without_their_fractions(tmp_path: Path, asked: str, stored: str) -> None:
+def test_only_a_truncating_cast_turns_floats_into_ints(tmp_path: Path, asked: str, stored: str) -> None:
     values = np.array([-0.9, 0.0, 0.4, 1.5, 3.9, 7.25]).astype(dtype_from_name(stored))
     ckptcore.save(tmp_path / "c", {"w": values})
     wanted = {"w": AbstractArray((6,), asked)}
@@ -51,7 +51,7 @@ def test_floats_become_ints_only_by_name_and_without_their_fractions(tmp_path: P
 
 
 @pytest.mark.parametrize("value", [128.0, -129.0, np.nan, np.inf])
-def test_a_float_outside_of_the_range_of_an_int_is_an_error(tmp_path: Path, value: float) -> None:
+def test_a_float_out_of_the_range_of_an_int_is_an_error(tmp_path: Path, value: float) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.array([1.0, value])})
     with pytest.raises(ValueError, match="is out of range for int8"):
         ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), "int8")}, matching=Matching(cast="truncating"))
@@ -131,7 +131,7 @@ def saved(tmp_path: Path) -> Path:
         ((48,), "float16", {"shapes": ["reshape"], "cast": "narrowing"}, STORED.astype(np.float16).reshape(48)),
     ],
 )  # fmt: skip
-def test_arrays_are_changed_only_as_they_are_allowed_to(
+def test_arrays_change_only_in_the_allowed_ways(
     saved: Path, loading: Callable[..., Any], shape: tuple[int, ...], dtype: str, needed: dict[str, Any], expected: Any
 ) -> None:
     asked = {"w": AbstractArray(shape, dtype)}
@@ -156,7 +156,7 @@ def test_arrays_are_changed_only_as_they_are_allowed_to(
     assert change.shapes == set(needed.get("shapes", ())) and list(report.changed) == ["w"] and not report.restored
 
 
-def test_a_safe_cast_is_not_a_narrowing_one(tmp_path: Path) -> None:
+def test_safe_casts_exclude_narrowing_ones(tmp_path: Path) -> None:
     half = np.array([1.5, np.inf, -0.0, np.nan], np.float16)
     ckptcore.save(tmp_path / "c", {"w": half, "n": np.array([255, 0], np.uint8)})
     asked = {"w": AbstractArray((4,), "float32"), "n": AbstractArray((2,), "bfloat16")}
@@ -186,7 +186,7 @@ def test_a_safe_cast_is_not_a_narrowing_one(tmp_path: Path) -> None:
         (np.array([1e300 + 0j]), "complex64", "out of range"),
     ],
 )  # fmt: skip
-def test_what_a_dtype_has_no_place_for_is_not_wrapped_nor_made_infinite(
+def test_values_out_of_range_neither_wrap_nor_become_infinite(
     tmp_path: Path, stored: HostArray, asked: str, said: str
 ) -> None:
     ckptcore.save(tmp_path / "c", {"a": {"w": stored}})
@@ -199,7 +199,7 @@ def test_what_a_dtype_has_no_place_for_is_not_wrapped_nor_made_infinite(
         ckptcore.load_into(tmp_path / "c", target, matching=NARROWING)
 
 
-def test_infinities_and_nan_stay_where_the_dtype_has_them(tmp_path: Path) -> None:
+def test_infinities_and_nan_are_kept_if_the_dtype_has_them(tmp_path: Path) -> None:
     stored = np.array([np.inf, -np.inf, np.nan, -0.0, 1e-60])
     ckptcore.save(tmp_path / "c", {"w": stored})
     loaded = ckptcore.load(tmp_path / "c", {"w": AbstractArray((5,), "bfloat16")}, matching=NARROWING)["w"]
@@ -212,7 +212,7 @@ def test_infinities_and_nan_stay_where_the_dtype_has_them(tmp_path: Path) -> Non
     ("bool", True, "1.0"),
      ("float8_e8m0fnu", 0, None), ("uint4", 15, "15.0")],
 )  # fmt: skip
-def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: Any, padded: str | None) -> None:
+def test_pad_values_must_be_values_of_the_dtype(tmp_path: Path, dtype: str, pad_value: Any, padded: str | None) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(2, dtype_from_name(dtype))})
     matching = Matching(shapes={"pad"}, pad_value=pad_value)
     asked = {"w": AbstractArray((3,), dtype)}
@@ -225,7 +225,7 @@ def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: 
 
 
 @pytest.mark.parametrize(("dtype", "pad_value"), [("int8", 0.5), ("int8", 300), ("bool", 1), ("float8_e8m0fnu", 0)])
-def test_the_error_of_a_padding_names_the_option(tmp_path: Path, dtype: str, pad_value: float) -> None:
+def test_the_error_about_a_pad_value_names_the_option(tmp_path: Path, dtype: str, pad_value: float) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(2, dtype_from_name(dtype))})
     matching = Matching(shapes={"pad"}, pad_value=pad_value)
     with pytest.raises(TreeMismatchError, match=f"pad_value: {dtype} cannot represent {pad_value}"):
@@ -239,9 +239,9 @@ def test_only_shapes_that_fit_are_changed(saved: Path, shape: tuple[int, ...]) -
         ckptcore.load(saved, {"w": AbstractArray(shape, "float32")}, matching=Matching(shapes=allowed))  # type: ignore[arg-type]  # words
 
 
-def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
-    one = np.arange(4.0)
-    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one, "d": one})
+def test_tied_arrays_stay_tied_if_they_are_cast_to_one_dtype(tmp_path: Path) -> None:
+    tied = np.arange(4.0)
+    ckptcore.save(tmp_path / "c", {"a": tied, "b": tied, "c": tied, "d": tied})
     asked = dict.fromkeys("bd", AbstractArray((4,), "float32"))
     whole = {"a": AbstractArray((4,), "float64"), "c": AbstractArray((2,), "float64"), **asked}
     matching = Matching(cast="narrowing", shapes={"truncate"}, unexpected="ignore")
@@ -258,13 +258,13 @@ def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
         {"pad_value": "0"}, {"pad_value": None}, {"pad_value": np.zeros(2)},
     ],
 )  # fmt: skip
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises((ValueError, TypeError), match=rf"Matching\({name}=.*expected"):
         Matching(**options)
 
 
-def test_what_is_no_plain_array_is_never_changed(tmp_path: Path) -> None:
+def test_only_plain_arrays_are_cast_or_reshaped(tmp_path: Path) -> None:
     import jax
 
     ckptcore.save(tmp_path / "c", {"key": jax.random.key(0), "text": "x" * 20000, "n": 3})
@@ -286,7 +286,7 @@ def rows(tmp_path: Path) -> tuple[Path, HostArray]:
     return tmp_path / "rows", array
 
 
-def test_only_the_bytes_that_are_kept_are_read(rows: tuple[Path, HostArray]) -> None:
+def test_a_truncating_load_reads_only_the_kept_rows(rows: tuple[Path, HostArray]) -> None:
     import jax
 
     location, array = rows
@@ -347,7 +347,7 @@ def shared(work: Callable[[Context, int], Any]) -> Any:
     return job.run(of_rank)
 
 
-def test_processes_that_load_together_cast_alike(saved: Path) -> None:
+def test_all_processes_of_a_joint_load_get_cast_arrays(saved: Path) -> None:
     matching = Matching(cast="narrowing", shapes={"pad"})
     reports = [LoadReport(), LoadReport()]
 
@@ -360,7 +360,7 @@ def test_processes_that_load_together_cast_alike(saved: Path) -> None:
     assert all(list(report.changed) == ["w"] for report in reports)
 
 
-def test_what_is_selected_and_transformed_is_adjusted_then(tmp_path: Path) -> None:
+def test_adjustments_apply_after_selections_and_transforms(tmp_path: Path) -> None:
     other = STORED * 3
     ckptcore.save(tmp_path / "c", {"old": {"w": STORED}, "b": np.ones(2), "c": np.ones(3)})
     ckptcore.save(tmp_path / "other", {"old": {"w": other}, "b": np.ones(2), "c": np.ones(3)})

@@ -1,4 +1,4 @@
-"""A layout that cannot be made breaks only what needs it, and is named there."""
+"""Layouts that cannot be created. Only operations that need such a layout fail, and their errors name it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _CAUSE = "ModuleNotFoundError: No module named 'a_library_that_is_missing'"
 
 
 class _ForgetfulLayout(SafetensorsLayout):
-    """Safetensors whose index reads nothing, and tells of no error."""
+    """A safetensors layout whose index reads nothing and raises no error."""
 
     name = "forgetful"
 
     def index(self, tree: TreeMetadata, state: JSON) -> WatchedIndex:
-        """Return an index that claims all reads."""
+        """Return an index that accepts every read and yields no data."""
         return WatchedIndex(super().index(tree, state), lambda *_: iter(()))
 
 
@@ -54,15 +54,15 @@ def test_checkpoints_of_other_layouts_are_saved_and_loaded(context: ckptcore.Con
     assert ckptcore.load(tmp_path / "ours", context=context)["w"].tolist() == [0, 1, 2]
 
 
-def test_what_other_software_wrote_is_read_by_the_layouts_that_can_be_made(
-    context: ckptcore.Context, tmp_path: Path
-) -> None:
+def test_working_layouts_read_checkpoints_of_other_software(context: ckptcore.Context, tmp_path: Path) -> None:
     save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
     assert ckptcore.load(tmp_path, context=context)["w"].tolist() == [0, 1, 2]
     assert ckptcore.metadata(tmp_path, context=context).layout == "safetensors"
 
 
-def test_it_is_named_if_no_layout_reads_a_checkpoint(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_layout_if_no_layout_reads_a_checkpoint(
+    context: ckptcore.Context, tmp_path: Path
+) -> None:
     (tmp_path / "weights.odd").write_bytes(b"odd")
     with pytest.raises(
         CheckpointNotFoundError, match=r"tried .*; incomplete cannot be used: ModuleNotFoundError"
@@ -71,7 +71,7 @@ def test_it_is_named_if_no_layout_reads_a_checkpoint(context: ckptcore.Context, 
     assert _CAUSE in str(caught.value)
 
 
-def test_it_is_named_where_it_is_asked_for(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_layout_if_a_save_requests_it(context: ckptcore.Context, tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="cannot create its layout 'incomplete'") as caught:
         ckptcore.save(tmp_path / "c", {"w": np.arange(3)}, layout="incomplete", context=context)
     assert _CAUSE in str(caught.value) and not isinstance(caught.value, UnknownPluginError)
@@ -79,7 +79,7 @@ def test_it_is_named_where_it_is_asked_for(context: ckptcore.Context, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_registry_tells_them_apart(context: ckptcore.Context) -> None:
+def test_the_registry_lists_failed_layouts_separately(context: ckptcore.Context) -> None:
     registry = runtime_of(context).registry
     assert "incomplete" not in [layout.name for layout in registry.layouts()]
     assert registry.failed_layouts()["incomplete"] == _CAUSE
@@ -87,7 +87,7 @@ def test_the_registry_tells_them_apart(context: ckptcore.Context) -> None:
     assert described.failed_layouts == {"incomplete": _CAUSE}
 
 
-def test_a_layout_that_reads_too_little_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_layout_that_reads_too_little(tmp_path: Path) -> None:
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[_Forgetful()]))
     ckptcore.save(tmp_path / "c", {"w": np.ones(9)}, layout="forgetful", context=context)
     named = "w: the layout forgetful did not read all of its elements"

@@ -1,4 +1,4 @@
-"""Files that are missing or have another size than recorded, found without reading them."""
+"""Checks for missing files and for files of a wrong size, without reading their contents."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ARRAYS = {name: np.ones(100, np.float32) for name in "abc"}
 def check(location: Path | str, context: Context | None = None) -> StoredFiles:
     """Check an open checkpoint, as `inspect` does."""
     context = context or Context()
-    opened = ConsistentRead(location, context, open_either).open()
-    return FileCheck(context).check(opened, location, member_opener(opened, location, context))
+    checkpoint = ConsistentRead(location, context, open_either).open()
+    return FileCheck(context).check(checkpoint, location, member_opener(checkpoint, location, context))
 
 
 def check_root(location: Path | str, context: Context | None = None) -> StoredFiles:
@@ -69,9 +69,9 @@ def test_missing_short_and_long_files(tmp_path: Path, find: Find) -> None:
     ckptcore.save(tmp_path / "c", ARRAYS)
     file = tmp_path / "c" / "model.safetensors"
     size = file.stat().st_size
-    for found in (size - 1, size + 1):
-        os.truncate(file, found)
-        assert messages(find(tmp_path / "c")) == [f"model.safetensors has {found} bytes instead of {size}"]
+    for wrong_size in (size - 1, size + 1):
+        os.truncate(file, wrong_size)
+        assert messages(find(tmp_path / "c")) == [f"model.safetensors has {wrong_size} bytes instead of {size}"]
     file.unlink()
     (problem,) = find(tmp_path / "c").problems
     assert (problem.key, problem.start, problem.stop) == ("model.safetensors", 0, size)
@@ -79,7 +79,7 @@ def test_missing_short_and_long_files(tmp_path: Path, find: Find) -> None:
     assert not has_expected_sizes(tmp_path / "c", Context())
 
 
-def test_parts_of_the_root_are_files_too(tmp_path: Path) -> None:
+def test_missing_parts_of_the_root_are_reported(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {**ARRAYS, "text": [f"{number:x}" * 9 for number in range(20_000)]})
     (part,) = (tmp_path / "c").glob("checkpoint.*.tree.json")
     assert not check_root(tmp_path / "c").problems
@@ -90,7 +90,7 @@ def test_parts_of_the_root_are_files_too(tmp_path: Path) -> None:
 
 
 @CHECKS
-def test_several_checkpointables(tmp_path: Path, find: Find) -> None:
+def test_problems_of_several_checkpointables_are_reported(tmp_path: Path, find: Find) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": ARRAYS, "ema": ARRAYS, "old": ARRAYS})
     ckptcore.delete(tmp_path / "c" / "old")
     assert (find(tmp_path / "c").problems, find(tmp_path / "c").deleted) == ((), ("old",))
@@ -102,7 +102,7 @@ def test_several_checkpointables(tmp_path: Path, find: Find) -> None:
 
 
 @CHECKS
-def test_states_of_some_processes_are_lost(tmp_path: Path, find: Find) -> None:
+def test_missing_states_of_processes_are_reported(tmp_path: Path, find: Find) -> None:
     state = {"data": ckptcore.PerProcess({"position": 3})}
     ckptcore.save_checkpointables(tmp_path / "c", state)
     with_processes(tmp_path / "c", 3)
@@ -120,7 +120,7 @@ def with_processes(directory: Path, processes: int) -> None:
 
 
 @CHECKS
-def test_a_checkpointable_of_another_save(tmp_path: Path, find: Find) -> None:
+def test_a_checkpointable_of_another_save_is_reported(tmp_path: Path, find: Find) -> None:
     for name in ("c", "d"):
         ckptcore.save_checkpointables(tmp_path / name, {"model": ARRAYS})
     (tmp_path / "c" / "model").rename(tmp_path / "before")
@@ -129,7 +129,7 @@ def test_a_checkpointable_of_another_save(tmp_path: Path, find: Find) -> None:
 
 
 @CHECKS
-def test_bases_of_updates(tmp_path: Path, find: Find) -> None:
+def test_problems_of_the_bases_of_updates_are_reported(tmp_path: Path, find: Find) -> None:
     ckptcore.save(tmp_path / "1", ARRAYS)
     ckptcore.save(tmp_path / "2", {"a": ARRAYS["b"]}, strategy=ckptcore.Update(tmp_path / "1"))
     assert not find(tmp_path / "2").problems
@@ -142,13 +142,13 @@ def test_bases_of_updates(tmp_path: Path, find: Find) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_files_of_other_software_end_where_its_layout_says(tmp_path: Path) -> None:
+def test_files_of_other_software_may_be_longer_than_their_data(tmp_path: Path) -> None:
     save_distributed({"w": torch.ones(1000)}, checkpoint_id=tmp_path)
     assert check(tmp_path) == StoredFiles(4000)
     (file,) = tmp_path.glob("*.distcp")
     size = file.stat().st_size
-    with file.open("ab") as opened:
-        opened.write(b"more")
+    with file.open("ab") as appended:
+        appended.write(b"more")
     assert not check(tmp_path).problems
     os.truncate(file, size - 9)
     assert messages(check(tmp_path)) == [f"{file.name} has {size - 9} bytes instead of at least {size}"]
@@ -157,10 +157,10 @@ def test_files_of_other_software_end_where_its_layout_says(tmp_path: Path) -> No
 
 
 class _Listed(FarStorage):
-    """A far storage with a listing that can be outdated.
+    """A remote storage whose listing can be outdated.
 
     Attributes:
-        left_out: keys that listings lack.
+        left_out: suffixes of keys that listings omit.
     """
 
     left_out: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ def test_all_checkpointables_are_listed_at_once(
     ckptcore.save_checkpointables("far://run/c", dict.fromkeys("wxyz", ARRAYS), context=context)
     storage.forget()
     assert not find("far://run/c", context).problems
-    assert (storage.count("list"), storage.count("head")) == (2, 0)  # the names, and all sizes
+    assert (storage.count("list"), storage.count("head")) == (2, 0)  # one list for the names, one for all sizes
 
 
 @CHECKS

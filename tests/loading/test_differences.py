@@ -1,4 +1,4 @@
-"""Differences between abstract and stored trees: refused together unless allowed, and listed in a report."""
+"""Differences between abstract and stored trees. One error lists all that are refused, a report those allowed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refused(location: Path, abstract: Any, loading: Callable[..., Any] = load, *
 
 
 @LOADS
-def test_what_is_stored_and_not_asked_for_is_left_only_by_name(tmp_path: Path, loading: Callable[..., Any]) -> None:
+def test_unexpected_leaves_are_ignored_only_if_allowed(tmp_path: Path, loading: Callable[..., Any]) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONES, "b": ONES, "step": 3})
     error = refused(tmp_path / "c", wanted("w"), loading)
     assert error.differences == (
@@ -66,7 +66,7 @@ def test_what_is_stored_and_not_asked_for_is_left_only_by_name(tmp_path: Path, l
     assert (list(report.restored), list(report.ignored)) == (["w"], ["b", "step"]) and report.bytes_read >= 12
 
 
-def test_what_is_missing_is_left_out_only_by_name(tmp_path: Path) -> None:
+def test_missing_leaves_become_placeholders_only_if_allowed(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONES})
     assert refused(tmp_path / "c", wanted("w", "b")).differences == ("missing: b is not stored",)
     report = LoadReport()
@@ -87,7 +87,7 @@ def test_missing_leaves_that_become_placeholders_cause_no_warning(
     assert not caplog.records
 
 
-def test_what_is_missing_keeps_the_value_that_the_abstract_tree_has(tmp_path: Path) -> None:
+def test_missing_leaves_keep_the_value_of_the_abstract_tree(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONES})
     own = np.full(2, 7.0)
     asked: dict[str, Any] = {"w": np.zeros(3, np.float32), "head": own, "step": 5, "name": "run"}
@@ -101,7 +101,7 @@ def test_what_is_missing_keeps_the_value_that_the_abstract_tree_has(tmp_path: Pa
     assert into is asked and into["head"] is own and own.tolist() == [7, 7] and into["w"].tolist() == [1, 1, 1]
 
 
-def test_what_has_no_value_is_not_filled_with_anything(tmp_path: Path) -> None:
+def test_missing_leaves_without_a_value_are_refused(tmp_path: Path) -> None:
     import jax
     import torch
 
@@ -120,7 +120,7 @@ def test_what_has_no_value_is_not_filled_with_anything(tmp_path: Path) -> None:
         assert kept["head"] is own
 
 
-def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -> None:
+def test_lists_and_tuples_differ_unless_either_is_allowed(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": (ONES, [1, 2]), "b": {"c": [ONES]}, "d": Pair(1, (2,)), "e": ()})
     leaf = AbstractArray((3,), "float32")
     other = {"a": [leaf, (0, 0)], "b": {"c": (leaf,)}, "d": Pair(0, [0]), "e": []}
@@ -135,12 +135,12 @@ def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -
     assert 'sequences="either"' in str(error)
     loaded = ckptcore.load(tmp_path / "c", other, matching=Matching(sequences="either"))
     assert type(loaded["a"]) is list and loaded["a"][1] == (1, 2) and loaded["d"] == Pair(1, [2]) and loaded["e"] == []
-    # Leaves that are not requested may differ, and a checkpoint's own abstract tree requests all of it.
+    # Leaves that are not requested may differ. The abstract tree of a checkpoint requests all its leaves.
     assert ckptcore.load(tmp_path / "c", {"a": PLACEHOLDER, "b": PLACEHOLDER, "d": PLACEHOLDER, "e": ()})
     assert ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract)["d"] == {"a": 1, "b": (2,)}
 
 
-def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> None:
+def test_one_readable_error_lists_all_differences(tmp_path: Path) -> None:
     stored = {f"layers.{number}.attention.weight": ONES for number in range(500)}
     ckptcore.save(tmp_path / "c", {**stored, **{f"x{n}": np.ones(2) for n in range(50)}, **dict.fromkeys("abcd", 1)})
     asked: dict[str, Any] = {name.replace("attention.weight", "attn.weight"): ONES for name in stored}
@@ -161,7 +161,7 @@ def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> No
     assert "  and 25 more: shape" not in lines and any("more: missing" in line for line in lines)
 
 
-def test_names_of_any_length_make_an_error_that_can_be_read() -> None:
+def test_errors_about_very_long_names_are_short() -> None:
     from ckptcore import select, transforms
     from ckptcore.errors import TransformError
 
@@ -193,7 +193,7 @@ def test_names_of_any_length_make_an_error_that_can_be_read() -> None:
         ("x" * 400, ["x" * 399], None),
     ],
 )
-def test_near_names(name: str, names: list[str], expected: str | None) -> None:
+def test_the_nearest_name_is_suggested(name: str, names: list[str], expected: str | None) -> None:
     assert NameSuggestions(names).nearest(name) == expected
 
 
@@ -201,21 +201,21 @@ def test_near_names_take_bounded_time() -> None:
     names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(20_000)]
     near = NameSuggestions(names)
     began = time.monotonic()
-    found = [near.nearest(name.replace("self_attn", "attention")) for name in names]
+    suggestions = [near.nearest(name.replace("self_attn", "attention")) for name in names]
     assert time.monotonic() - began < 60
-    assert found[:1000].count(None) < 100 and set(found[1000:]) == {None}
+    assert suggestions[:1000].count(None) < 100 and set(suggestions[1000:]) == {None}
 
 
 @pytest.mark.parametrize(
     "options", [{"unexpected": "skip"}, {"missing": "zeros"}, {"missing": None}, {"sequences": True}]
 )
-def test_choices_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_unknown_choices_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"Matching\({name}=.*expected one of '"):
         Matching(**options)
 
 
-def test_what_would_allow_several_differences_is_told_once_each(tmp_path: Path) -> None:
+def test_the_error_suggests_each_option_once(tmp_path: Path) -> None:
     stored = {"a": np.ones(4, "f2"), "b": np.ones(4), "c": np.ones(4, "f4"), "d": np.ones((4, 2), "f4"), "e": ONES}
     ckptcore.save(tmp_path / "c", stored)
     asked = {
@@ -246,7 +246,7 @@ def test_what_would_allow_several_differences_is_told_once_each(tmp_path: Path) 
     ],
 )
 @LOADS
-def test_what_is_no_option_is_refused(
+def test_options_of_wrong_types_are_refused(
     tmp_path: Path, loading: Callable[..., Any], options: dict[str, Any], told: str
 ) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONES})
@@ -254,7 +254,7 @@ def test_what_is_no_option_is_refused(
         loading(tmp_path / "c", wanted("w"), **options)
 
 
-def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> None:
+def test_a_report_is_filled_only_by_a_load_that_succeeds(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONES, "b": [ONES, 2]})
     report = LoadReport()
     refused(tmp_path / "c", wanted("w"), report=report)
@@ -267,7 +267,7 @@ def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_compressed_bytes_are_counted_as_they_are_read(tmp_path: Path, compression: Any) -> None:
+def test_bytes_read_counts_compressed_bytes(tmp_path: Path, compression: Any) -> None:
     from ckptcore_orbax import Zarr3Layout
 
     state = {name: np.random.default_rng(0).integers(0, 16, 1 << 18).astype(np.uint8) for name in "ab"}
@@ -280,7 +280,7 @@ def test_compressed_bytes_are_counted_as_they_are_read(tmp_path: Path, compressi
     assert (stored < 1 << 18) == (compression is not None)
 
 
-def test_the_steps_of_a_run_are_loaded_so_too(tmp_path: Path) -> None:
+def test_steps_of_a_run_accept_matching_and_report(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": ONES, "b": 2})
         run.wait()

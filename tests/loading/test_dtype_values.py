@@ -1,4 +1,4 @@
-"""Casts by value: a dtype is safe if it has every value of the other; narrowing gives the nearest or refuses."""
+"""Casts value by value. A cast is safe if the target dtype has every value; narrowing takes the nearest or refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = [name for name in NUMBERS if dtype_from_name(name).itemsize <= 2]
 
 
 def values_of(name: str) -> HostArray:
-    """Every value of a dtype of up to 16 bits; some of a wider one."""
+    """Return every value of a dtype of up to 16 bits, or some values of a wider dtype."""
     dtype = dtype_from_name(name)
     if dtype.itemsize > 2:
         largest = np.iinfo(dtype).max if dtype.kind in "iu" else np.finfo(dtype).max
@@ -48,7 +48,7 @@ def loses_nothing(values: HostArray, dtype: np.dtype[Any]) -> bool:
     with np.errstate(all="ignore"):
         try:
             there = values.astype(dtype)
-        except TypeError:  # of dtypes of ml_dtypes, each of whose values float32 has
+        except TypeError:  # a dtype of ml_dtypes; float32 has all of its values
             there = values.astype(np.float32).astype(dtype)
         before, after = as_float64(values), as_float64(there)
         same = (before == after) & (np.signbit(before) == np.signbit(after))
@@ -82,7 +82,7 @@ def test_casts_of_wider_dtypes(asked: str, stored: str, expected: bool) -> None:
 
 
 def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
-    """Return the dtype of the cast array, or None if the cast is refused."""
+    """Return the cast values, or None if the cast is refused."""
     out = np.empty(values.shape, dtype_from_name(asked))
     try:
         narrow(Stored(ArraySpec(values.shape, stored), 0), asked).make(Box.whole(values.shape), [values], out)
@@ -92,14 +92,14 @@ def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
 
 
 def check_narrowing(stored: str, asked: str, values: HostArray) -> None:
-    """Each value becomes the nearest, or is refused if it is out of range."""
+    """Assert that each value becomes the nearest one, or is refused if it is out of range."""
     there = as_float64(values_of(asked))
     finite = np.sort(there[np.isfinite(there)])
     for number in range(len(values)):
         before, made = float(values[number]), narrowed(values[number : number + 1], stored, asked)
         if made is None:
             beyond = not finite[0] <= before <= finite[-1] or (asked == "float8_e8m0fnu" and before <= 0)
-            assert beyond, f"{before} was refused"  # also NaN and the infinities
+            assert beyond, f"{before} was refused"  # NaN and the infinities also count as out of range
             continue
         after = float(made[0])
         if not np.isfinite(before):
@@ -126,7 +126,7 @@ def test_every_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (1 << 20, 3), (2, 1 << 20)])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_large_array_is_looked_at_to_its_end(shape: tuple[int, ...], wrong: bool) -> None:
+def test_the_last_element_of_a_large_array_is_checked(shape: tuple[int, ...], wrong: bool) -> None:
     values = np.ones(shape, np.float32)
     values[(-1,) * len(shape)] = 1e6 if wrong else 0.1
     made = narrowed(values, "float32", "float16")

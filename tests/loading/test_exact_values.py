@@ -1,4 +1,4 @@
-"""Values that are easily changed on the way: each comes back exactly, or its save is refused."""
+"""Values that are easily altered by a round trip. Each is loaded exactly as it was, or its save is refused."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NANS = ("7ff8000000000000", "fff8000000000000", "fff8000000000123", "7ff00000000
 
 
 class Empty(NamedTuple):
-    """No fields."""
+    """A named tuple without fields."""
 
 
 class Number(enum.IntEnum):
-    """An int that is more."""
+    """A subclass of int."""
 
     ONE = 1
 
 
 class Quantity(np.ndarray[Any, Any]):
-    """An array that is more."""
+    """A subclass of ndarray."""
 
 
 class Measured(float):
-    """A float that is more."""
+    """A subclass of float."""
 
 
 def _float(bits: str) -> float:
@@ -49,7 +49,7 @@ def _bits(number: float) -> str:
 
 
 def _characters(text: Any) -> tuple[type, list[Any]]:
-    """Its characters one by one: NumPy prints and compares text without the NULs at its end."""
+    """Return the type and the list of characters. NumPy drops trailing NULs when it prints or compares text."""
     return type(text), list(text)
 
 
@@ -67,18 +67,18 @@ def test_every_nan_keeps_its_bits(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["nan:", "nan:7ff", "nan:3ff0000000000000", "nan:7ff80000000000zz", "NaN", True, None, [1.0]]
 )
-def test_what_is_no_float_is_refused(text: Any) -> None:
-    with pytest.raises(ValueError):  # says what it found in one of several ways
+def test_invalid_encodings_of_floats_are_refused(text: Any) -> None:
+    with pytest.raises(ValueError):  # with one of several messages
         float_from_json(text)
 
 
-def test_floats_are_numbers_of_json_where_they_can_be() -> None:
+def test_floats_are_json_numbers_if_json_has_them() -> None:
     numbers = [0.1, float("inf"), float("-inf"), float("nan"), -float("nan")]
     assert [float_to_json(number) for number in numbers] == [0.1, "inf", "-inf", "nan", "nan:fff8000000000000"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scalars_of_text_keep_their_nuls(layout: str, tmp_path: Path) -> None:
+def test_text_scalars_keep_trailing_nuls(layout: str, tmp_path: Path) -> None:
     texts = [b"x\0", b"\0", b"\0x", b"ab\0\0", "a\0", "\0\0", "\ud800\0", "\U0001f600"]
     saved = [np.bytes_(text) if isinstance(text, bytes) else np.str_(text) for text in texts]
     ckptcore.save(tmp_path / "c", saved, layout=layout, context=QUICK)
@@ -87,7 +87,7 @@ def test_scalars_of_text_keep_their_nuls(layout: str, tmp_path: Path) -> None:
         assert [list(text) for text in loaded] == [list(text) for text in texts]
 
 
-def test_text_that_has_no_code_points_is_damage(tmp_path: Path) -> None:
+def test_text_with_invalid_code_points_is_damage(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", np.str_("ab"), context=QUICK)
     file = tmp_path / "c" / "model.safetensors"
     data = file.read_bytes()
@@ -110,13 +110,13 @@ def test_text_that_has_no_code_points_is_damage(tmp_path: Path) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_would_come_back_as_another_type_is_refused_by_the_save(value: Any, tmp_path: Path) -> None:
+def test_a_save_refuses_values_that_would_load_as_another_type(value: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="^v: |^v is a "):
         ckptcore.save(tmp_path / "c", {"v": value}, context=QUICK)
     assert not (tmp_path / "c").exists()
 
 
-def test_an_array_in_a_file_is_an_array_like_others(tmp_path: Path) -> None:
+def test_a_memory_mapped_array_loads_as_a_plain_array(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "m", dtype=np.float32, mode="w+", shape=(3,))
     mapped[:] = [1, 2, 3]
     ckptcore.save(tmp_path / "c", {"v": mapped}, context=QUICK)
@@ -127,7 +127,7 @@ def test_an_array_in_a_file_is_an_array_like_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [{}, OrderedDict(), [], (), None])
 @pytest.mark.parametrize("stored", [{}, OrderedDict(), [], (), None])
 @pytest.mark.parametrize("within", [lambda value: {"v": value}, lambda value: {"a": [value]}])
-def test_an_empty_container_comes_back_as_what_it_was(stored: Any, asked: Any, within: Any, tmp_path: Path) -> None:
+def test_an_empty_container_keeps_its_type(stored: Any, asked: Any, within: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", within(stored), context=QUICK)
     if isinstance(stored, type(asked)) or isinstance(asked, type(stored)):  # either type of dict can be requested
         assert ckptcore.load(tmp_path / "c", within(asked)) == within(asked)
@@ -144,7 +144,7 @@ def test_an_empty_container_comes_back_as_what_it_was(stored: Any, asked: Any, w
         assert loaded == within(stored)
 
 
-def test_what_is_stored_of_an_empty_object_may_be_asked_for(tmp_path: Path) -> None:
+def test_an_empty_named_tuple_may_be_requested_as_an_empty_dict(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"v": Empty()}, context=QUICK)
     assert ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract) == ckptcore.load(tmp_path / "c")
     assert ckptcore.load(tmp_path / "c", {"v": Empty()}) == {"v": Empty()}

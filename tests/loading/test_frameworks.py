@@ -33,7 +33,9 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("framework", "array_type"), [("torch", torch.Tensor), ("jax", jax.Array)])
-def test_arrays_are_of_the_framework(layout: str, framework: str, array_type: type, tmp_path: Path) -> None:
+def test_loaded_arrays_are_of_the_requested_framework(
+    layout: str, framework: str, array_type: type, tmp_path: Path
+) -> None:
     ckptcore.save(tmp_path / "c", state(), layout=layout)
     loaded = ckptcore.load(tmp_path / "c", framework=framework)
     assert list(loaded) == list(state())
@@ -70,7 +72,7 @@ def test_wide_numbers_are_numpy_arrays_while_jax_does_not_support_them(tmp_path:
         assert isinstance(ckptcore.load(tmp_path / "c", framework="jax")["w"], jax.Array)
 
 
-def test_random_keys_and_raw_dtypes_return_as_they_were_saved(tmp_path: Path) -> None:
+def test_random_keys_and_raw_dtypes_keep_their_types(tmp_path: Path) -> None:
     packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     key = jax.random.key(7)
     ckptcore.save(tmp_path / "c", {"key": key, "packed": packed})
@@ -78,7 +80,7 @@ def test_random_keys_and_raw_dtypes_return_as_they_were_saved(tmp_path: Path) ->
     assert ckptcore.load(tmp_path / "c", framework="jax")["key"].dtype == key.dtype
 
 
-def test_saved_shardings_return(tmp_path: Path) -> None:
+def test_saved_shardings_are_restored(tmp_path: Path) -> None:
     spec: Any = jax.sharding.PartitionSpec  # the constructor is untyped in JAX
     sharding = jax.sharding.NamedSharding(jax.make_mesh((len(jax.devices()),), ("x",)), spec("x"))
     array = jax.device_put(np.arange(8 * len(jax.devices()), dtype=np.float32), sharding)
@@ -86,7 +88,7 @@ def test_saved_shardings_return(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c", framework="jax")["w"].sharding.is_equivalent_to(sharding, 1)
 
 
-def test_selected_leaves_only_are_read(tmp_path: Path) -> None:
+def test_only_selected_leaves_are_read(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state())
     report = ckptcore.results.LoadReport()
     loaded = ckptcore.load(

@@ -1,4 +1,4 @@
-"""Objects of plugins whose classes do not inherit the defaults of their protocol are refused by name."""
+"""Plugin objects that do not inherit from the class of their protocol. Errors name their class."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ckptcore.protocols import (
 
 
 class Pair:
-    """A container."""
+    """A type that the plugin handles as a container."""
 
 
 class Structural:
-    """Has the required methods of a container handler, and is none."""
+    """A class with the required methods of a container handler that does not inherit from it."""
 
     priority = 100
 
@@ -41,17 +41,17 @@ class Structural:
 
 
 class LooksLikeALayout:
-    """Has a name and no defaults."""
+    """A class with the name of a layout, but without the default methods."""
 
     name = "structural"
 
 
 class LooksLikeAStorage:
-    """Has no defaults, and would fail with an AttributeError."""
+    """A class without any method of a storage."""
 
 
 class StructuralPlugin:
-    """Offers all of them."""
+    """A plugin that offers the handler, the layout and the storage above."""
 
     @hookimpl
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
@@ -91,12 +91,12 @@ def test_the_error_names_the_class_to_inherit_from(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_handler_of_a_context_is_refused_too(tmp_path: Path) -> None:
+def test_a_handler_of_a_context_must_inherit_too(tmp_path: Path) -> None:
     context = Context(plugins=PluginOptions(handlers={Pair: cast(ContainerHandler, Structural())}))
     with pytest.raises(PluginError, match="inherit from LeafHandler, ContainerHandler or CheckpointableHandler"):
         ckptcore.save(tmp_path / "c", {"pair": Pair()}, context=context)
 
 
-def test_other_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
+def test_checkpoints_that_need_no_invalid_object_are_saved_and_loaded(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.arange(3)}, context=CONTEXT)
     assert ckptcore.load(tmp_path / "c", context=CONTEXT)["w"].tolist() == [0, 1, 2]

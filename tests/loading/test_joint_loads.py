@@ -1,4 +1,4 @@
-"""Loads of a job in which every process reads for itself: they agree on an order, and end together."""
+"""Loads of a job in which every process reads for itself. The processes use the same order and finish together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 60
 
 
 class Meetings:
-    """A collective, like those of a process group: all ranks must call it in the same order."""
+    """A collective operation like those of a process group: all ranks must call it in the same order."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -46,7 +46,7 @@ class Meetings:
 
 
 class Joint:
-    """An object whose state all ranks give and take together."""
+    """An object whose state all ranks get and set together."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Joint:
 
 
 class JointHandler(CheckpointableHandler):
-    """Like the handler of modules under FSDP: each process has a part of the object."""
+    """A handler like that of FSDP modules, where each process has a part of the object."""
 
     priority = Priority.EXACT
 
@@ -98,7 +98,7 @@ def run(work: Callable[[Context], Any], *, size: int = 2) -> list[Any]:
 
 
 def tree(meetings: Meetings, rank: int, value: float) -> dict[str, Any]:
-    """Equal on all ranks but for the order of its keys, at two levels."""
+    """Return a tree whose keys are in another order on odd ranks, at two levels."""
     objects = {name: Joint(name, value, meetings, rank) for name in ("a", "b", "c")}
     inner: dict[Any, Any] = {"a": objects["a"], "number": 1, "b": objects["b"]}
     whole: dict[Any, Any] = {"inner": inner, 3: objects["c"], "w": np.arange(4.0)}
@@ -127,7 +127,7 @@ def with_number(wanted: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**wanted, "n": 0}
 
 
-def test_a_save_asks_objects_in_one_order_whatever_the_order_of_keys(tmp_path: Path) -> None:
+def test_a_save_gets_states_of_objects_in_sorted_order(tmp_path: Path) -> None:
     meetings = Meetings(2)
 
     def save(context: Context) -> None:
@@ -138,7 +138,7 @@ def test_a_save_asks_objects_in_one_order_whatever_the_order_of_keys(tmp_path: P
     assert ckptcore.load(tmp_path / "x")["inner"]["b"]["state"].tolist() == [2.0] * 3
 
 
-def test_objects_under_names_are_asked_in_one_order_too(tmp_path: Path) -> None:
+def test_checkpointables_in_different_orders_are_refused(tmp_path: Path) -> None:
     meetings = Meetings(2)
 
     def save(context: Context) -> None:
@@ -153,7 +153,7 @@ def test_objects_under_names_are_asked_in_one_order_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reads", ["all", "broadcast"])
-def test_load_into_restores_objects_in_one_order(tmp_path: Path, reads: Any) -> None:
+def test_load_into_restores_objects_in_sorted_order(tmp_path: Path, reads: Any) -> None:
     place, meetings = saved(tmp_path), Meetings(2)
     network = ThreadNetwork(2, timeout_seconds=PATIENCE_SECONDS)
 
@@ -161,24 +161,24 @@ def test_load_into_restores_objects_in_one_order(tmp_path: Path, reads: Any) -> 
         context = context_of(coordinator, reads=reads, collectives=network.collectives(coordinator.rank))
         target = with_number(tree(meetings, coordinator.rank, 0.0))
         ckptcore.load_into(place, target, context=context)
-        return [one.state.tolist() for one in (target["inner"]["a"], target["inner"]["b"], target[3])]
+        return [restored.state.tolist() for restored in (target["inner"]["a"], target["inner"]["b"], target[3])]
 
     assert ThreadJob(2, timeout_seconds=PATIENCE_SECONDS).run(load) == [[[7.0] * 3] * 3] * 2
     assert meetings.order == [f"{method} {name}" for method in ("get", "set") for name in SORTED]
 
 
-def test_load_builds_objects_in_one_order(tmp_path: Path) -> None:
+def test_load_builds_objects_in_sorted_order(tmp_path: Path) -> None:
     place, meetings = saved(tmp_path), Meetings(2)
 
     def load(context: Context) -> Any:
         return ckptcore.load(place, with_number(tree(meetings, runtime_of(context).job().rank, 0.0)), context=context)
 
-    for found in run(load):
-        assert [found[3]["state"].tolist(), found["inner"]["number"]] == [[7.0] * 3, 1]
+    for loaded in run(load):
+        assert [loaded[3]["state"].tolist(), loaded["inner"]["number"]] == [[7.0] * 3, 1]
     assert meetings.order == [f"{method} {name}" for method in ("get", "make") for name in SORTED]
 
 
-def test_objects_by_name_are_restored_in_one_order(tmp_path: Path) -> None:
+def test_checkpointables_are_restored_in_the_order_of_the_save(tmp_path: Path) -> None:
     meetings = Meetings(2)
 
     def save(context: Context) -> None:
@@ -189,9 +189,9 @@ def test_objects_by_name_are_restored_in_one_order(tmp_path: Path) -> None:
         rank = runtime_of(context).job().rank
         objects = {name: Joint(name, 0.0, meetings, rank) for name in ("a", "b")}
         wanted = objects if rank == 0 else dict(reversed(objects.items()))
-        found = ckptcore.load_checkpointables(tmp_path / "x", into=wanted, context=context)
-        assert all(one.state.tolist() == [5.0] * 3 for one in objects.values())
-        return list(found)
+        loaded = ckptcore.load_checkpointables(tmp_path / "x", into=wanted, context=context)
+        assert all(restored.state.tolist() == [5.0] * 3 for restored in objects.values())
+        return list(loaded)
 
     run(save)
     assert run(load) == [["a", "b"], ["b", "a"]]
@@ -200,7 +200,7 @@ def test_objects_by_name_are_restored_in_one_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [ckptcore.load, ckptcore.load_into])
-def test_who_returns_may_delete_the_checkpoint(tmp_path: Path, load: Callable[..., Any]) -> None:
+def test_a_rank_whose_load_returned_may_delete_the_checkpoint(tmp_path: Path, load: Callable[..., Any]) -> None:
     place, returned = tmp_path / "x", threading.Event()
 
     def still_loading() -> None:
@@ -218,7 +218,7 @@ def test_who_returns_may_delete_the_checkpoint(tmp_path: Path, load: Callable[..
     assert not place.exists()
 
 
-def test_a_rank_that_cannot_load_stops_all_before_any_object_is_restored(tmp_path: Path) -> None:
+def test_if_one_rank_cannot_load_no_rank_restores_an_object(tmp_path: Path) -> None:
     place, meetings = saved(tmp_path), Meetings(1)
 
     def load(context: Context) -> type[Exception]:
@@ -235,7 +235,7 @@ def test_a_rank_that_cannot_load_stops_all_before_any_object_is_restored(tmp_pat
     assert meetings.order == [f"get {name}" for name in SORTED]
 
 
-def test_a_rank_that_fails_as_it_restores_is_known_to_all(tmp_path: Path) -> None:
+def test_if_restoring_fails_on_one_rank_all_ranks_raise(tmp_path: Path) -> None:
     def load(context: Context) -> None:
         def fail() -> None:
             if runtime_of(context).job().rank == 1:
@@ -248,7 +248,7 @@ def test_a_rank_that_fails_as_it_restores_is_known_to_all(tmp_path: Path) -> Non
     run(load)
 
 
-def test_damage_that_one_rank_finds_is_raised_by_all(tmp_path: Path) -> None:
+def test_if_one_rank_finds_damage_all_ranks_raise(tmp_path: Path) -> None:
     place = tmp_path / "x"
     ckptcore.save(place, {"v": np.zeros(8), "w": np.ones(8)})
     (file,) = place.glob("*.safetensors")

@@ -56,14 +56,14 @@ def abstract() -> dict[str, Any]:
     return {"a": AbstractArray((2, 3), "float64"), "b": [np.empty(4, np.int32), 0, ""], "s": State(0, pair)}
 
 
-def test_an_abstract_tree_gives_its_exact_structure(location: Path) -> None:
+def test_the_result_has_the_structure_of_the_abstract_tree(location: Path) -> None:
     loaded = ckptcore.load(location, abstract())
     assert type(loaded["s"]) is State and type(loaded["s"].pair) is Pair
     assert loaded["s"].step == 3 and loaded["s"].pair.nu.tolist() == [1, 1]
     assert loaded["b"][1:] == [7, "text"]
 
 
-def test_the_order_of_keys_is_that_of_the_abstract_tree(location: Path) -> None:
+def test_keys_are_in_the_order_of_the_abstract_tree(location: Path) -> None:
     asked = abstract()
     loaded = ckptcore.load(location, {name: asked[name] for name in ("s", "b", "a")})
     assert list(loaded) == ["s", "b", "a"]
@@ -93,7 +93,7 @@ def test_every_difference_is_listed_at_once(location: Path) -> None:
     assert str(location) in str(caught.value)
 
 
-def test_what_is_stored_and_not_asked_for_is_a_difference(location: Path) -> None:
+def test_stored_leaves_that_are_not_requested_are_differences(location: Path) -> None:
     asked = abstract()
     del asked["b"]
     asked["pair"] = 1
@@ -108,13 +108,13 @@ def test_near_names_are_suggested(location: Path) -> None:
         ckptcore.load(location.parent / "n", {"encodr": np.ones(1)})
 
 
-def test_keys_of_another_sort_do_not_match(tmp_path: Path) -> None:
+def test_int_keys_do_not_match_text_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"0": np.ones(1)})
     with pytest.raises(TreeMismatchError, match=r"key: \[0\] is requested, \['0'\] is stored"):
         ckptcore.load(tmp_path / "c", {0: np.ones(1)})
 
 
-def test_attributes_match_the_keys_they_come_back_as(location: Path) -> None:
+def test_attributes_match_the_keys_that_a_plain_load_returns(location: Path) -> None:
     loaded = ckptcore.load(location)
     assert loaded["s"]["pair"]["nu"].tolist() == [1, 1]
     again = ckptcore.load(location, loaded)
@@ -123,12 +123,12 @@ def test_attributes_match_the_keys_they_come_back_as(location: Path) -> None:
 
 def test_load_into_fills_memory_in_place(location: Path) -> None:
     target = {"a": np.zeros((2, 3)), "b": [np.zeros(4, np.int32), 0, ""], "s": State(0, Pair(np.ones(2), np.zeros(2)))}
-    before, count, state, mu = target["a"], target["b"][0], target["s"], target["s"].pair.mu  # type: ignore[index,attr-defined]  # of mixed types
+    before, count, state, mu = target["a"], target["b"][0], target["s"], target["s"].pair.mu  # type: ignore[index,attr-defined]  # the dict has values of several types
     assert ckptcore.load_into(location, target) is target
     assert target["a"] is before and before.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert count.tolist() == [1, 1, 1, 1] and target["b"][1:] == [7, "text"]
     assert mu.tolist() == [0, 0] and target["s"].pair.nu.tolist() == [1, 1]
-    assert state.pair.mu is mu  # type: ignore[attr-defined]  # a State
+    assert state.pair.mu is mu  # type: ignore[attr-defined]  # the value is a State
 
 
 def test_load_into_fills_strided_arrays(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_mismatch_leaves_the_target_as_it_was(location: Path) -> None:
     assert not target["a"].any()
 
 
-def test_a_load_into_that_fails_half_way_says_so(tmp_path: Path) -> None:
+def test_the_error_of_a_partial_load_into_says_that_the_target_changed(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.ones(1 << 18), "b": np.ones(1 << 18)})
     file = tmp_path / "c" / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -175,7 +175,7 @@ def test_a_read_only_target_is_refused(tmp_path: Path) -> None:
         ckptcore.load_into(tmp_path / "c", frozen)
 
 
-def test_a_value_that_nothing_can_hold_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_value_in_a_tuple_is_refused_before_the_target_changes(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", (np.ones(3), 4, [5]))
     array = np.zeros(3)
     with pytest.raises(TreeMismatchError, match=r"\[1\] of the target cannot be filled"):
@@ -187,7 +187,7 @@ def test_a_value_that_nothing_can_hold_is_refused_before_anything_changes(tmp_pa
     assert target["in"][1:] == (4, [5]) and target["in"][0] is array and array.all()
 
 
-def test_a_target_that_is_tied_where_the_checkpoint_is_not_is_refused(tmp_path: Path) -> None:
+def test_a_target_that_ties_separately_stored_arrays_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros(3), "b": np.ones(3)})
     shared = np.full(3, 7.0)
     with pytest.raises(TreeMismatchError, match="a and b are one array in the target, but separate in"):
@@ -241,7 +241,7 @@ def test_shards_of_one_array_that_share_memory_are_refused(tmp_path: Path) -> No
     assert (memory == 7).all()
 
 
-def test_a_leaf_that_cannot_be_asked_for_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_abstract_leaf_of_an_unsupported_type(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros((1, 2))})
     with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.matrix has more data than its elements"):
         ckptcore.load(tmp_path / "c", {"a": np.zeros((1, 2)).view(np.matrix)})
@@ -256,7 +256,7 @@ def test_tied_arrays_that_overlap_in_the_target_are_refused(tmp_path: Path) -> N
     assert (memory == 7).all()
 
 
-def test_one_container_at_two_places_of_a_target_takes_one_version(tmp_path: Path) -> None:
+def test_a_container_at_two_paths_of_a_target_needs_equal_stored_values(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": {"n": 1, "x": [2]}, "b": {"n": 1, "x": [3]}})
     shared: dict[str, Any] = {"n": 0, "x": [0]}
     with pytest.raises(TreeMismatchError, match=r"a/x\[0\] and b/x\[0\] are one object"):
@@ -267,7 +267,7 @@ def test_one_container_at_two_places_of_a_target_takes_one_version(tmp_path: Pat
     assert shared == {"n": 1, "x": [2]}
 
 
-def test_a_plain_array_asked_for_is_what_comes(tmp_path: Path) -> None:
+def test_requesting_a_plain_array_returns_a_plain_array(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"s": np.float32(2), "t": "x" * 20_000})
     asked = {"s": np.zeros((), np.float32), "t": AbstractArray((20_000,), "uint8")}
     loaded = ckptcore.load(tmp_path / "c", asked)
@@ -282,7 +282,7 @@ def test_a_placeholder_skips_a_subtree_of_a_foreign_checkpoint(tmp_path: Path) -
     assert loaded["a"]["w"].tolist() == [1, 1] and loaded["b"] is PLACEHOLDER
 
 
-def test_a_root_that_lists_no_objects_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+def test_a_root_without_objects_is_refused_before_memory_is_allocated(tmp_path: Path) -> None:
     from ckptcore.commit.root import Root
     from ckptcore.commit.root_json import encode_root
     from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata
@@ -339,7 +339,7 @@ def test_damage_names_file_array_and_range(tmp_path: Path) -> None:
     assert problem.start is not None and problem.stop is not None and problem.start <= 4_000_000 < problem.stop
     assert problem.stop - problem.start <= 1 << 20
     loaded = ckptcore.load(tmp_path / "c", {"first": tree["first"], "second": PLACEHOLDER})
-    assert (loaded["first"] == 1).all()  # what is whole can be loaded
+    assert (loaded["first"] == 1).all()  # undamaged arrays can be loaded
     unchecked = ckptcore.load(tmp_path / "c", context=ckptcore.Context(io=ckptcore.context.IOOptions(verify=False)))
     assert (unchecked["second"] != 0).sum() == 1
 
@@ -352,7 +352,7 @@ def test_a_failed_load_keeps_no_target_in_memory(load: Callable[..., object], tm
     target = {"w": np.zeros(1000)}
     held = weakref.ref(target["w"])
     gc.collect()
-    gc.disable()  # it would free a cycle
+    gc.disable()  # so that a reference cycle would keep the target alive
     try:
         with pytest.raises(CheckpointError) as failed:
             load(tmp_path / "c", target)
@@ -362,7 +362,7 @@ def test_a_failed_load_keeps_no_target_in_memory(load: Callable[..., object], tm
         gc.enable()
 
 
-def test_nothing_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     for location in (tmp_path / "nothing", tmp_path, "memory://loading/nothing"):
         with pytest.raises(CheckpointNotFoundError):
             ckptcore.load(location)
@@ -372,7 +372,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "other")
 
 
-def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_newer_format_version_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {})
     document = {"format": "ckptcore", "version": 2, "state": "committed"}
     (tmp_path / "c" / "checkpoint.json").write_bytes(sealed(document))
@@ -380,7 +380,7 @@ def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
 
 
-def test_convert_writes_the_same_again(location: Path) -> None:
+def test_copying_to_another_layout_keeps_the_tree(location: Path) -> None:
     told: list[tuple[int, int]] = []
     ckptcore.copy(
         location, location.parent / "d", layout="safetensors", progress=lambda done, total: told.append((done, total))

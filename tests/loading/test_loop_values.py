@@ -1,4 +1,4 @@
-"""Plain values of a program that change their kind or grow between a save and the next start."""
+"""Plain values of a program whose type or length differs between the save and the load."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ CASES: dict[str, tuple[object, object, object]] = {
 }
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        same = isinstance(other, dict) and one.keys() == other.keys()
-        return same and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other) and (isinstance(other, np.generic) or type(one) is type(other))
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        same = isinstance(second, dict) and first.keys() == second.keys()
+        return same and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second) and (isinstance(second, np.generic) or type(first) is type(second))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,7 +71,7 @@ def test_the_stored_value_is_loaded(tmp_path: Path, layout: str, case: str) -> N
         assert target["value"] is requested  # other references see the loaded content
         requested.clear()
         requested.extend(before) if isinstance(requested, list) else requested.update(before)  # type: ignore[arg-type]
-    if layout in ("zarr3", "safetensors"):  # others store numbers as arrays, and match them loosely
+    if layout in ("zarr3", "safetensors"):  # other layouts store numbers as arrays, which match them
         with pytest.raises(TreeMismatchError):
             ckptcore.load(tmp_path / "c", {"w": np.zeros(3), "value": requested}, matching=Matching(values="error"))
 
@@ -91,7 +91,7 @@ def test_values_in_objects_and_in_containers_that_cannot_change(tmp_path: Path) 
     assert loop.history is history
 
 
-def test_a_list_that_is_the_target(tmp_path: Path) -> None:
+def test_the_target_itself_may_be_a_list(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", [1, 2, 3])
     target: list[int] = []
     assert ckptcore.load_into(tmp_path / "c", target) is target
@@ -100,7 +100,7 @@ def test_a_list_that_is_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.brings("counter that the checkpoint lacks", "Python", "refused")
 def test_a_counter_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
-    """Its present value would be lost."""
+    """The load must not keep its current value silently."""
     ckptcore.save(tmp_path / "c", {"loop": {"epoch": 3}})
     with pytest.raises(TreeMismatchError, match="loop/tokens is not stored"):
         ckptcore.load(tmp_path / "c", {"loop": {"epoch": 0, "tokens": 7}})
@@ -117,8 +117,8 @@ def test_arrays_are_not_plain_values(tmp_path: Path) -> None:
             ckptcore.load(tmp_path / "c", {"value": requested})
 
 
-def test_the_form_of_each_value_is_that_of_the_caller(tmp_path: Path) -> None:
-    """Also if other values of the same containers have another structure."""
+def test_values_have_the_types_that_the_caller_requests(tmp_path: Path) -> None:
+    """This also holds if other values in the same containers have another structure."""
     ckptcore.save(tmp_path / "c", {"best": np.float32(0.5), "epoch": 3, "losses": [0.9, [0.7]], "new": {"a": 1}})
     losses: list[Any] = [np.float64(0), []]
     inner = losses[1]

@@ -1,4 +1,4 @@
-"""An abstract tree finds stored leaves: strictly in our checkpoints, by text in those of other software."""
+"""Matching of abstract and stored leaves. Keys of our checkpoints match strictly, those of other software by text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 def matched(abstract: Any, stored: Any, *, foreign: bool = True) -> dict[str, str | None]:
-    """By path what each asked leaf is matched with."""
+    """Return the path of the stored leaf for the path of each requested leaf, or None."""
     registry = installed_plugins()
     kept = flatten(stored, registry)
     records = [handler.describe(leaf) for handler, leaf in zip(kept.handlers, kept.leaves, strict=True) if handler]
@@ -69,32 +69,32 @@ def test_keys_match_by_their_text(abstract: Any, stored: Any, expected: dict[str
 
 
 @pytest.mark.parametrize("abstract", [{1: ONE}, [np.zeros(0), ONE]])
-def test_a_checkpoint_of_ours_is_matched_strictly(abstract: Any) -> None:
+def test_keys_of_our_checkpoints_match_strictly(abstract: Any) -> None:
     stored = {"1": ONE} if isinstance(abstract, dict) else {"0": np.zeros(0), "1": ONE}
     assert any(text.startswith("key: [1] is requested") for text in differences(abstract, stored, foreign=False))
     assert matched(abstract, stored)
 
 
-def test_keys_that_are_the_same_come_first() -> None:
+def test_equal_keys_match_before_keys_of_equal_text() -> None:
     assert matched({1: ONE, "1": TWO}, {"1": TWO, 1: ONE}) == {"[1]": "[1]", "['1']": "['1']"}
 
 
-def test_of_two_that_have_one_text_none_is_guessed() -> None:
+def test_keys_with_the_same_text_match_nothing() -> None:
     assert differences({1: ONE, "1": ONE}, {"1": ONE}) == ["missing: [1] is not stored"]
-    # Neither requested key is the one with the dot.
+    # Neither requested key has the dot of the stored key.
     assert differences({"a": {1: ONE, "1": ONE}}, {"a.1": ONE}) == [
         "missing: a['1'] is not stored; did you mean ['a.1']?",
         "missing: a[1] is not stored",
         "unexpected: ['a.1'] is stored and not requested",
     ]
-    # A number that is written in another way is another key.
+    # "01" is another key than 1.
     assert differences({1: ONE}, {"01": ONE}) == [
         "missing: [1] is not stored; did you mean ['01']?",
         "unexpected: ['01'] is stored and not requested",
     ]
 
 
-def test_what_matches_is_compared_as_ever() -> None:
+def test_leaves_whose_keys_match_by_text_must_have_equal_shapes() -> None:
     assert differences({1: ONE}, {"1": TWO}) == ["[1]: shape: float64[1] is requested, float64[2] is stored"]
 
 
@@ -107,7 +107,7 @@ def test_a_stored_none_is_an_empty_container(empty: Any) -> None:
     ]
 
 
-def test_an_empty_container_in_one_that_is_empty_too() -> None:
+def test_nested_empty_containers_match() -> None:
     assert matched({"x": {"inner": Empty()}}, {"x": {"inner": None}}) == {}
 
 
@@ -118,12 +118,12 @@ def test_only_none_is_an_empty_container() -> None:
 
 
 @pytest.mark.parametrize("stored", [{"w": ONE}, {"w": ONE, "a": {}}, {"w": ONE, "a": [[], ()]}])
-def test_none_may_be_asked_for_where_nothing_is_stored(stored: Any) -> None:
+def test_none_may_be_requested_if_nothing_is_stored(stored: Any) -> None:
     assert matched({"a": None, "w": ONE}, stored) == {"a": None, "w": "w"}
     assert differences({"a": None, "w": ONE}, stored, foreign=False) == ["missing: a is not stored"]
 
 
-def test_none_comes_back_where_nothing_is_stored(tmp_path: Path) -> None:
+def test_none_is_loaded_if_nothing_is_stored(tmp_path: Path) -> None:
     save_file({"w": TWO}, tmp_path / "model.safetensors")
     loaded = ckptcore.load(tmp_path, {"w": TWO, "bias": None, "skip": PLACEHOLDER})
     assert loaded["bias"] is None and loaded["skip"] is PLACEHOLDER and loaded["w"].tolist() == [1, 1]
@@ -136,7 +136,7 @@ def test_none_comes_back_where_nothing_is_stored(tmp_path: Path) -> None:
     assert fixed[0].mu.tolist() == [1, 1] and fixed[0].nu is None
 
 
-def test_none_is_not_something_else() -> None:
+def test_none_does_not_match_arrays_or_containers() -> None:
     assert differences({"a": None}, {"a": ONE}) == ["a: kind: none is requested, array float64[1] is stored"]
     assert differences({"a": None}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not requested"]
     assert differences({"a": ONE}, {"a": None}) == ["a: kind: array float64[1] is requested, none is stored"]
@@ -169,7 +169,7 @@ def zero_d(dtype: str) -> AbstractArray:
         (float("-inf"), ["float32", "bfloat16", "float16", "float8_e5m2"]),
     ],
 )
-def test_a_stored_number_is_an_array_without_axes_that_holds_it(stored: Any, dtypes: list[str]) -> None:
+def test_a_stored_number_matches_zero_dimensional_arrays_that_can_hold_it(stored: Any, dtypes: list[str]) -> None:
     for dtype in dtypes:
         assert matched({"n": zero_d(dtype)}, {"n": stored}) == {"n": "n"}
         assert differences({"n": zero_d(dtype)}, {"n": stored}, foreign=False)[0].startswith("n: kind: ")
@@ -198,13 +198,13 @@ def test_a_stored_number_is_an_array_without_axes_that_holds_it(stored: Any, dty
         ("5", ["int32"]),
     ],
 )
-def test_no_number_loses_anything_as_an_array(stored: Any, dtypes: list[str]) -> None:
+def test_a_number_does_not_match_arrays_that_would_change_it(stored: Any, dtypes: list[str]) -> None:
     for dtype in dtypes:
         (told,) = differences({"n": zero_d(dtype)}, {"n": stored})
         assert f"{dtype}[] is requested" in told and len(told) < 150
 
 
-def test_it_is_told_what_would_be_lost() -> None:
+def test_the_error_tells_which_number_cannot_be_represented() -> None:
     asked = {name: zero_d(dtype) for name, dtype in (("a", "int32"), ("b", "float32"), ("c", "int32"), ("d", "int8"))}
     assert differences(asked, {"a": 2**40, "b": 0.1, "c": 5.0, "d": 1 << 200}) == [
         "a: value: int32[] is requested, and cannot represent the stored int exactly: 1099511627776",
@@ -222,7 +222,7 @@ def test_it_is_told_what_would_be_lost() -> None:
         (False, ["bool"]),
     ],
 )
-def test_an_array_without_axes_is_a_number(asked: Any, dtypes: list[str]) -> None:
+def test_a_zero_dimensional_array_matches_a_number(asked: Any, dtypes: list[str]) -> None:
     for dtype in dtypes:
         assert matched({"n": asked}, {"n": np.ones((), zero_d(dtype).dtype)}) == {"n": "n"}
         assert differences({"n": asked}, {"n": np.ones((), zero_d(dtype).dtype)}, foreign=False)
@@ -238,7 +238,7 @@ def test_an_array_without_axes_is_a_number(asked: Any, dtypes: list[str]) -> Non
         ("", ["int32"]),
     ],
 )
-def test_no_array_loses_anything_as_a_number(asked: Any, dtypes: list[str]) -> None:
+def test_an_array_does_not_match_numbers_that_would_change_it(asked: Any, dtypes: list[str]) -> None:
     for dtype in dtypes:
         stored = np.zeros((), zero_d(dtype).dtype)
         assert differences({"n": asked}, {"n": stored}) == [
@@ -246,7 +246,7 @@ def test_no_array_loses_anything_as_a_number(asked: Any, dtypes: list[str]) -> N
         ]
 
 
-def test_only_an_array_without_axes_is_a_number() -> None:
+def test_only_zero_dimensional_arrays_match_numbers() -> None:
     assert differences({"n": 0}, {"n": np.zeros(1, np.int32)}) == [
         "n: kind: int is requested, array int32[1] is stored"
     ]
@@ -261,7 +261,7 @@ def test_arrays_of_other_dtypes_are_not_cast(asked: Any) -> None:
     assert differences({"n": asked}, {"n": np.zeros(())}) == told
 
 
-def test_arrays_without_axes_load_as_numbers(tmp_path: Path) -> None:
+def test_zero_dimensional_arrays_load_as_numbers(tmp_path: Path) -> None:
     stored = {"i": np.array(-3, np.int8), "f": np.array(0.1, np.float32), "b": np.ones((), np.bool_), "w": TWO}
     save_file(dict[str, Any](stored), tmp_path / "model.safetensors")
     asked = {"i": 0, "f": 0.0, "b": False, "w": np.zeros(2)}
@@ -273,7 +273,7 @@ def test_arrays_without_axes_load_as_numbers(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path, {**asked, "f": np.float32(0)})["f"] == np.float32(0.1)
 
 
-def test_a_number_that_nothing_can_hold_is_refused_before_the_target_changes(tmp_path: Path) -> None:
+def test_a_number_in_an_immutable_container_is_refused_before_the_target_changes(tmp_path: Path) -> None:
     save_file({"0.mu": TWO, "0.nu": np.array(7)}, tmp_path / "model.safetensors")
     target = (Pair(np.zeros(2), 0),)
     with pytest.raises(TreeMismatchError, match="cannot be filled in place") as caught:

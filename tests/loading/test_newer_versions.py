@@ -1,4 +1,4 @@
-"""Files of a newer format version: each is refused as such, and nothing takes it for damaged, absent or its own."""
+"""Files of a newer format version. Errors say that they are newer, not that they are damaged or missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHECKSUM_BYTES: Final = 40
 
 
 def _make_newer(root: Path) -> None:
-    """Give a root the version 2, a field of it, and the writer 9.1.0, with a correct checksum."""
+    """Change a root to version 2 with a new field, written by release 9.1.0, with a correct checksum."""
     body = root.read_bytes()[:-_CHECKSUM_BYTES].replace(b'"version":1', b'"version":2', 1)
     body = body.replace(f'{{"ckptcore":"{version_of("ckptcore")}"}}'.encode(), b'{"ckptcore":"9.1.0"}')
     root.write_bytes(sealed(body + b',"new":{"kind":"unknown"}}'))
@@ -102,7 +102,7 @@ def test_a_newer_root_is_refused_by_every_read(write: Callable[[Path], None], re
     with pytest.raises(CheckpointExistsError):
         ckptcore.save(place, _STATE)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    ckptcore.delete(place)  # needs no more than the head of a root
+    ckptcore.delete(place)  # needs only the head of a root
 
 
 def test_sessions_of_a_newer_version_are_not_finalized(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_newer_base_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedVersionError, match=r"base.*format version 2"):
         ckptcore.load(tmp_path / "c")
     with pytest.raises(CheckpointError, match="refer to its arrays"):
-        ckptcore.delete(tmp_path / "base")  # an older release keeps what updates need
+        ckptcore.delete(tmp_path / "base")  # an older release does not delete bases of updates
 
 
 def test_a_run_keeps_newer_steps(tmp_path: Path, run: Run) -> None:  # noqa: F811
@@ -143,7 +143,7 @@ def test_a_run_keeps_newer_steps(tmp_path: Path, run: Run) -> None:  # noqa: F81
     assert (tmp_path / "2/checkpoint.json").exists()
 
 
-def test_the_owner_of_a_newer_version_is_an_owner() -> None:
+def test_an_older_release_respects_owners_of_newer_versions() -> None:
     """Records of owners, leases and pins keep the fields of version 1, so that both releases respect each other."""
     record: dict[str, Any] = json.loads(new_holder(60.0, number=7).encode())
     newer = decode_holder(json.dumps({**record, "version": 2, "cluster": "a"}).encode())
@@ -151,7 +151,7 @@ def test_the_owner_of_a_newer_version_is_an_owner() -> None:
 
 
 def test_metadata_of_a_run_has_no_version(tmp_path: Path) -> None:
-    """It is the user's JSON alone, so that every release reads it."""
+    """The file is the user's JSON alone, so every release reads it."""
     with ckptcore.Checkpointer(tmp_path, metadata={"version": 2, "lr": 0.1}) as checkpointer:
         assert checkpointer.root_metadata == {"version": 2, "lr": 0.1}
 

@@ -25,7 +25,9 @@ ONLY = ckptcore.Matching(unexpected="ignore")
 
 @pytest.mark.parametrize("memory", [MemoryOptions(), MemoryOptions(load_bytes=400_000)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_ends_at_the_bytes_of_the_arrays(layout: str, memory: MemoryOptions, tmp_path: Path) -> None:
+def test_progress_ends_at_the_bytes_of_the_arrays_in_every_layout(
+    layout: str, memory: MemoryOptions, tmp_path: Path
+) -> None:
     ckptcore.save(tmp_path / "c", STATE, layout=layout)
     reports, context = Reports(), Context(memory=memory)
     ckptcore.load(tmp_path / "c", progress=reports, context=context)
@@ -38,7 +40,7 @@ def test_every_layout_ends_at_the_bytes_of_the_arrays(layout: str, memory: Memor
     reports.end_at(1_200_000)
 
 
-def test_a_large_array_is_counted_as_it_is_read(tmp_path: Path) -> None:
+def test_progress_is_reported_while_a_large_array_is_read(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.zeros(32 << 20, np.uint8)})
     reports = Reports()
     ckptcore.load(tmp_path / "c", progress=reports)
@@ -47,7 +49,7 @@ def test_a_large_array_is_counted_as_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 3}, {"empty": np.zeros(0)}])
-def test_a_load_without_bytes(state: Any, tmp_path: Path) -> None:
+def test_a_load_of_no_bytes_reports_once(state: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state)
     reports = Reports()
     ckptcore.load(tmp_path / "c", progress=reports)
@@ -84,14 +86,14 @@ def test_several_objects_count_as_one_load(tmp_path: Path) -> None:
     ckptcore.load_checkpointables(tmp_path / "c", wanted, into={"layer": Linear(1), "files": Files()}, progress=reports)
     layer = ckptcore.metadata(tmp_path / "c" / "layer").tree.nbytes
     reports.end_at(300_000 + layer)
-    assert reports[0] == (0, NBYTES + layer)  # what is skipped is known when the object is loaded
+    assert reports[0] == (0, NBYTES + layer)  # skipped bytes are known once the object is loaded
     reports.clear()
     ckptcore.load_checkpointables(tmp_path / "c", ["files"], progress=reports)
     assert reports == [(0, 0)]
 
 
 def replacing_once(location: Path, state: Any, **options: Any) -> Callable[[int, int], None]:
-    """Return a function that replaces the checkpoint while it is loaded for the first time."""
+    """Return a progress function that replaces the checkpoint on its first call."""
     replaced = threading.Event()
 
     def replace(done: int, total: int) -> None:
@@ -102,7 +104,7 @@ def replacing_once(location: Path, state: Any, **options: Any) -> Callable[[int,
     return replace
 
 
-def test_a_checkpoint_that_is_replaced_is_counted_again(tmp_path: Path) -> None:
+def test_a_checkpoint_replaced_during_the_load_is_counted_again(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros(1000), "b": np.zeros(1000)})
     reports = Reports()
     replace = replacing_once(tmp_path / "c", {"a": np.ones(3000), "b": np.ones(1000)})
@@ -145,7 +147,7 @@ def test_a_load_in_the_background_has_progress(tmp_path: Path) -> None:
     assert missing.progress == (0, 0)
 
 
-def test_100_percent_is_not_reported_by_a_load_that_fails(tmp_path: Path) -> None:
+def test_a_load_that_fails_does_not_report_100_percent(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.zeros(1000)})
     (data,) = (tmp_path / "c").glob("*.safetensors")
     damaged = bytearray(data.read_bytes())

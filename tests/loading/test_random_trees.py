@@ -1,4 +1,4 @@
-"""Random trees of every container and leaf: reports cover each leaf, and selections and transforms are exact."""
+"""Random trees of all containers and leaves: complete reports, exact selections and exact transforms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 
 def saved(data: st.DataObject) -> tuple[Any, LoadReport]:
-    """A random tree as it is loaded without options, and the report of the load."""
+    """Save a random tree. Return it as loaded without options, and the report of the load."""
     try:
         ckptcore.save(LOCATION, data.draw(trees()), overwrite="non-atomic")
-    except CheckpointError:  # keys that a layout has no names for
+    except CheckpointError:  # a key that the layout cannot store
         assume(False)
     report = LoadReport()
     return ckptcore.load(LOCATION, report=report), report
@@ -58,7 +58,7 @@ def test_a_report_accounts_for_each_leaf(data: st.DataObject) -> None:
 
 @settings(deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
-def test_transforms_let_the_rest_be(data: st.DataObject) -> None:
+def test_transforms_keep_other_leaves(data: st.DataObject) -> None:
     plain, _ = saved(data)
     nothing: list[Transform] = [IfPresent(Drop("no such leaf")), IfPresent(Cast("**/no such leaf", "int8"))]
     assert_same_tree(ckptcore.load(LOCATION, transforms=nothing), plain)
@@ -66,7 +66,7 @@ def test_transforms_let_the_rest_be(data: st.DataObject) -> None:
     into: list[Transform] = [Rename("{path...}", "top/{path}")]
     try:
         moved = ckptcore.load(LOCATION, transforms=into)
-    except TransformError as error:  # of a tree without leaves, or a leaf alone
+    except TransformError as error:  # the tree has no leaves, or is a leaf
         assert "matches nothing" in str(error)
         return
     if isinstance(moved, dict) and isinstance(plain, dict) and all(isinstance(key, str) for key in plain):
@@ -74,7 +74,7 @@ def test_transforms_let_the_rest_be(data: st.DataObject) -> None:
     assert_same_tree(ckptcore.load(LOCATION, transforms=[*into, *inverse(into)]), plain)
 
 
-def test_what_is_empty_stays_where_it_stood() -> None:
+def test_empty_containers_keep_their_positions() -> None:
     state = {"a": {}, "b": 1, "c": [{}, 2, ()], "d": {"x": {}, "y": 3}}
     ckptcore.save(LOCATION, state, overwrite="non-atomic")
     loaded = ckptcore.load(LOCATION, transforms=[Rename("b", "e")])
@@ -82,7 +82,7 @@ def test_what_is_empty_stays_where_it_stood() -> None:
 
 
 @pytest.mark.parametrize("layout", ["dcp", "zarr3", "ocdbt"])
-def test_in_other_layouts(layout: str, tmp_path: Any) -> None:
+def test_random_trees_in_other_layouts(layout: str, tmp_path: Any) -> None:
     state = {"a": [{}, (1, 2.5)], 3: {"b/c": "text", "": None}, "t": ({"x": {}}, [True])}
     ckptcore.save(tmp_path / "c", state, layout=layout)
     report = LoadReport()

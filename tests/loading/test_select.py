@@ -1,4 +1,4 @@
-"""Selections: what a load gives, refuses and reads of a checkpoint of which only some leaves are wanted."""
+"""Selections: results, errors and bytes read of loads that want only some leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptcore.protocols import Coordinator
 from ckptcore.results import LoadReport
 from ckptcore.select import LeafTable, Selection
 
-ANY: Any = select  # which what a user may write does not fit
+ANY: Any = select  # untyped, to pass wrong arguments
 FAST = Context(durability="none")
 
 
@@ -99,18 +99,18 @@ def table() -> LeafTable:
         (select.experts("**/{expert}/w", range(1)), {0, 1, 2, 3, 5}),
     ],
 )
-def test_what_a_selection_selects(selection: Selection, expected: set[int]) -> None:
+def test_selections_select_the_expected_leaves(selection: Selection, expected: set[int]) -> None:
     assert selection.leaves(table()) == expected
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("ab*?"), min_size=1, max_size=3).map("".join), min_size=1, max_size=3))
-def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
+def test_a_glob_of_plain_keys_matches_as_fnmatch_does(parts: list[str]) -> None:
     import fnmatch
 
     words = ["".join(word) for length in (1, 2) for word in itertools.product("ab", repeat=length)]
     paths = [path for length in (1, 2, 3) for path in itertools.product(words[:4], repeat=length)]
-    found = select.glob("/".join(parts)).leaves(LeafTable(paths, list))
+    selected = select.glob("/".join(parts)).leaves(LeafTable(paths, list))
     expected = (
         {
             number
@@ -119,9 +119,9 @@ def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
             and all(fnmatch.fnmatchcase(key, part) for key, part in zip(path, parts, strict=False))
         }
         if "**" not in parts
-        else found
+        else selected
     )
-    assert found == expected
+    assert selected == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
         lambda: select.experts("{expert}/{expert}", [0]),
     ],
 )
-def test_what_is_no_pattern_is_refused(make: Any) -> None:
+def test_invalid_patterns_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="not a (valid )?pattern|expected"):
         make()
 
@@ -153,12 +153,12 @@ def test_what_is_no_pattern_is_refused(make: Any) -> None:
         lambda: ANY.names(None),
     ],
 )
-def test_what_selects_nothing_sensible_is_refused(make: Any) -> None:
+def test_arguments_of_wrong_types_are_refused(make: Any) -> None:
     with pytest.raises(TypeError, match="expected"):
         make()
 
 
-def test_names_that_a_terminal_would_obey_are_quoted(tmp_path: Path) -> None:
+def test_errors_quote_names_with_control_characters(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a\n\x1b[31m": 1}, context=FAST)
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", context=FAST, select=select.names("a\n\x1b[31mx"))
@@ -167,31 +167,31 @@ def test_names_that_a_terminal_would_obey_are_quoted(tmp_path: Path) -> None:
         select.experts("a[{expert}", [0])
 
 
-def test_selections_are_not_combined_by_words() -> None:
+def test_selections_cannot_be_combined_with_and_or_plain_values() -> None:
     with pytest.raises(TypeError, match="with &, | and ~"):
         select.glob("a") and select.glob("b")
     with pytest.raises(TypeError):
-        select.glob("a") | "b"  # type: ignore[operator]  # what a user may write
+        select.glob("a") | "b"  # type: ignore[operator]  # a wrong argument, on purpose
     with pytest.raises(TypeError, match="names\\(3\\)"):
-        select.names(3)  # type: ignore[arg-type]  # what a user may write
+        select.names(3)  # type: ignore[arg-type]  # a wrong argument, on purpose
 
 
-def test_what_is_selected_comes_alone(location: Path) -> None:
+def test_only_selected_leaves_are_loaded(location: Path) -> None:
     loaded = ckptcore.load(location, context=FAST, select=~select.glob("opt_state", "params/a*"))
     assert list(loaded) == ["params", "layers", "step", "empty"] and list(loaded["params"]) == ["dense"]
     assert loaded["layers"][2]["w"].tolist() == [2, 2]
 
 
-def test_sequences_keep_their_places(location: Path) -> None:
+def test_items_of_sequences_keep_their_indices(location: Path) -> None:
     loaded = ckptcore.load(location, context=FAST, select=select.names(("layers", 1, "w"), ("opt_state", "nu")))
     assert loaded["layers"][0] is PLACEHOLDER and loaded["layers"][2] is PLACEHOLDER
     assert list(loaded["layers"][1]) == ["w"] and set(loaded) == {"layers", "opt_state"}
     assert ckptcore.load_async(location, context=FAST, select=select.names("step")).result() == {"step": 7}
 
 
-def test_with_an_abstract_tree_the_others_stay_placeholders(location: Path) -> None:
+def test_with_an_abstract_tree_other_leaves_become_placeholders(location: Path) -> None:
     abstract = ckptcore.metadata(location).abstract
-    abstract["params"]["dense"]["bias"] = AbstractArray((99,), "int8")  # is not looked at
+    abstract["params"]["dense"]["bias"] = AbstractArray((99,), "int8")  # not selected, so not compared
     report = LoadReport()
     selection = select.names("params/dense/kernel", "layers/0", "step")
     loaded = ckptcore.load(location, abstract, context=FAST, select=selection, report=report)
@@ -201,13 +201,13 @@ def test_with_an_abstract_tree_the_others_stay_placeholders(location: Path) -> N
     assert "params/dense/bias" in report.skipped and not report.ignored
 
 
-def test_what_is_not_selected_need_not_be_asked_for(location: Path) -> None:
+def test_the_abstract_tree_may_lack_leaves_that_are_not_selected(location: Path) -> None:
     abstract = {"params": {"dense": {"kernel": AbstractArray((2, 3), "float64")}}}
     loaded = ckptcore.load(location, abstract, context=FAST, select=select.names("params/dense/kernel"))
     assert loaded["params"]["dense"]["kernel"].shape == (2, 3)
 
 
-def test_what_is_selected_has_to_be_asked_for_and_as_it_is_stored(location: Path) -> None:
+def test_the_abstract_tree_must_request_selected_leaves_as_stored(location: Path) -> None:
     abstract = {"params": {"dense": {"kernel": AbstractArray((3, 2), "float64"), "more": AbstractArray((1,), "int8")}}}
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(location, abstract, context=FAST, select=select.names("params/dense"))
@@ -216,7 +216,7 @@ def test_what_is_selected_has_to_be_asked_for_and_as_it_is_stored(location: Path
     assert len(caught.value.differences) == 3
 
 
-def test_a_target_keeps_what_is_not_selected(location: Path) -> None:
+def test_a_target_keeps_leaves_that_are_not_selected(location: Path) -> None:
     target = state()
     target["params"]["dense"]["kernel"][...] = 5
     target["params"]["dense"]["bias"][...] = 5
@@ -227,7 +227,7 @@ def test_a_target_keeps_what_is_not_selected(location: Path) -> None:
     assert target["params"]["dense"]["bias"].tolist() == [5, 5, 5] and target["step"] == 1
 
 
-def test_without_an_abstract_tree_the_report_tells_what_was_left_out(location: Path) -> None:
+def test_without_an_abstract_tree_the_report_lists_ignored_leaves(location: Path) -> None:
     report = LoadReport()
     ckptcore.load(location, context=FAST, select=select.names(("layers", 1)), report=report)
     assert report.restored == ["layers[1]/w", "layers[1]/b"]
@@ -245,24 +245,26 @@ def test_without_an_abstract_tree_the_report_tells_what_was_left_out(location: P
         (select.experts("layers/{expert}", range(2, 6)), "experts 0-2 are stored, 3-5 were requested"),
     ],
 )
-def test_a_selection_that_misses_is_an_error(location: Path, selection: Selection, words: str) -> None:
+def test_a_selection_without_a_match_is_an_error(location: Path, selection: Selection, words: str) -> None:
     with pytest.raises(TreeMismatchError, match=words):
         ckptcore.load(location, context=FAST, select=selection)
 
 
-def test_what_is_no_selection_is_refused(location: Path) -> None:
+def test_select_must_be_a_selection(location: Path) -> None:
     with pytest.raises(TypeError, match=r"select\.names"):
-        ckptcore.load(location, context=FAST, select="params")  # type: ignore[arg-type]  # what a user may write
+        ckptcore.load(location, context=FAST, select="params")  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
+def test_derived_arrays_are_selected_if_their_sources_are(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.zeros(2), "b": np.ones(2), "n": 1, "m": 2}, context=FAST)
-    opened = open_checkpoint(tmp_path / "c", FAST)
+    checkpoint = open_checkpoint(tmp_path / "c", FAST)
     spec = ArraySpec((2,), "float64")
-    a, b, n, m = opened.tree.leaves
+    a, b, n, m = checkpoint.tree.leaves
     made = {0: stack([Stored(spec, 0), Stored(spec, 1)], 0), 1: Stored(spec, 1)}
     skeleton = Node("dict", ("both", "b", "n", "m"), (LEAF,) * 4)
-    derived = derive(opened, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made, values={2: 2, 3: 3})
+    derived = derive(
+        checkpoint, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made, values={2: 2, 3: 3}
+    )
     for selection, expected in (
         (select.names("a", "m"), {3}),
         (select.names("b", "n"), {1, 2}),
@@ -272,20 +274,20 @@ def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
     assert isinstance(a, ArrayRecord)
 
 
-def test_values_that_are_one_object_are_selected_by_their_own_paths(tmp_path: Path) -> None:
+def test_equal_values_are_selected_by_their_own_paths(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": None, "b": None}, context=FAST)
-    opened = open_checkpoint(tmp_path / "c", FAST)
-    nothing = opened.tree.leaves[0]
-    shared = dataclasses.replace(opened, tree=dataclasses.replace(opened.tree, leaves=(nothing, nothing)))
+    checkpoint = open_checkpoint(tmp_path / "c", FAST)
+    nothing = checkpoint.tree.leaves[0]
+    shared = dataclasses.replace(checkpoint, tree=dataclasses.replace(checkpoint.tree, leaves=(nothing, nothing)))
     moved = [Rename("b", "z"), Default("c", None)]
     derived = apply_transforms(shared, moved, FAST)
     names = [path[0] for path in derived.tree.paths]
-    for stored, found in (("a", {"a", "c"}), ("b", {"z", "c"})):
+    for stored, expected in (("a", {"a", "c"}), ("b", {"z", "c"})):
         chosen = chosen_leaves(derived, select.names(stored), FAST)
-        assert {names[leaf] for leaf in chosen} == found
+        assert {names[leaf] for leaf in chosen} == expected
 
 
-def test_names_are_those_before_transforms(location: Path) -> None:
+def test_selections_use_the_names_before_transforms(location: Path) -> None:
     selection = select.names("params", "step")
     renamed = [Rename("params/dense/{name}", "model/{name}"), Rename("layers/{i}/w", "w/{i}")]
     loaded = ckptcore.load(location, context=FAST, select=selection, transforms=renamed)
@@ -310,7 +312,7 @@ def test_a_load_without_the_optimizer_reads_the_parameters(tmp_path: Path, layou
 
 
 def mixture() -> dict[str, Any]:
-    """Eight experts of 8 MiB in two layers, and a little around them; named as Hugging Face does."""
+    """Return eight experts per layer, 4 MiB each, in two layers, and a norm. Names are those of Hugging Face."""
     rng = np.random.default_rng(0)
     tree: dict[str, Any] = {"model.norm.weight": np.ones(64, np.float32)}
     for layer, expert in itertools.product(range(2), range(8)):
@@ -321,7 +323,7 @@ def mixture() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3", "ocdbt"])
-def test_the_experts_of_others_are_not_read(tmp_path: Path, layout: str) -> None:
+def test_only_the_selected_experts_are_read(tmp_path: Path, layout: str) -> None:
     tree = mixture()
     ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
     nbytes = sum(array.nbytes for array in tree.values())
@@ -331,11 +333,11 @@ def test_the_experts_of_others_are_not_read(tmp_path: Path, layout: str) -> None
     assert set(loaded) == {name for name in tree if ".experts." not in name or ".experts.3." in name}
     for name, array in loaded.items():
         np.testing.assert_array_equal(array, tree[name])
-    # Blocks at the ends of its four runs are read whole.
+    # An expert is stored as four runs of bytes, whose first and last blocks are read whole.
     assert report.bytes_read <= nbytes / 8 + 8 * BLOCK_BYTES
 
 
-def test_processes_that_load_together_select_by_themselves(tmp_path: Path) -> None:
+def test_processes_of_a_joint_load_may_select_different_leaves(tmp_path: Path) -> None:
     tree = {"shared": np.arange(100), **{f"expert.{rank}": np.full(50, rank) for rank in range(2)}}
     ckptcore.save(tmp_path / "c", tree, context=FAST)
     network = ThreadNetwork(2, timeout_seconds=120)
@@ -360,7 +362,7 @@ class Empty(NamedTuple):
 
 
 def containers() -> dict[str, Any]:
-    """A state with containers that have no children, as of a trainer without a scheduler."""
+    """Return a state with empty containers, like that of a trainer without a scheduler."""
     return {
         "model": {"w": np.ones(2), "buffers": {}, "none": None},
         "optimizer": [Moments(np.zeros(1), Empty()), {}, ()],
@@ -395,9 +397,9 @@ def test_containers_without_children_are_selected_by_name(tmp_path: Path, layout
     assert loaded(~select.where(lambda path, leaf: leaf in ({}, [], ())) & select.names("model")).keys() == {"model"}
     with pytest.raises(TreeMismatchError, match="missing: scheduler is not stored; did you mean schedulers"):
         loaded(select.names("scheduler"))
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert list(opened.iter_boxes(select=select.names("schedulers"))) == []
-        assert len(list(opened.iter_boxes(first=select.names("schedulers")))) == 2
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert list(checkpoint.iter_boxes(select=select.names("schedulers"))) == []
+        assert len(list(checkpoint.iter_boxes(first=select.names("schedulers")))) == 2
     abstract = ckptcore.abstract(containers())
     assert ckptcore.load(tmp_path / "c", abstract, select=select.names("schedulers"))["schedulers"] == []
     for part in ("model", "optimizer", "schedulers", "loops"):
@@ -406,7 +408,7 @@ def test_containers_without_children_are_selected_by_name(tmp_path: Path, layout
 
 
 def test_containers_without_children_after_transforms(tmp_path: Path) -> None:
-    """Selections have stored names. A container that a transform moves goes with its neighbours."""
+    """Selections use stored names. A container that a transform moves follows its neighbours."""
     ckptcore.save(tmp_path / "c", containers(), context=FAST)
     rename = Rename("model/{name}", "network/{name}")
 

@@ -1,4 +1,4 @@
-"""`select` with objects: an object keeps what a selection leaves out, and is untouched without a selected leaf."""
+"""`select` with objects: they keep leaves that are not selected. An object without selected leaves is untouched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values(module: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
-def test_a_part_of_a_module(tmp_path: Path, layout: str) -> None:
+def test_a_selected_part_of_a_module_is_restored(tmp_path: Path, layout: str) -> None:
     ckptcore.save(tmp_path / "c", {"model": network(1.0).state_dict(), "step": np.array(3)}, layout=layout)
     model, report = network(2.0), LoadReport()
     state = {"model": model, "step": np.array(0)}
@@ -53,7 +53,7 @@ def test_a_part_of_a_module(tmp_path: Path, layout: str) -> None:
     assert meta[2].weight.is_meta and meta.state_dict()["0.weight"][0, 0] == 1.0
 
 
-def test_one_of_several_objects(tmp_path: Path) -> None:
+def test_one_selected_object_of_several_is_restored(tmp_path: Path) -> None:
     """The others are neither restored nor compared, so they may be of any kind."""
     model = network(1.0)
     ckptcore.save(tmp_path / "c", {"model": model, "opt": trained(model), "rng": np.random.default_rng(1)})
@@ -64,12 +64,12 @@ def test_one_of_several_objects(tmp_path: Path) -> None:
     ckptcore.load_into(tmp_path / "c", target, select=select.names("model"))
     assert values(new) == values(model)
     assert rng.bit_generator.state == before and other.param_groups[0]["lr"] == 0.5
-    found = ckptcore.load(tmp_path / "c", target, select=select.names("model"))
-    assert found["opt"] is PLACEHOLDER and found["model"].keys() == new.state_dict().keys()
+    loaded = ckptcore.load(tmp_path / "c", target, select=select.names("model"))
+    assert loaded["opt"] is PLACEHOLDER and loaded["model"].keys() == new.state_dict().keys()
 
 
-def test_a_part_of_an_optimizer(tmp_path: Path) -> None:
-    """The moments without the options, and the reverse. A new optimizer has no moments to keep."""
+def test_a_selected_part_of_an_optimizer_is_restored(tmp_path: Path) -> None:
+    """Select the moments without the options, and the reverse. A new optimizer has no moments to keep."""
     model = network(1.0)
     optimizer = trained(model, lr=0.25)
     ckptcore.save(tmp_path / "c", {"opt": optimizer})
@@ -92,8 +92,8 @@ def test_a_part_of_an_optimizer(tmp_path: Path) -> None:
     assert new.param_groups[0]["lr"] == 0.25
 
 
-def test_objects_with_methods(tmp_path: Path) -> None:
-    """A scheduler of any library: `load_state_dict` is not called if nothing is selected of it."""
+def test_objects_without_selected_leaves_are_not_called(tmp_path: Path) -> None:
+    """`load_state_dict` of an object, as of a scheduler, is not called if none of its leaves is selected."""
 
     class Counter:
         def __init__(self, count: int) -> None:
@@ -115,8 +115,8 @@ def test_objects_with_methods(tmp_path: Path) -> None:
     ):
         state = {"a": Counter(2), "b": Counter(2)}
         ckptcore.load_checkpointables(tmp_path / "c", into={"state": LoadAs(state, select=select.names(*names))})
-        assert [one.state for one in state.values()] == expected
-        assert [one.calls for one in state.values()] == [int(names[0][0] == name) for name in "ab"]
+        assert [counter.state for counter in state.values()] == expected
+        assert [counter.calls for counter in state.values()] == [int(names[0][0] == name) for name in "ab"]
 
 
 def test_steps_of_a_run(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_steps_of_a_run(tmp_path: Path) -> None:
     assert values(model) == {name: 1.0 if name.startswith("2.") else 2.0 for name in model.state_dict()}
 
 
-def test_flax_modules(tmp_path: Path) -> None:
+def test_a_selected_part_of_a_flax_module_is_restored(tmp_path: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")
 
     def module(value: float) -> Any:
@@ -139,8 +139,8 @@ def test_flax_modules(tmp_path: Path) -> None:
     assert (model.a[...] == 1.0).all() and (model.b.w[...] == 2.0).all()
 
 
-def test_state_trees(tmp_path: Path) -> None:
-    """Models of Keras, whose setter skips variables that are not in the tree."""
+def test_the_setter_of_a_state_tree_gets_the_whole_tree(tmp_path: Path) -> None:
+    """Leaves that are not selected keep their current values in the tree, as for models of Keras."""
 
     class Model:
         def __init__(self, value: float) -> None:
@@ -159,7 +159,7 @@ def test_state_trees(tmp_path: Path) -> None:
 
 
 def test_paths_are_listed_once_for_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list for each object would take a time that is quadratic in their number."""
+    """Listing the paths for each object would take time quadratic in the number of objects."""
     calls, paths, keeping_objects = 0, Flat.paths, selections.keeping_objects
 
     def counted(flat: Flat) -> Any:

@@ -1,4 +1,4 @@
-"""`Matching(keys="text")` matches our checkpoints as those of other software: by the text of keys."""
+"""`Matching(keys="text")` matches our checkpoints by the text of keys, like those of other software."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Nothing(NamedTuple):
         ({"n": 3}, {"n": AbstractArray((), "int32")}),
     ],
 )
-def test_it_builds_the_requested_containers(tmp_path: Path, stored: Any, requested: Any) -> None:
+def test_text_matching_builds_the_requested_containers(tmp_path: Path, stored: Any, requested: Any) -> None:
     ckptcore.save(tmp_path / "c", stored)
-    if stored != {"first": 1, "second": 2} and stored != Pair(1, 2):  # a name matches an attribute anyway
+    if stored != {"first": 1, "second": 2} and stored != Pair(1, 2):  # attributes match names without this option
         with pytest.raises(TreeMismatchError):
             ckptcore.load(tmp_path / "c", requested, matching=Matching(values="error"))
     loaded = ckptcore.load(tmp_path / "c", requested, matching=TEXT)
@@ -48,7 +48,7 @@ def test_it_builds_the_requested_containers(tmp_path: Path, stored: Any, request
     assert [float(leaf) for leaf in _leaves(loaded)] == [float(leaf) for leaf in _leaves(stored)]
 
 
-def test_what_no_text_matches_is_still_an_error(tmp_path: Path) -> None:
+def test_keys_without_a_match_are_still_an_error(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": 1, "b": 2})
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", {"a": 1, "c": 2}, matching=TEXT)

@@ -1,4 +1,4 @@
-"""Differences that other software accepts by default are refused, and each option allows only its own."""
+"""Differences that other libraries accept by default. We refuse them, and each option allows only its own."""
 
 # mypy: allow-untyped-calls
 
@@ -63,7 +63,7 @@ def _module(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
 
 
 def _flax(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
-    ckptcore.save(directory / "ours", STORED)  # a file of msgpack says less: a tuple is a list there
+    ckptcore.save(directory / "ours", STORED)  # our format, since msgpack cannot tell tuples from lists
     return directory / "ours", serialization.from_bytes(dict(asked), serialization.to_bytes(STORED))
 
 
@@ -92,8 +92,8 @@ OTHER_SHAPE = {"w": np.zeros((4, 2), np.float32)}
 LIST = {"t": [np.zeros(2), np.zeros(2)]}
 
 UNASKED: list[tuple[Peer, dict[str, Any], Callable[[Any], bool], str, str]] = [
-    # The library, the request, how one sees that it did so, the difference that is listed, and the option that
-    # allows it.
+    # (library, request, check that the library accepted the difference, difference in our error, option that
+    # allows it)
     (_orbax_1, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is requested, float32[2, 3] is stored", "cast"),
     (_orbax_0, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is requested, float32[2, 3] is stored", "cast"),
     (_distributed_checkpoint, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is requested", "cast"),
@@ -116,7 +116,7 @@ UNASKED: list[tuple[Peer, dict[str, Any], Callable[[Any], bool], str, str]] = [
     UNASKED,
     ids=[f"{peer.__name__[1:]}-{told.split(' is ')[0]}" for peer, _, _, told, _ in UNASKED],
 )
-def test_what_others_do_unasked_is_refused(
+def test_differences_that_other_libraries_accept_are_refused(
     peer: Peer, changed: dict[str, Any], did_so: Callable[[Any], bool], told: str, option: str, tmp_path: Path
 ) -> None:
     asked = {name: leaf for name, leaf in {**STORED, **changed}.items() if leaf is not None}
@@ -132,8 +132,8 @@ def test_what_others_do_unasked_is_refused(
     assert f"matching=Matching({option}=" in str(caught.value)
 
 
-def test_weights_that_a_file_lacks_are_not_made_up(tmp_path: Path) -> None:
-    """transformers fills them with random numbers, and says so in a line of its log."""
+def test_missing_weights_are_not_initialized(tmp_path: Path) -> None:
+    """transformers fills them with random numbers and only logs a warning."""
     config = transformers.BertConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
@@ -152,8 +152,8 @@ def test_weights_that_a_file_lacks_are_not_made_up(tmp_path: Path) -> None:
     assert str(caught.value).endswith(f"{remedy}\nWith it, ['pooler.dense.weight'] would start again")
 
 
-def test_a_chunk_that_is_not_there_is_not_zeros(tmp_path: Path) -> None:
-    """TensorStore, by itself, reads zeros where a file is gone."""
+def test_a_missing_chunk_is_an_error_not_zeros(tmp_path: Path) -> None:
+    """TensorStore itself reads zeros if the file of a chunk is missing."""
     import tensorstore as ts
 
     ckptcore.save(tmp_path / "c", {"w": W}, layout="zarr3")
@@ -169,7 +169,7 @@ def test_a_chunk_that_is_not_there_is_not_zeros(tmp_path: Path) -> None:
 
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
-    # By option and choice: a request that differs from the stored tree.
+    # Keys are options with their choices; values are requests that differ from the stored tree.
     "unexpected=ignore": {"b": None},
     "missing=keep": {"new": np.full(2, 7.0)},
     "missing=placeholder": {"new": AbstractArray((2,), "float32")},
@@ -198,7 +198,7 @@ def _choice(text: str) -> Matching:
     return Matching(values="error", **{option: [choice] if option == "shapes" else choice})  # type: ignore[arg-type]
 
 
-def test_every_option_is_looked_at() -> None:
+def test_the_tables_above_cover_every_option() -> None:
     choices = {
         "unexpected": get_args(Unexpected),
         "missing": get_args(Missing),
@@ -207,23 +207,28 @@ def test_every_option_is_looked_at() -> None:
         "sequences": get_args(Sequences),
         "keys": get_args(Keys),
     }
-    # `values` allows by default what no other option does: test_loop_values.py.
+    # `values` has its own tests in test_loop_values.py, because it allows differences by default.
     assert {field.name for field in dataclasses.fields(Matching)} == {*choices, "pad_value", "values"}
     defaults = {getattr(Matching(), option) for option in choices if option != "shapes"}
-    expected = {f"{option}={one}" for option, ones in choices.items() for one in ones if one not in defaults}
+    expected = {
+        f"{option}={choice}"
+        for option, option_choices in choices.items()
+        for choice in option_choices
+        if choice not in defaults
+    }
     assert set(DIFFERENCES) == expected
     assert {option for *_, option in UNASKED} | {"missing", "keys"} == {*choices}
 
 
 @pytest.mark.parametrize("given", DIFFERENCES)
-@pytest.mark.parametrize("found", DIFFERENCES)
-def test_an_option_allows_its_own_difference_and_no_other(given: str, found: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("differing", DIFFERENCES)
+def test_an_option_allows_its_own_difference_and_no_other(given: str, differing: str, tmp_path: Path) -> None:
     stored: dict[str, Any] = {"f": np.arange(4, dtype=np.float32), "h": np.ones(4, np.float16), "b": 1, "t": (1, 2)}
     ckptcore.save(tmp_path / "c", stored, context=ckptcore.Context(durability="none"))
-    asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[found]}.items() if leaf is not None}
+    asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[differing]}.items() if leaf is not None}
     with pytest.raises(TreeMismatchError):
         ckptcore.load(tmp_path / "c", asked, matching=Matching(values="error"))
-    if given != found and (given, found) not in INCLUDED:
+    if given != differing and (given, differing) not in INCLUDED:
         with pytest.raises(TreeMismatchError) as caught:
             ckptcore.load(tmp_path / "c", asked, matching=_choice(given))
         assert len(caught.value.differences) == 1

@@ -1,4 +1,4 @@
-"""The matrix: combinations with a storage on a server are system tests."""
+"""Marks of the matrix: combinations with a storage on a server are system tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptcore_testing import StorageSample
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
-    """Mark them."""
+    """Mark the combinations with a server."""
     made = yield
     for item in made if isinstance(made, list) else ():
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):

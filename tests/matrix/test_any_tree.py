@@ -1,4 +1,4 @@
-"""Any tree of built-in containers and host leaves comes back, through every installed layout."""
+"""Round trips of any tree of built-in containers and host leaves, through every installed layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ QUICK = ckptcore.Context(durability="none")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(suppress_health_check=list(HealthCheck))
 @given(tree=strategies.trees())
-def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
+def test_any_tree_has_an_exact_round_trip(layout: str, tree: Any) -> None:
     location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"
     try:
         ckptcore.save(location, tree, layout=layout, context=QUICK)
     except (NameCollisionError, UnsupportedKeyError, UnsupportedLeafError):
-        assume(False)  # refused before a byte is written
+        assume(False)  # the layout refused the tree before it wrote anything
     try:
         assert_same_tree(ckptcore.load(location, tree), tree)
         assert_same_tree(ckptcore.load(location, ckptcore.abstract(tree)), tree)
@@ -37,7 +37,7 @@ def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(suppress_health_check=list(HealthCheck))
 @given(tree=strategies.trees())
-def test_an_asynchronous_save_of_any_tree_is_the_same(layout: str, tree: Any) -> None:
+def test_an_asynchronous_save_of_any_tree_has_an_exact_round_trip(layout: str, tree: Any) -> None:
     location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"
     try:
         ckptcore.save_async(location, tree, layout=layout, context=QUICK).result(timeout=120)

@@ -1,4 +1,4 @@
-"""Every installed framework, layout and storage with every other."""
+"""Every combination of installed frameworks, layouts and storages."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ckptcore_testing import SaveLoadMatrixTests
 
 
 class TestMatrix(SaveLoadMatrixTests):
-    """The matrix of all installed plugins, found by entry points."""
+    """The matrix of all installed plugins, which entry points name."""

@@ -1,4 +1,4 @@
-"""Boxes, specs and the names of dtypes."""
+"""Boxes, specs and names of dtypes."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_other_names_are_refused(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["O", "f4,i4", "V8", np.longdouble, "S0"])
 def test_other_dtypes_are_refused(dtype: object) -> None:
     with pytest.raises(UnsupportedLeafError, match="cannot be stored"):
-        name_of_dtype(np.dtype(dtype))  # type: ignore[call-overload]  # any of NumPy's spellings
+        name_of_dtype(np.dtype(dtype))  # type: ignore[call-overload]  # NumPy accepts other spellings of dtypes
 
 
 @given(BOXES, BOXES)
-def test_the_intersection_is_what_is_in_both(first: Box, second: Box) -> None:
+def test_an_intersection_contains_the_elements_of_both_boxes(first: Box, second: Box) -> None:
     marks = np.zeros((6, 6), int)
     marks[first.slices] += 1
     marks[second.slices] += 1
@@ -79,7 +79,7 @@ def test_the_intersection_is_what_is_in_both(first: Box, second: Box) -> None:
 
 
 @given(BOXES, st.integers(0, 1), st.integers(1, 7))
-def test_bands_are_the_box_in_their_order(box: Box, axis: int, step: int) -> None:
+def test_bands_in_order_make_up_the_box(box: Box, axis: int, step: int) -> None:
     bands = box.bands(axis, step)
     assert all(band.shape[axis] == step for band in bands[:-1])
     marks = np.arange(36).reshape(6, 6)
@@ -87,7 +87,7 @@ def test_bands_are_the_box_in_their_order(box: Box, axis: int, step: int) -> Non
     assert joined.tobytes() == marks[box.slices].tobytes()
 
 
-def test_a_box_without_axes_has_one_element() -> None:
+def test_a_zero_dimensional_box_has_one_element() -> None:
     assert Box.whole(()).size == 1
     assert np.array(5)[Box.whole(()).slices] == 5
 
@@ -98,6 +98,6 @@ def test_specs_count_bytes() -> None:
     assert str(ArraySpec((3, 4), "bfloat16")) == "bfloat16[3, 4]"
 
 
-def test_abstract_arrays_take_any_spelling_of_a_dtype() -> None:
+def test_abstract_arrays_accept_any_spelling_of_a_dtype() -> None:
     assert AbstractArray((2,), "bfloat16") == AbstractArray((2,), ml_dtypes.bfloat16)
-    assert AbstractArray((np.int64(2),), np.float32).shape == (2,)  # type: ignore[arg-type]  # an index all the same
+    assert AbstractArray((np.int64(2),), np.float32).shape == (2,)  # type: ignore[arg-type]  # NumPy ints are accepted

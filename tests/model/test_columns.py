@@ -1,4 +1,4 @@
-"""Records of columns: every value comes back with its type and comparable, and damaged records are refused."""
+"""Values stored as columns: exact round trips, and errors for damaged records."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NESTED = st.lists(_VALUES | _LISTS | _LISTS.map(tuple) | st.lists(_LISTS, max_s
 
 
 def through_json(record: ValueRecord) -> ValueRecord:
-    """Return a record as a root has it."""
+    """Return a record after a round trip through JSON, as in a root."""
     return ValueRecord(record.kind, json.loads(json.dumps(record.value, allow_nan=False)))
 
 
 @given(_NESTED | _LISTS | _LISTS.map(tuple) | _NESTED.map(tuple))
-def test_lists_and_tuples_come_back_exactly(value: list[Any] | tuple[Any, ...]) -> None:
+def test_lists_and_tuples_have_exact_round_trips(value: list[Any] | tuple[Any, ...]) -> None:
     assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
 @given(st.dictionaries(st.text() | _INTS, _VALUES))
-def test_dicts_come_back_exactly(value: dict[Any, Any]) -> None:
+def test_dicts_have_exact_round_trips(value: dict[Any, Any]) -> None:
     assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
@@ -44,13 +44,13 @@ def test_floats_keep_their_bits() -> None:
     assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
-def test_numbers_take_only_the_bytes_that_they_need() -> None:
+def test_numbers_are_stored_in_as_few_bytes_as_possible() -> None:
     small, large = column_record(list(range(100))), column_record([1 << 40] * 100)
     assert small.value == {"items": {"int": [1, base64.b64encode(bytes(range(100))).decode()]}}
-    assert large.value["items"]["int"][0] == 6  # type: ignore[index,call-overload]  # JSON
+    assert large.value["items"]["int"][0] == 6  # type: ignore[index,call-overload]  # the value is JSON
 
 
-def test_equal_rows_are_one_run() -> None:
+def test_rows_of_the_same_structure_are_one_run() -> None:
     record = column_record([[1, 2], [3, 4], [5, 6], (7,), []])
     assert record.value["runs"] == [["list", [2], 3], ["tuple", [1], 1], ["list", [], 1]]  # type: ignore[index,call-overload]
 
@@ -65,11 +65,11 @@ def test_equal_rows_are_one_run() -> None:
         [None, True, "a", 1.5, 2] * COLUMN_VALUES,
     ],
 )
-def test_columns_are_long_and_plain(value: Any) -> None:
+def test_long_containers_of_plain_values_are_columns(value: Any) -> None:
     assert is_column(value)
     assert is_plain(value)
-    one = next(iter(value))
-    short = {one: value[one]} if isinstance(value, dict) else value[:3]
+    first = next(iter(value))
+    short = {first: value[first]} if isinstance(value, dict) else value[:3]
     assert not is_column(short)
     assert is_plain(short)
 
@@ -90,18 +90,18 @@ def test_columns_are_long_and_plain(value: Any) -> None:
         type("Numbers", (list,), {})([1] * COLUMN_VALUES),
     ],
 )
-def test_other_containers_have_leaves(value: Any) -> None:
+def test_other_containers_are_no_columns(value: Any) -> None:
     assert not is_column(value)
 
 
-def test_a_list_in_itself_is_no_column() -> None:
+def test_a_list_that_contains_itself_is_no_column() -> None:
     value: list[Any] = [1] * COLUMN_VALUES
     value.append(value)
     assert not is_column(value)
     assert not is_plain(value)
 
 
-def test_arrays_and_summaries() -> None:
+def test_columns_have_arrays_and_summaries() -> None:
     assert column_array(column_record([1, 2])).tolist() == [1, 2]  # type: ignore[union-attr]
     assert column_array(column_record((True,))).dtype == bool  # type: ignore[union-attr]
     assert column_array(column_record([1, 2.5])) is None

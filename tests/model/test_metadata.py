@@ -1,4 +1,4 @@
-"""The tree's records as columns of JSON."""
+"""Tree metadata as columns of JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREE = TreeMetadata(
 )
 
 
-def test_a_tree_comes_back_from_json() -> None:
+def test_tree_metadata_has_an_exact_round_trip_through_json() -> None:
     again = TreeMetadata.from_json(json.loads(json.dumps(TREE.to_json())))
     assert again == TREE
     assert again.paths == TREE.paths
@@ -72,11 +72,11 @@ def test_a_tree_without_notes_has_no_table_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "found"),
+    ("member", "value"),
     [
         ("note", [0, 0, None, 1, None]),  # too short
         ("note", [0, 0, None, 1, None, 0, 0]),
-        ("note", [0, 0, None, 3, None, 0]),  # of a table of three
+        ("note", [0, 0, None, 3, None, 0]),  # the table has three rows
         ("note", [0, 0, None, -1, None, 0]),
         ("note", [0, 0, None, True, None, 0]),
         ("note", None),
@@ -85,15 +85,15 @@ def test_a_tree_without_notes_has_no_table_of_them() -> None:
         ("notes", None),
     ],
 )
-def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
+def test_a_damaged_table_of_notes_is_refused(member: str, value: Any) -> None:
     encoded: Any = json.loads(json.dumps(NOTED.to_json()))
-    encoded[member] = found
+    encoded[member] = value
     with pytest.raises(CorruptCheckpointError):
         TreeMetadata.from_json(encoded)
 
 
 @pytest.mark.parametrize(
-    ("member", "found"),
+    ("member", "value"),
     [
         ("dtype", True),
         ("dtype", 0.0),
@@ -104,37 +104,37 @@ def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
         ("shape", [-1]),
     ],
 )
-def test_numbers_of_arrays_that_are_alike_are_looked_at_each(member: str, found: Any) -> None:
-    """Equal numbers of another type do not pass as those of an array that is known already."""
+def test_numbers_of_equal_arrays_are_checked_separately(member: str, value: Any) -> None:
+    """A cache of known arrays must not accept equal numbers of another type, such as True for 1."""
     tree = TreeMetadata(Node("list", (0, 1), (LEAF, LEAF)), (ArrayRecord(ArraySpec((1,), "int8")),) * 2)
     encoded: Any = json.loads(json.dumps(tree.to_json()))
     assert TreeMetadata.from_json(encoded) == tree
-    encoded[member][1] = found
+    encoded[member][1] = value
     with pytest.raises(CorruptCheckpointError):
         TreeMetadata.from_json(encoded)
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [place] if place else []
+    places = [place] if place else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
-        found.extend(_places(child, (*place, key)))
-    return found
+        places.extend(_places(child, (*place, key)))
+    return places
 
 
 @pytest.mark.parametrize("tree", [TREE, NOTED])
-def test_anything_else_in_any_place_is_refused_or_harmless(tree: TreeMetadata) -> None:
+def test_any_other_value_in_any_place_is_refused_or_harmless(tree: TreeMetadata) -> None:
     encoded: Any = json.loads(json.dumps(tree.to_json()))
     strange: list[Any] = [None, True, -1, 1 << 70, 1.5, "x", [], {}, [[]], [1, 2, 3], {"a": 1}, ["list", None, 9]]
     chooser = random.Random(0)
     refused = 0
     for place in _places(encoded):
-        for found in chooser.sample(strange, 6):
+        for value in chooser.sample(strange, 6):
             changed = copy.deepcopy(encoded)
             holder = changed
             for key in place[:-1]:
                 holder = holder[key]
-            holder[place[-1]] = found
+            holder[place[-1]] = value
             try:
                 TreeMetadata.from_json(changed)
             except (CorruptCheckpointError, UnsupportedLeafError):
@@ -143,7 +143,7 @@ def test_anything_else_in_any_place_is_refused_or_harmless(tree: TreeMetadata) -
 
 
 @pytest.mark.parametrize("aliases", [[[0, 3]], [[1, 0]], [[3, 3]], [[3, 2]], [[9, 0]]])
-def test_an_alias_must_be_of_an_earlier_equal_array(aliases: list[list[int]]) -> None:
+def test_an_alias_must_refer_to_an_earlier_equal_array(aliases: list[list[int]]) -> None:
     encoded: Any = json.loads(json.dumps(TREE.to_json()))
     encoded["aliases"] = aliases
     with pytest.raises(CorruptCheckpointError):

@@ -1,4 +1,4 @@
-"""Paths and skeletons, and the JSON they are kept in."""
+"""Paths and skeletons, and their JSON."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ SKELETONS = st.recursive(st.just(LEAF), _nodes, max_leaves=12)
 
 
 @given(SKELETONS)
-def test_a_skeleton_comes_back_from_json(skeleton: Skeleton) -> None:
+def test_a_skeleton_has_an_exact_round_trip_through_json(skeleton: Skeleton) -> None:
     encoded = json.loads(json.dumps(skeleton_to_json(skeleton)))
-    assert repr(skeleton_from_json(encoded, leaf_count(skeleton))) == repr(skeleton)  # False == 0
+    # Compare representations, because False == 0.
+    assert repr(skeleton_from_json(encoded, leaf_count(skeleton))) == repr(skeleton)
 
 
 @given(SKELETONS)
-def test_every_leaf_has_a_path_of_its_own(skeleton: Skeleton) -> None:
+def test_every_leaf_has_a_distinct_path(skeleton: Skeleton) -> None:
     paths = list(leaf_paths(skeleton))
     assert len(paths) == leaf_count(skeleton)
     assert len({*paths}) == len(paths)
@@ -91,7 +92,7 @@ def test_every_leaf_has_a_path_of_its_own(skeleton: Skeleton) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_any_json_is_a_skeleton_or_refused(encoded: Any) -> None:
+def test_any_json_is_accepted_as_a_skeleton_or_refused(encoded: Any) -> None:
     try:
         skeleton = skeleton_from_json(encoded, 10)
     except CorruptCheckpointError:
@@ -99,7 +100,7 @@ def test_any_json_is_a_skeleton_or_refused(encoded: Any) -> None:
     assert skeleton_from_json(json.loads(json.dumps(skeleton_to_json(skeleton))), 10) == skeleton
 
 
-def test_a_list_cannot_claim_more_leaves_than_there_are() -> None:
+def test_a_list_with_more_items_than_leaves_is_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):
         skeleton_from_json(["list", None, 1 << 40], 5)
 
@@ -135,14 +136,14 @@ def _nested(depth: int) -> Any:
 )
 def test_keys_are_tuples_within_limits(key: Any, is_accepted: bool) -> None:
     if is_accepted:
-        (found,) = skeleton_from_json(["dict", [key], 1], 1).keys  # type: ignore[union-attr]
-        assert json.loads(json.dumps(found)) == key and isinstance(found, tuple)
+        (parsed,) = skeleton_from_json(["dict", [key], 1], 1).keys  # type: ignore[union-attr]
+        assert json.loads(json.dumps(parsed)) == key and isinstance(parsed, tuple)
     else:
         with pytest.raises(CorruptCheckpointError):
             skeleton_from_json(["dict", [key], 1], 1)
 
 
-def test_true_and_one_are_one_key() -> None:
+def test_true_and_one_are_duplicate_keys() -> None:
     with pytest.raises(CorruptCheckpointError, match="duplicate key"):
         skeleton_from_json(["dict", [True, 1], 2], 2)
 
@@ -158,9 +159,9 @@ def test_true_and_one_are_one_key() -> None:
         ((True, ("a", 1, ("b",)), "x"), "[True][('a', 1, ('b',))]/x"),
     ],
 )
-def test_paths_read_as_python_does(path: tuple[Any, ...], text: str) -> None:
+def test_paths_are_formatted_like_python_expressions(path: tuple[Any, ...], text: str) -> None:
     assert format_path(path) == text
 
 
-def test_keys_of_different_sorts_are_different() -> None:
+def test_keys_of_different_types_differ() -> None:
     assert len({1, "1", Attribute("1")}) == 3

@@ -1,4 +1,4 @@
-"""The first calls that newcomers try. The guesses were written from README.md alone, before reading any other page."""
+"""First calls that newcomers try. The guesses were written after reading only README.md."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ import ckptcore
 
 
 class Guess(NamedTuple):
-    """A statement or command, and what it gives.
+    """A statement or command, and its expected result or error.
 
     Attributes:
-        source: Python, or a command line that begins with ``$``.
-        result: an expression that is true afterwards. It has `result`, the value of the guess, and `load`.
-        error: the beginning of its type and message, then parts of the message, separated by ``...``.
+        source: Python code, or a command line that starts with ``$``.
+        result: an expression that is true afterwards. It can use `load`, and `result`, the value of the guess.
+        error: the start of the error's type and message, then other parts of the message, separated by ``...``.
     """
 
     source: str
@@ -173,7 +173,7 @@ COMMANDS: Final = [
 
 @dataclass
 class Config:
-    """The configuration of a run."""
+    """A configuration of a run."""
 
     lr: float
 
@@ -202,7 +202,7 @@ def prepared(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 def names(
     prepared: Path, state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
-    """Return the names of a newcomer's session in a copy of the directory."""
+    """Return the variables of a newcomer's session in a copy of the directory."""
     monkeypatch.chdir(shutil.copytree(prepared, tmp_path / "work"))
     monkeypatch.setenv("HOME", os.fspath(tmp_path))
     with ckptcore.Checkpointer("runs/empty") as checkpointer, contextlib.ExitStack() as files:
@@ -219,7 +219,7 @@ def names(
 
 
 @pytest.mark.parametrize("guess", [*SAVING, *BACKGROUND, *LOADING, *RUNS, *COMMANDS], ids=lambda guess: guess.source)
-def test_a_guess(guess: Guess, names: dict[str, Any]) -> None:
+def test_a_guess_has_the_expected_result_or_error(guess: Guess, names: dict[str, Any]) -> None:
     names["result"], error = _result_and_error(guess.source, names)
     parts = guess.error.split("...")
     assert error.startswith(parts[0]) and bool(error) == bool(guess.error), error or names["result"]
@@ -229,31 +229,34 @@ def test_a_guess(guess: Guess, names: dict[str, Any]) -> None:
 
 
 def _result_and_error(source: str, names: dict[str, Any]) -> tuple[object, str]:
-    """Return what an expression gives or a command prints, and the error: of a command, its exit code and stderr."""
+    """Return the value of an expression or the output of a command, and the error.
+
+    The error of a command is its exit code and stderr.
+    """
     if source.startswith("$ ckptcore "):
         done = CliRunner().invoke(application, shlex.split(source)[2:])
         return done.stdout, f"{done.exit_code}: {done.stderr}" if done.exit_code else ""
     try:
         result = eval(compile(source, "guess", "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
         return _run(result) if inspect.iscoroutine(result) else result, ""
-    except Exception as error:  # noqa: BLE001 - its text is compared
+    except Exception as error:  # noqa: BLE001  # the text is compared
         return None, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine on a thread of its own: a browser of other tests may have an event loop in this one."""
+    """Run a coroutine in a new thread, because a browser of other tests may run an event loop in this thread."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(asyncio.run, coroutine).result()
 
 
-def test_the_way_to_load_a_part_of_a_tree_works(names: dict[str, Any]) -> None:
+def test_the_suggested_load_of_a_part_of_a_tree_works(names: dict[str, Any]) -> None:
     loaded = ckptcore.load("ckpt", select=ckptcore.select.names("model"))
     target = torch.nn.Linear(4, 2)
     ckptcore.load_into("ckpt", {"model": target}, select=ckptcore.select.names("model"))
     assert [*loaded] == ["model"] and np.array_equal(loaded["model"]["weight"], target.weight.detach())
 
 
-def test_a_missing_checkpointable_names_the_others(names: dict[str, Any]) -> None:
+def test_the_error_about_a_missing_checkpointable_names_the_others(names: dict[str, Any]) -> None:
     with pytest.raises(ckptcore.errors.CheckpointNotFoundError, match=r"several checkpointables: model, optimizer$"):
         ckptcore.load("runs/torch/100/weights")
 

@@ -1,1 +1,1 @@
-"""Saves and loads on object stores as networks and services are on a bad day."""
+"""Saves and loads on object stores with failing networks and services."""

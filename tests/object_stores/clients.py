@@ -1,8 +1,8 @@
-"""A program that runs tasks to be killed at a request. It has imported everything, and forks a child for each task.
+"""A program that runs tasks that tests kill at a request. It has imported all modules, and forks a child for each task.
 
-It reads lines of JSON, each a `Task`, and writes the process id of the child that runs the task. When the child has
-ended, it writes the exit status: negative for a signal. No storage is opened before the fork, because clients of object
-stores do not survive a fork.
+The program reads a `Task` as a line of JSON, and writes the process id of the child that runs the task. When the child
+has ended, it writes the exit status: negative for a signal. No storage is opened before the fork, because clients of
+object stores do not survive a fork.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def do(task: Task) -> None:
 
 
 class Client(WarmProgram):
-    """The parent's handle of the program."""
+    """A handle of the program in the test process."""
 
     def __init__(self) -> None:
         super().__init__("tests.object_stores.clients")
@@ -96,9 +96,9 @@ def _serve() -> None:
 
 
 def _child(task: Task) -> None:
-    """Do a task and end without returning."""
+    """Run a task, and end the process."""
     try:
-        signal.alarm(_SECONDS)  # a task that hangs ends with a signal that no test expects
+        signal.alarm(_SECONDS)  # a task that hangs must end, with a signal that no test expects
         do(task)
     except BaseException:  # noqa: BLE001  # the exit status is for the test, the text for people
         traceback.print_exc()

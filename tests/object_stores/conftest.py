@@ -12,7 +12,7 @@ from tests.object_stores.stores import STORES, ObjectStore
 
 @pytest.fixture(scope="session", params=sorted(STORES))
 def object_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """Each object store, running."""
+    """Start each object store."""
     scheme: str = request.param
     with STORES[scheme](tmp_path_factory.mktemp(scheme)) as store:
         yield store
@@ -20,6 +20,6 @@ def object_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Client]:
-    """The program that is killed."""
+    """Start the program whose children are killed."""
     with Client() as running:
         yield running

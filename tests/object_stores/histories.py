@@ -1,4 +1,4 @@
-"""States that may exist at a location after the answers that a client got: checks of random runs."""
+"""Histories of locations in random runs: the states that may exist, given the results that a client got."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FOREIGN = ("hyper::", "reqwest::", "object_store::", "Os {", "Kind:", "Tracebac
 
 
 class History:
-    """One place: which states may be there. None is no checkpoint."""
+    """A record of the states that may exist at a location. None is no checkpoint."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -27,24 +27,24 @@ class History:
         assert holds, f"{what}. {self}"
 
     def saved(self, version: int) -> None:
-        """A save was reported committed."""
+        """Record a successful save."""
         self.told.append(f"saved {version}")
         self.possible = {version}
 
     def saved_first(self, version: int) -> None:
-        """A save that replaces nothing was reported committed."""
+        """Record a successful save that must not have replaced a checkpoint."""
         self._expect(None in self.possible, f"the first save of {version} replaced a checkpoint")
         self.saved(version)
 
     def not_saved(self, version: int, error: CheckpointError, *, replacing: bool, misread: bool = False) -> None:
-        """A save failed: nothing of it is there, and without an atomic exchange what it was to replace may be gone.
+        """Record a failed save. It stored nothing, but the checkpoint that it was to replace may be deleted.
 
         Args:
-            version: the state it was to save.
-            error: why.
+            version: the state of the save.
+            error: the error of the save.
             replacing: True if it may replace an existing checkpoint.
-            misread: whether answers had their content cut. A root that cannot be read is not replaced unless that is
-                asked for.
+            misread: True if contents of answers were cut. A save does not replace an unreadable root without
+                `overwrite`.
         """
         self.told.append(f"did not save {version}: {type(error).__name__}: {error}")
         self._expect_clear(error)
@@ -61,24 +61,24 @@ class History:
             self.possible |= {None}
 
     def loaded(self, version: int) -> None:
-        """A load gave a state, whole."""
+        """Record a load of a complete state."""
         self.told.append(f"loaded {version}")
         self._expect(version in self.possible, f"a load gave {version}")
 
     def not_loaded(self, error: CheckpointError) -> None:
-        """A load failed. It may only report that there is no checkpoint if that is possible."""
+        """Record a failed load. It may report a missing checkpoint only if this is possible."""
         self.told.append(f"did not load: {type(error).__name__}: {error}")
         self._expect_clear(error)
         if isinstance(error, CheckpointNotFoundError):
             self._expect(None in self.possible, "a checkpoint was not found")
 
     def deleted(self) -> None:
-        """A deletion was reported done."""
+        """Record a successful deletion."""
         self.told.append("deleted")
         self.possible = {None}
 
     def not_deleted(self, error: CheckpointError) -> None:
-        """A deletion failed, perhaps after the checkpoint was gone."""
+        """Record a failed deletion, which may have deleted the checkpoint."""
         self.told.append(f"did not delete: {type(error).__name__}: {error}")
         self._expect_clear(error)
         if isinstance(error, CheckpointNotFoundError):
@@ -86,12 +86,12 @@ class History:
         self.possible |= {None}
 
     def found(self, version: int | None) -> None:
-        """Return the state of the location, read without faults."""
+        """Record the state of the location, which was read without faults."""
         self._expect(version in self.possible, f"found {version}")
         self.possible = {version}
 
     def _expect_clear(self, error: CheckpointError) -> None:
-        """An error that a user can act on: one that names what was done, and has no dump of a library in it."""
+        """Check that an error is useful: it is neither too short nor too long, and contains no dump of a library."""
         text = str(error)
         dumps: Collection[str] = [word for word in _FOREIGN if word in text]
         self._expect(20 < len(text) < _LONGEST_TEXT and not dumps, f"an unclear error ({dumps}): {text}")

@@ -1,4 +1,4 @@
-"""Random programs, chosen by a seed, that save, replace, load and delete through a faulty proxy. Checked without it."""
+"""Random programs that save, replace, load and delete through a faulty proxy. The results are checked without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outage:
     """A network that fails permanently from some request on."""
 
     def __init__(self, begins: int) -> None:
-        """Break every request from this number on."""
+        """Break every request from number `begins` on."""
         self._begins = begins
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
@@ -58,11 +58,11 @@ class Run:
         seed: the seed of the program and the faults.
         store: the object store.
         proxy: the faulty proxy.
-        draw: random numbers of the program.
+        draw: the random numbers of the program.
         context: connects through the proxy.
         direct: connects without the proxy.
         place: the directory of the run.
-        next_version: the next state to save.
+        next_version: the version of the next state to save.
         histories: the history of each location.
     """
 
@@ -77,7 +77,7 @@ class Run:
     histories: dict[str, History] = field(default_factory=dict)
 
     def version(self) -> int:
-        """Return the number of a new state."""
+        """Return the version of a new state."""
         version, self.next_version = self.next_version, self.next_version + 1
         return version
 
@@ -98,7 +98,7 @@ def run(seed: int, store: ObjectStore) -> Run:
         rate=draw.choice((0.03, 0.1, 0.25)),
         most=draw.choice((3, 15, 40)),
         may_repeat=may_come_late,
-        latest=3,  # before a save that gives up has removed what it wrote
+        latest=3,  # a late request must arrive before a failed save has removed its objects
     )
     with FaultProxy(store.upstream, plan, dialect=store.dialect) as proxy:
         going = Run(
@@ -159,11 +159,11 @@ def _replace(run: Run, location: str) -> None:
 def _load(run: Run, location: str) -> None:
     history = run.history(location)
     try:
-        found = ckptcore.load(location, context=run.context)
+        loaded = ckptcore.load(location, context=run.context)
     except CheckpointError as error:
         history.not_loaded(error)
     else:
-        history.loaded(version_of(found))
+        history.loaded(version_of(loaded))
 
 
 def _delete(run: Run, location: str) -> None:
@@ -177,7 +177,7 @@ def _delete(run: Run, location: str) -> None:
 
 
 def _die(run: Run, location: str) -> None:
-    """Save with a network that fails permanently in the middle, so that the save cannot remove its objects."""
+    """Save over a network that fails permanently during the save, so that the save cannot remove its objects."""
     history, version = run.history(location), run.version()
     proxy, plan = run.proxy, run.proxy.plan
     number = proxy.log[-1].request.number + 1 if proxy.log else 0
@@ -195,13 +195,13 @@ def _die(run: Run, location: str) -> None:
 
 
 def release_directory(store: ObjectStore, directory: str) -> None:
-    """Advance the time until a failed job's ownership of a run's directory expires."""
-    opened = open_directory(directory, runtime_of(store.direct).storages, to_write=True)
-    opened.delete([_OWNER])
+    """Delete the lease of the owner of a run, in place of waiting until it expires."""
+    storage = open_directory(directory, runtime_of(store.direct).storages, to_write=True)
+    storage.delete([_OWNER])
 
 
 def _train(run: Run, directory: str) -> None:
-    """Save steps, lose the connection, and resume, each time through the proxy."""
+    """Save steps and resume, in two jobs through the proxy. Then check the steps without the proxy."""
     saved: dict[int, set[int | None]] = {}
     last = 0
     layout = run.draw.choice(LAYOUTS)
@@ -211,14 +211,14 @@ def _train(run: Run, directory: str) -> None:
                 directory, preservation_policy=LatestN(2), layout=layout, context=run.context
             ) as checkpointer:
                 newest = checkpointer.latest
-                # A job that opens the directory knows only the steps of a listing, which may be outdated.
+                # A job knows only the steps of the listing at its start, which may be stale.
                 old = any(StaleList in map(type, logged.faults) for logged in run.proxy.log)
                 assert old or (newest or 0) >= last, (
                     f"step {last} was saved, the newest is said to be {newest}: {saved}"
                 )
                 if newest is not None:
-                    found = version_of(checkpointer.load(newest))
-                    assert found in saved[newest], f"step {newest} is {found}, of {saved}"
+                    loaded = version_of(checkpointer.load(newest))
+                    assert loaded in saved[newest], f"step {newest} is {loaded}, of {saved}"
                 for step in range((newest or 0) + 1, (newest or 0) + 1 + run.draw.randrange(1, 4)):
                     version = run.version()
                     try:
@@ -241,15 +241,15 @@ def _train(run: Run, directory: str) -> None:
         newest = checkpointer.latest
         assert (newest or 0) >= last, f"step {last} was saved, and the newest is {newest}: {saved}"
         for step in checkpointer.steps:
-            found = version_of(checkpointer.load(step))
-            assert found in saved[step], f"step {step} is {found}, of {saved}"
+            loaded = version_of(checkpointer.load(step))
+            assert loaded in saved[step], f"step {step} is {loaded}, of {saved}"
         version = run.version()
         checkpointer.save_blocking((newest or 0) + 1, make_state(version))
         assert version_of(checkpointer.load()) == version
 
 
 def _judge(run: Run) -> None:
-    """Check every location without faults: committed checkpoints are complete, and the next save removes remains."""
+    """Check every location without faults. Committed checkpoints are complete, and the next save removes remains."""
     for location, history in run.histories.items():
         if location.endswith("/steps"):
             continue
@@ -264,7 +264,7 @@ def _judge(run: Run) -> None:
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:
     """Check that a location contains only objects that its checkpoint lists."""
-    opened = open_directory(location, runtime_of(store.direct).storages, to_write=True)
+    storage = open_directory(location, runtime_of(store.direct).storages, to_write=True)
     listed = set(ckptcore.metadata(location, context=store.direct).objects)
-    extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}
+    extra = {key for key in storage.list() if key not in listed and not key.startswith("checkpoint.")}
     assert not extra, f"{location} holds objects that it does not list: {sorted(extra)}"

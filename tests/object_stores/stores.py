@@ -1,4 +1,4 @@
-"""The tested object stores: services on this machine, with settings for clients and proxies."""
+"""The object stores of the tests: services on this machine, with settings for clients and proxies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ObjectStore:
 
     Attributes:
         scheme: the scheme of its URLs.
-        upstream: its URL over HTTP.
+        upstream: the HTTP URL of the service.
         bucket: the URL of an empty bucket.
         dialect: properties of its protocol.
         config: returns the options of clients for an endpoint. Clients retry a few times.
@@ -51,7 +51,7 @@ class ObjectStore:
         return f"{self.bucket}/{name}-{uuid.uuid4().hex[:8]}"
 
     def options(self, url: str) -> Mapping[str, Mapping[str, JSON]]:
-        """Return the options of a `Context` for the service at this URL, which may be a proxy's."""
+        """Return the options of a `Context` for the service at this URL, which may be the URL of a proxy."""
         return {self.scheme: self.config(url)}
 
     @property
@@ -65,7 +65,7 @@ Headers: TypeAlias = Callable[[str, str], Mapping[str, str]]
 
 
 class _Uploads:
-    """Begins and lists multipart uploads with the protocol of S3, which GCS also supports."""
+    """Multipart uploads with the protocol of S3, which GCS also supports."""
 
     def __init__(self, bucket_url: str, place: str, headers: Headers) -> None:
         self._bucket_url = bucket_url
@@ -92,7 +92,7 @@ class _Uploads:
 
 def _signed(options: Mapping[str, JSON]) -> Headers:
     """Return a function for headers with the S3 signature, which some servers require."""
-    from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # it comes without types
+    from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # botocore has no types
     from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
     from botocore.credentials import Credentials  # type: ignore[import-untyped]
 
@@ -144,8 +144,8 @@ def _az(directory: Path) -> Iterator[ObjectStore]:
 
         def uncommitted(url: str) -> Sequence[str]:
             prefix = url.removeprefix(place)
-            found = {key for page in list_blobs(container, prefix, uncommitted=True) for key in page.keys}
-            return sorted(found.difference(*[page.keys for page in list_blobs(container, prefix)]))
+            keys = {key for page in list_blobs(container, prefix, uncommitted=True) for key in page.keys}
+            return sorted(keys.difference(*[page.keys for page in list_blobs(container, prefix)]))
 
         yield ObjectStore(
             scheme="az",

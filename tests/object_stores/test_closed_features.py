@@ -1,4 +1,4 @@
-"""Services and policies that refuse one kind of request: what needs none of it works, the rest says what to allow."""
+"""Services that refuse one kind of request. Other calls work, and the error of a refused call says what to allow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ckptcore.runtime import runtime_of
 from tests.object_stores.stores import ObjectStore, may_come_late
 
 STATE = {"w": np.arange(3.0), "step": 1}
-LARGE = {"w": np.arange(1_500_000.0)}  # more than one part
+LARGE = {"w": np.arange(1_500_000.0)}  # uploaded in several parts
 
 _XML = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 _JSON = '{{"error": {{"code": {}, "message": "{}", "errors": [{{"reason": "{}", "message": "{}"}}]}}}}'
 
 
 def refused(status: int, code: str, message: str = "refused by a test", *, reason: str = "") -> HTTPAnswer:
-    """Return an error in XML, or with a reason in Google's JSON form."""
+    """Return an error in XML, or, with a reason, in the JSON form of Google."""
     body = _JSON.format(status, message, reason, message) if reason else _XML.format(code, message)
     return HTTPAnswer.make(status, "Refused", "application/json" if reason else "application/xml", body.encode())
 
@@ -36,9 +36,9 @@ DENIED = refused(403, "AccessDenied", "Access Denied")
 
 @pytest.fixture
 def proxy(object_store: ObjectStore) -> Iterator[FaultProxy]:
-    """A proxy before the store."""
-    with FaultProxy(object_store.upstream, dialect=object_store.dialect) as found:
-        yield found
+    """Start a proxy in front of the store."""
+    with FaultProxy(object_store.upstream, dialect=object_store.dialect) as started:
+        yield started
 
 
 def context_of(store: ObjectStore, proxy: FaultProxy) -> ckptcore.Context:
@@ -51,7 +51,7 @@ def object_bytes(store: ObjectStore, url: str) -> bytes:
 
 
 def closed_lists(store: ObjectStore, *, hides_missing: bool) -> Callable[[ProxiedRequest], HTTPAnswer | Refuse | None]:
-    """Refuse lists, as without ``s3:ListBucket``. Amazon S3 then also answers 403 for a missing object."""
+    """Refuse lists, as without ``s3:ListBucket``. For a missing object, Amazon S3 then answers 403, too."""
 
     def refusal(request: ProxiedRequest) -> HTTPAnswer | Refuse | None:
         if store.dialect.is_list(request):
@@ -87,7 +87,7 @@ def test_loads_need_no_lists(
         ckptcore.copy(f"{place}/{name}", tmp_path / name, context=context)
         assert ckptcore.verify(tmp_path / name).ok
         assert any(f"{name} is copied without the files" in record.message for record in caplog.records)
-    # What needs a list says so, and does not take the unlisted for absent.
+    # Calls that need a list raise an error. They must not treat unlisted objects as missing.
     for call in (
         lambda: ckptcore.CheckpointReader(f"{place}", context=context),
         lambda: ckptcore.save(f"{place}/new", STATE, context=context),
@@ -109,9 +109,10 @@ def test_a_crashed_step_is_saved_again_without_lists_of_uploads(
         return answer if request.method == "GET" and lists else None
 
     def crash(request: ProxiedRequest) -> HTTPAnswer | None:
-        is_last = request.method == "POST" and "uploadId" in request.query  # the completion of the first upload
+        is_last = request.method == "POST" and "uploadId" in request.query  # completes the first upload
         is_last = is_last or request.query.get("comp") == "blocklist"
-        return DENIED if is_last or not may_come_late(request) else closed(request)  # deletes nothing: the claim stays
+        # Deletions are refused, too, so the claim stays.
+        return DENIED if is_last or not may_come_late(request) else closed(request)
 
     proxy.plan = Refusing(crash)
     with pytest.raises(StoragePermissionError):
@@ -127,7 +128,7 @@ def test_a_crashed_step_is_saved_again_without_lists_of_uploads(
 
 
 def test_object_lock_needs_digests(object_store: ObjectStore, proxy: FaultProxy) -> None:
-    """As Amazon S3 and MinIO refuse uploads to a bucket with a default retention."""
+    """Amazon S3 and MinIO refuse uploads without digests to a bucket with a default retention."""
     if object_store.scheme != "s3":
         pytest.skip("only S3 requires digests")
     place, context = object_store.new_place("locked"), context_of(object_store, proxy)
@@ -150,7 +151,7 @@ def test_object_lock_needs_digests(object_store: ObjectStore, proxy: FaultProxy)
     assert ckptcore.verify(f"{place}/2", context=object_store.direct).ok
 
 
-def test_digests_are_turned_on_while_many_threads_upload(object_store: ObjectStore, proxy: FaultProxy) -> None:
+def test_digests_are_enabled_while_many_threads_upload(object_store: ObjectStore, proxy: FaultProxy) -> None:
     if object_store.scheme != "s3":
         pytest.skip("only S3 requires digests")
     together = threading.Barrier(4)
@@ -158,7 +159,7 @@ def test_digests_are_turned_on_while_many_threads_upload(object_store: ObjectSto
     def refusal(request: ProxiedRequest) -> HTTPAnswer | None:
         if request.method != "PUT" or "content-md5" in request.headers:
             return None
-        together.wait(60)  # all are refused before the first is sent again
+        together.wait(60)  # all requests are refused before the first is sent again
         return refused(400, "MissingContentMD5", "Missing required header for this request: Content-Md5.")
 
     proxy.plan = Refusing(refusal)

@@ -1,4 +1,4 @@
-"""Long runs: the keys and tokens of every store expire, others renew them, and the run goes on without a restart."""
+"""Long runs with expiring credentials. Other programs renew keys and tokens, and the run continues."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.object_stores.stores import STORES, ObjectStore
 _EXPIRED_S3 = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 _EXPIRED_GCS = b'{"error": {"code": 401, "message": "Invalid Credentials", "errors": [{"reason": "authError"}]}}'
 
-STATE = {"w": np.arange(1_500_000.0), "step": 1}  # more than one part
+STATE = {"w": np.arange(1_500_000.0), "step": 1}  # uploaded in several parts
 
 
 class Issuer:
-    """Issues keys or tokens, of which only the newest is valid.
+    """An issuer of keys or tokens. Only the newest is valid.
 
     Attributes:
-        number: of the newest.
-        is_down: True while none is issued.
+        number: the number of the newest key or token.
+        is_down: True while the issuer refuses to issue.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Issuer:
 
     @property
     def name(self) -> str:
-        """The newest key id or token."""
+        """Return the newest key id or token."""
         return f"KEY{self.number:05d}"
 
     def refusal(self, request: ProxiedRequest) -> HTTPAnswer | None:
-        """Refuse requests with an older one, as the service does."""
+        """Refuse a request with an older key or token, as the service does."""
         if self.name in request.headers.get("authorization", ""):
             return None
         if "Bearer" in request.headers.get("authorization", ""):
@@ -54,7 +54,7 @@ class Issuer:
 
     @contextmanager
     def serving(self, answer: Callable[[], object]) -> Iterator[str]:
-        """Answer every HTTP request."""
+        """Run an HTTP server that answers every request. Yield its URL."""
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,7 +85,7 @@ class Issuer:
 
 @contextmanager
 def _shared_file(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Another program replaces ``~/.aws/credentials``."""
+    """Credentials in ``~/.aws/credentials``, which another program replaces."""
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path / "credentials"))
 
     def renew() -> None:
@@ -99,7 +99,7 @@ def _shared_file(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Itera
 
 @contextmanager
 def _environment(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """The program itself replaces its variables."""
+    """Credentials in environment variables, which the program itself replaces."""
 
     def renew() -> None:
         patch.setenv("AWS_ACCESS_KEY_ID", issuer.name)
@@ -111,7 +111,7 @@ def _environment(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Itera
 
 @contextmanager
 def _container(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A container asks its host, and the keys are revoked before the time that the host stated."""
+    """Credentials of a container from its host. Keys are revoked before their stated expiration."""
 
     def answer() -> object:
         keys = {"AccessKeyId": issuer.name, "SecretAccessKey": "secret", "Token": "token"}
@@ -124,7 +124,7 @@ def _container(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterato
 
 @contextmanager
 def _process(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A ``credential_process``."""
+    """Credentials from a ``credential_process``."""
 
     def renew() -> None:
         keys = {"Version": 1, "AccessKeyId": issuer.name, "SecretAccessKey": "secret", "SessionToken": "token"}
@@ -137,7 +137,7 @@ def _process(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[
 
 @contextmanager
 def _tokens(issuer: Issuer, path: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A service account of Google, whose tokens are revoked before the time that their service stated."""
+    """Tokens of a service account of Google. They are revoked before their stated expiration."""
     with TokenService(issuer.name) as service:
 
         def renew() -> None:
@@ -161,7 +161,7 @@ SOURCES = {
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ObjectStore]]:
-    """The services, by scheme."""
+    """Start the services. Return them by scheme."""
     with (
         STORES["s3"](tmp_path_factory.mktemp("s3")) as s3,
         STORES["gs"](tmp_path_factory.mktemp("gs")) as gs,
@@ -170,7 +170,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Objec
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_credentials_expire(
+def test_a_run_continues_with_renewed_credentials(
     source: str, stores: dict[str, ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]:
@@ -197,7 +197,7 @@ def test_credentials_expire(
             with ckptcore.Checkpointer(f"{place}-other", context=context) as other:
                 other.save_blocking(1, STATE)
             assert run.steps == (1, 2, 3)
-            # The old credentials were refused, and there are no new ones.
+            # The old credentials are refused, and the issuer issues no new ones.
             issuer.number += 1
             issuer.is_down = True
             if source == "tokens":

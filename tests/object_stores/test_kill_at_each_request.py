@@ -1,7 +1,7 @@
-"""``kill -9`` of the client at each request of a save: the old checkpoint or the new one, and the next save succeeds.
+"""``kill -9`` of the client at each request of a save. The old or the new checkpoint exists. The next save succeeds.
 
-Replacing a checkpoint is not atomic on an object store, and must be requested as "non-atomic". In that case the tests
-only require that nothing wrong is ever loaded.
+An object store cannot replace a checkpoint atomically, so the replacement must be requested as "non-atomic". For it,
+the tests only require that no load returns wrong data.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _nothing(store: ObjectStore, place: str) -> None:
 
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
-    """Make the remains of a save that failed early: a claim, objects, and an unfinished upload."""
-    opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
-    opened.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
+    """Create the remains of a save that failed early: a claim, objects, and an unfinished upload."""
+    storage = open_directory(place, runtime_of(store.direct).storages, to_write=True)
+    storage.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
     for name in _FIXED_NAMES:
-        opened.put(name, b"of a dead save")
+        storage.put(name, b"of a dead save")
     store.begin_upload(f"{place}/model.safetensors")
 
 
@@ -91,7 +91,7 @@ def _task(store: ObjectStore, scenario: Scenario, layout: str, place: str, url: 
 
 
 def _requests(store: ObjectStore, scenario: Scenario, layout: str, warm: Client) -> int:
-    """Return the number of requests."""
+    """Return the number of requests of a scenario."""
     place = store.new_place("counted")
     scenario.prepare(store, place)
     with FaultProxy(store.upstream, dialect=store.dialect) as proxy:
@@ -117,9 +117,9 @@ def _try(store: ObjectStore, scenario: Scenario, layout: str, warm: Client, numb
         log = proxy.log
     assert status in (0, -signal.SIGKILL), f"the program ended with {status}"
     try:
-        found = _found(store, scenario, place)
-        assert found in scenario.allowed, f"found {found}"
-        assert status != 0 or found == _NEW, "a program that ended is not done"
+        version = _found(store, scenario, place)
+        assert version in scenario.allowed, f"found {version}"
+        assert status != 0 or version == _NEW, "a program that ended is not done"
         _save_next(store, scenario, layout, place)
         assert store.list_uploads(place) == [], "an upload of the dead is left"
     except BaseException as error:
@@ -147,8 +147,8 @@ def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) 
             assert version_of(checkpointer.load()) == _NEXT
             steps = checkpointer.steps
         assert set(steps) in ({_OLD, _NEXT}, {_OLD, _NEW, _NEXT})
-        opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
-        directories = [name for name in opened.list_names() if not name.startswith(".")]
+        storage = open_directory(place, runtime_of(store.direct).storages, to_write=True)
+        directories = [name for name in storage.list_names() if not name.startswith(".")]
         assert len(directories) == len(steps), f"remains of a failed save: {directories}"
         return
     ckptcore.save(place, state, layout=layout, overwrite="non-atomic", context=store.direct)
@@ -162,7 +162,7 @@ def _points(requests: int) -> Sequence[tuple[int, Moment]]:
 
 @pytest.mark.parametrize("turn", range(len(SCENARIOS) // 2))
 def test_a_sample_of_kills(turn: int, object_store: ObjectStore, warm: Client) -> None:
-    # Each scenario on one of the stores, each in another layout.
+    # Each scenario runs on one store, and in another layout than the other scenarios.
     number = 2 * turn + sorted(STORES).index(object_store.scheme) % 2
     scenario, layout = SCENARIOS[list(SCENARIOS)[number]], LAYOUTS[-1 - number]
     points = _points(_requests(object_store, scenario, layout, warm))
@@ -173,13 +173,15 @@ def test_a_sample_of_kills(turn: int, object_store: ObjectStore, warm: Client) -
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_kill(name: str, layout: str, full: bool, object_store: ObjectStore, warm: Client) -> None:
+def test_a_kill_at_every_request(name: str, layout: str, full: bool, object_store: ObjectStore, warm: Client) -> None:
     _kill_at_each_request(SCENARIOS[name], layout, full, object_store, warm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_kill_of_uploads_in_parts(layout: str, full: bool, object_store: ObjectStore, warm: Client) -> None:
+def test_a_kill_at_every_request_of_multipart_uploads(
+    layout: str, full: bool, object_store: ObjectStore, warm: Client
+) -> None:
     _kill_at_each_request(_IN_PARTS, layout, full, object_store, warm)
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to one request of a save, it commits once; and of two savers at once, one."""
+"""One commit for each save, whatever happens to a request, and one commit for two concurrent first saves."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_each_fault_at_each_request(
 
 
 class _HeldAt:
-    """One request is held until something else is done, and then goes on."""
+    """A plan that holds one request until another action is done."""
 
     def __init__(self, number: int, meanwhile: Callable[[], object]) -> None:
         self._number = number
@@ -167,22 +167,22 @@ def _hold_at_each_request(store: ObjectStore, program: _Program) -> None:
 
 @contextmanager
 def _either() -> Iterator[None]:
-    """A save that may replace another one's checkpoint succeeds, or is lost to it."""
+    """Accept both results of a save that may replace the checkpoint of another save: success, or `SaveLostError`."""
     with suppress(SaveLostError):
         yield
 
 
-def test_a_save_that_is_held_while_another_commits_is_lost(object_store: ObjectStore) -> None:
+def test_a_save_loses_if_another_save_commits_while_it_is_held(object_store: ObjectStore) -> None:
     _hold_at_each_request(object_store, _first_save)
 
 
 @pytest.mark.slow
-def test_an_overwrite_that_is_held_while_another_commits_is_whole_or_lost(object_store: ObjectStore) -> None:
+def test_an_overwrite_is_complete_or_loses_if_another_save_commits_while_it_is_held(object_store: ObjectStore) -> None:
     _hold_at_each_request(object_store, _overwrite)
 
 
 class _LosesAnswers:
-    """Of requests that change something, some have their answers lost, or are sent twice."""
+    """A plan that loses some answers to changes, and sends some changes twice."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -233,10 +233,10 @@ def _judge_race(store: ObjectStore, place: str, outcomes: dict[int, CheckpointEr
     unknown = [version for version, error in outcomes.items() if isinstance(error, CommitUnknownError)]
     for error in outcomes.values():
         assert error is None or isinstance(error, SaveLostError | CheckpointExistsError | CommitUnknownError)
-    found = version_at(place, context=store.direct)
+    committed = version_at(place, context=store.direct)
     assert len(won) <= 1
     possible: set[int | None] = {*won} if won else {None, *unknown}
-    assert found in possible
+    assert committed in possible
     assert won or unknown, "both savers lost"
     ckptcore.save(place, make_state(_NEXT), overwrite="non-atomic", context=store.direct)
     assert version_at(place, context=store.direct) == _NEXT

@@ -1,4 +1,4 @@
-"""Sessions and updates on object stores as they are, through their plugins."""
+"""Sessions and updates on object stores without faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.object_stores.stores import ObjectStore
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
 def test_sessions_fill_a_checkpoint(layout: str, object_store: ObjectStore) -> None:
     place, context = object_store.new_place("partial"), object_store.direct
-    large = np.arange(1_500_000, dtype=np.float64)  # in several parts
+    large = np.arange(1_500_000, dtype=np.float64)  # uploaded in several parts
     ckptcore.partial(place, layout=layout, context=context).save({"a": large, "n": 1})
     with pytest.raises(UncommittedCheckpointError, match=r"1 complete session \("):
         ckptcore.load(place, context=context)

@@ -1,4 +1,4 @@
-"""Refusals that the services document for our calls, by a server behind a proxy: the class, what refused, a remedy."""
+"""Documented refusals of the services, sent by a proxy. Errors have the right class, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[ObjectStore, FaultProxy]]]:
-    """The services, each behind a proxy."""
+    """Start the services, each behind a proxy."""
     with ExitStack() as stack:
-        found = {}
+        services = {}
         for scheme, serve in STORES.items():
             store = stack.enter_context(serve(tmp_path_factory.mktemp(scheme)))
-            found[scheme] = store, stack.enter_context(FaultProxy(store.upstream, dialect=store.dialect))
-        yield found
+            services[scheme] = store, stack.enter_context(FaultProxy(store.upstream, dialect=store.dialect))
+        yield services
 
 
 def open_store(store: ObjectStore, url: str) -> StorageBackend:
@@ -92,7 +92,7 @@ CASES = [(scheme, code.replace("*", "OtherException")) for scheme, table in TABL
 
 
 @pytest.mark.parametrize(("scheme", "code"), CASES)
-def test_each_refusal_says_what_to_do(
+def test_the_error_for_each_refusal_has_a_remedy(
     scheme: str, code: str, proxies: dict[str, tuple[ObjectStore, FaultProxy]]
 ) -> None:
     store, proxy = proxies[scheme]
@@ -102,7 +102,7 @@ def test_each_refusal_says_what_to_do(
     storage = open_store(store, proxy.url)
     calls: list[Callable[[], object]] = [
         lambda: storage.put("a", b"1"),
-        lambda: storage.put("tab\tname", b"1"),  # not by obstore
+        lambda: storage.put("tab\tname", b"1"),  # this name does not go through obstore
         lambda: storage.open_writer("a", 20 << 20).write_at(0, bytes(10 << 20)),
         lambda: list(storage.list()),
     ]
@@ -124,7 +124,7 @@ def test_each_refusal_says_what_to_do(
         assert "\n" not in text and "Debug" not in text
 
 
-def test_messages_name_what_to_allow(proxies: dict[str, tuple[ObjectStore, FaultProxy]]) -> None:
+def test_the_error_names_the_permission_to_grant(proxies: dict[str, tuple[ObjectStore, FaultProxy]]) -> None:
     words = {
         "s3": "User: arn:aws:sts::1:assumed-role/trainer/i-0 is not authorized to perform: kms:GenerateDataKey on "
         "resource: arn:aws:kms:eu-west-1:1:key/2 because no identity-based policy allows the action",
@@ -141,10 +141,10 @@ def test_messages_name_what_to_allow(proxies: dict[str, tuple[ObjectStore, Fault
 @pytest.mark.parametrize(
     ("scheme", "name"), [("az", "BlobImmutableDueToPolicy"), ("gs", "RetentionPolicyNotMet"), ("s3", "ObjectLocked")]
 )
-def test_a_bucket_that_retains_objects(
+def test_a_bucket_with_a_retention_policy_is_refused(
     scheme: str, name: str, proxies: dict[str, tuple[ObjectStore, FaultProxy]]
 ) -> None:
-    """A commit replaces the claim, which a retention policy does not allow. The error is about that."""
+    """A commit replaces the claim, and a retention policy refuses this. The error says so."""
     store, proxy = proxies[scheme]
     place = store.new_place("retained")
 
@@ -213,8 +213,8 @@ PROGRAM = (
 @pytest.mark.parametrize(
     ("status", "cause"), [(407, "the proxy refused"), (403, "the proxy refused"), (502, "connection")]
 )
-def test_proxies_are_named(status: int, cause: str) -> None:
-    """In a new process, because obstore reads the proxies once."""
+def test_the_error_names_the_proxy(status: int, cause: str) -> None:
+    """This needs a new process, because obstore reads the proxy settings only once."""
     keys = {"access_key_id": "id", "secret_access_key": "secret", "region": "r"}
     account = {"account_name": "team", "account_key": EMULATOR_KEY}
     hosts = ["https://service.invalid", *(["http://service.invalid"] if status == 407 else [])]

@@ -1,1 +1,1 @@
-"""Parts of checkpoints: open checkpoints, stored arrays, and indices of them."""
+"""Open checkpoints, stored arrays and their indexing."""

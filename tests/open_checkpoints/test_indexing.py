@@ -1,4 +1,4 @@
-"""Indices of stored arrays give what NumPy's basic indexing gives, and refuse the rest."""
+"""Indices of stored arrays. They equal NumPy's basic indexing, and other indices are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def indexed_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
 
 @settings(deadline=None)
 @given(indexed_shapes())
-def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
+def test_box_steps_and_local_index_give_the_result_of_numpy(drawn: tuple[tuple[int, ...], Any]) -> None:
     shape, index = drawn
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     indexed = index_box(index, shape)
@@ -37,7 +37,7 @@ def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...]
 
 @settings(deadline=None)
 @given(indexed_shapes())
-def test_the_rows_of_an_index_hold_all_that_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
+def test_the_rows_of_an_index_contain_all_selected_elements(drawn: tuple[tuple[int, ...], Any]) -> None:
     shape, index = drawn
     extent = shape[0] if shape else 0
     rows = rows_of(index, extent)
@@ -76,7 +76,7 @@ def test_only_integers_and_slices_have_rows(index: object, rows: tuple[int, int]
     assert rows_of(index, 9) == rows
 
 
-def test_integers_of_other_libraries_are_integers() -> None:
+def test_integers_of_other_libraries_are_accepted() -> None:
     assert index_box((np.int64(-1), np.array(2)), (4, 5)).box.start == (3, 2)
 
 
@@ -95,7 +95,7 @@ def test_integers_of_other_libraries_are_integers() -> None:
         (1.0, "not with a float"),
     ],
 )
-def test_what_is_no_basic_index_is_refused(index: object, words: str) -> None:
+def test_other_than_basic_indices_are_refused(index: object, words: str) -> None:
     with pytest.raises(IndexError, match=words):
         index_box(index, (4, 5))
 

@@ -1,4 +1,4 @@
-"""Loads in parts: what comes in which order, what is read for it, and what is in memory."""
+"""Loads in parts with `iter_boxes`: order of parts, bytes read, and memory."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def state() -> dict[str, Any]:
 
 
 def boxes_of(location: Path, *, context: Context | None = None, **how: Any) -> Generator[LoadedBox, None, None]:
-    """Open a checkpoint, and return an iterator of its boxes."""
+    """Open a checkpoint, and return an iterator over its boxes."""
     return ckptcore.open(location, context=context).iter_boxes(**how)
 
 
 def joined(parts: Iterable[LoadedBox]) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays that parts make up; each element comes once."""
+    """Return the arrays that consist of these parts. Fail if an element is missing or occurs twice."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     seen: dict[str, int] = {}
     for part in parts:
@@ -62,7 +62,7 @@ def joined(parts: Iterable[LoadedBox]) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("context", [FAST, SMALL], ids=["usual", "small"])
-def test_the_parts_make_up_every_array(tmp_path: Path, layout: str, context: Context) -> None:
+def test_the_parts_contain_every_array(tmp_path: Path, layout: str, context: Context) -> None:
     tree = state()
     ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
     parts = list(boxes_of(tmp_path / "c", context=context))
@@ -94,7 +94,7 @@ def test_no_byte_is_read_twice(tmp_path: Path, layout: str) -> None:
     assert some.bytes_read <= tree["layers"][1]["w"].nbytes + 4 * BLOCK_BYTES
 
 
-def test_what_is_wanted_first_comes_first(tmp_path: Path) -> None:
+def test_leaves_selected_as_first_are_loaded_first(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     first = [select.names(("layers", 2)), select.names("one", "layers")]
     parts = boxes_of(tmp_path / "c", context=SMALL, first=first, select=~select.names("tied"))
@@ -106,7 +106,7 @@ def test_what_is_wanted_first_comes_first(tmp_path: Path) -> None:
     assert plain[0] == "one" and sorted(set(plain)) == sorted(set(order))
 
 
-def test_transformed_arrays_come_in_parts(tmp_path: Path) -> None:
+def test_transformed_arrays_are_loaded_in_parts(tmp_path: Path) -> None:
     tree = state()
     ckptcore.save(tmp_path / "c", tree, context=FAST)
     changes = [Stack("layers/{i}/w", "stacked"), Cast("embed", "int64")]
@@ -115,7 +115,7 @@ def test_transformed_arrays_come_in_parts(tmp_path: Path) -> None:
     assert arrays["embed"].tobytes() == tree["embed"].astype(np.int64).tobytes()
 
 
-def test_who_stops_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_breaking_out_of_the_loop_ends_all_threads(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     report = LoadReport()
     for part in boxes_of(tmp_path / "c", context=SMALL, first=select.names("embed"), report=report):
@@ -126,7 +126,7 @@ def test_who_stops_leaves_nothing_behind(tmp_path: Path) -> None:
     assert 0 < report.bytes_read < 10 * MIB
 
 
-def test_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_leaves_are_refused_by_the_call(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         boxes_of(tmp_path / "c", context=FAST)
     ckptcore.save(tmp_path / "c", state(), context=FAST)
@@ -136,7 +136,7 @@ def test_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
         boxes_of(tmp_path / "c", context=FAST, first=select.names("embd"))
 
 
-def test_a_damaged_block_is_given_to_no_reader(tmp_path: Path) -> None:
+def test_no_part_contains_a_damaged_block(tmp_path: Path) -> None:
     tree = {"first": np.zeros(4 * MIB, np.uint8), "second": np.ones(4 * MIB, np.uint8)}
     ckptcore.save(tmp_path / "c", tree, context=FAST)
     (file,) = (tmp_path / "c").glob("*.safetensors")
@@ -151,7 +151,7 @@ def test_a_damaged_block_is_given_to_no_reader(tmp_path: Path) -> None:
     assert given
 
 
-def test_a_checkpoint_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+def test_a_replacement_between_parts_is_detected(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", state(), context=FAST)
     parts = boxes_of(tmp_path / "c", context=SMALL)
     next(parts)
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_replaced_is_noticed(tmp_path: Path) -> None:
 RANKS = 64
 ROWS = 4096
 
-# In a new process, for the peak of its memory.
+# Runs in a new process, so that the peak of its memory can be measured.
 PROGRAM = """
 import sys
 import zlib
@@ -189,7 +189,7 @@ print(peak() - before, sorted(sums.items()))
 
 
 def _sharded(rank: int, layers: int, rows: int) -> dict[str, Any]:
-    """A rank's part of a state: rows of some arrays, columns of others."""
+    """Return the part of a rank: rows of some arrays, and columns of others."""
     tree: dict[str, Any] = {}
     for layer in range(layers):
         whole = (rows, 2048) if layer % 2 else (2048, rows)
@@ -203,7 +203,7 @@ def _sharded(rank: int, layers: int, rows: int) -> dict[str, Any]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
-def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout: str) -> None:
+def test_a_checkpoint_of_many_hosts_loads_in_little_memory(tmp_path: Path, layout: str) -> None:
     layers = 6
 
     def save(rank: int, context: Context) -> None:
@@ -213,12 +213,12 @@ def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout
     run_ranks(RANKS, save, timeout_seconds=300, durability="none")
     nbytes = ckptcore.metadata(tmp_path / "c").nbytes
     assert nbytes == layers * ROWS * 2048 * 4
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), str(tmp_path / "warm")],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    taken, sums = found.stdout.split(maxsplit=1)
+    assert result.returncode == 0, result.stderr
+    taken, sums = result.stdout.split(maxsplit=1)
     elements = ROWS // RANKS * 2048
     expected = [(f"layer_{n}", sum(elements * (rank + n) for rank in range(RANKS))) for n in range(layers)]
     assert sums.strip() == str(expected)

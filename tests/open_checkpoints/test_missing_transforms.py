@@ -1,4 +1,4 @@
-"""The core without the distribution of transforms: it loads, matches and reads updates, and says what to install."""
+"""The core without the distribution of transforms. It loads, matches and reads updates; errors say what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles and copies: open checkpoints, readers, options, policies and errors go to other processes."""
+"""Pickles and copies of open checkpoints, readers, options, policies and errors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def way(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 # --- open checkpoints
 
 
-def test_an_open_checkpoint(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_an_open_checkpoint_is_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        opened["a/w"][0], opened.metadata  # what was read is not in the pickle
-        copied = way(opened)
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        checkpoint["a/w"][0], checkpoint.metadata  # the pickle does not contain elements that were read
+        copied = way(checkpoint)
     assert not copied.is_closed
     assert list(copied) == ["a", "list", "name"]
     assert copied["a/w"][1].tolist() == [3, 4, 5]
@@ -57,10 +57,10 @@ def test_an_open_checkpoint(tmp_path: Path, way: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("path", ["a", "list", ("list", 1), ()])
-def test_a_container(tmp_path: Path, way: Callable[[Any], Any], path: Any) -> None:
+def test_a_container_of_an_open_checkpoint_is_copied(tmp_path: Path, way: Callable[[Any], Any], path: Any) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        expected = opened[path]
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        expected = checkpoint[path]
         copied = way(expected)
         assert copied.path == expected.path
         assert repr(copied) == repr(expected) or path == ()
@@ -68,24 +68,24 @@ def test_a_container(tmp_path: Path, way: Callable[[Any], Any], path: Any) -> No
             assert np.array_equal(copied[name], expected[name]) or hasattr(copied[name], "keys")
 
 
-def test_an_array_and_a_tree_of_one(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_arrays_and_checkpoints_of_one_array_are_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
     ckptcore.save(tmp_path / "one", np.arange(4))
-    with ckptcore.open(tmp_path / "x") as opened, ckptcore.open(tmp_path / "one") as one:
-        array = opened["a/w"]
+    with ckptcore.open(tmp_path / "x") as checkpoint, ckptcore.open(tmp_path / "one") as array_checkpoint:
+        array = checkpoint["a/w"]
         array[:]
         copied = way(array)
         assert (copied.path, copied.shape, copied.dtype) == (array.path, array.shape, array.dtype)
         assert np.array_equal(copied, array)
-        assert way(one)[()][2] == 2
+        assert way(array_checkpoint)[()][2] == 2
 
 
 def test_a_pickle_has_the_location_and_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ckptcore.save("x", {f"w{number}": np.ones(1000) for number in range(100)})
-    with ckptcore.open("x") as opened:
-        opened["w3"][:]
-        pickled = pickle.dumps([opened, opened["w3"]])
+    with ckptcore.open("x") as checkpoint:
+        checkpoint["w3"][:]
+        pickled = pickle.dumps([checkpoint, checkpoint["w3"]])
     assert len(pickled) < 2000
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -93,40 +93,42 @@ def test_a_pickle_has_the_location_and_no_data(tmp_path: Path, monkeypatch: pyte
     assert again["w3"][0] == array[1] == 1
     again.close()
     with pytest.raises(ValueError, match="closed"):
-        array[0]  # they share the open checkpoint, as before
+        array[0]  # both still share one open checkpoint
 
 
 def test_another_save_at_the_location_is_an_error(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
-    with ckptcore.open(tmp_path / "x") as opened:
-        opened["a/w"][0]
-        copied, used = way(opened), way(opened)
-        array = way(opened["a/w"])
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        checkpoint["a/w"][0]
+        copied, used = way(checkpoint), way(checkpoint)
+        array = way(checkpoint["a/w"])
         assert used["a/w"][0, 1] == 1
         ckptcore.save(tmp_path / "x", TREE, overwrite=True)
         for read in (lambda: copied["a/w"], lambda: len(copied), lambda: array[0]):
             with pytest.raises(CheckpointNotFoundError, match="x was replaced or deleted after it was opened"):
                 read()
-        assert used["a/w"][0, 2] == 2  # it was open before
+        assert used["a/w"][0, 2] == 2  # this copy was opened before the replacement
         shutil.rmtree(tmp_path / "x")
         with pytest.raises(CheckpointNotFoundError):
-            way(opened)["a/w"]
+            way(checkpoint)["a/w"]
 
 
-def test_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_an_open_checkpoint_of_other_software_is_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)})
     shutil.copy(next((tmp_path / "x").glob("*.safetensors")), tmp_path / "plain.safetensors")
-    with ckptcore.open(tmp_path / "plain.safetensors") as opened:
-        name = next(iter(opened))
-        assert np.array_equal(way(opened)[name], opened[name])
+    with ckptcore.open(tmp_path / "plain.safetensors") as checkpoint:
+        name = next(iter(checkpoint))
+        assert np.array_equal(way(checkpoint)[name], checkpoint[name])
 
 
-def test_other_names_next_to_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any]) -> None:
-    """Such as the log of the training that goes on."""
+def test_new_files_next_to_a_checkpoint_of_other_software_are_ignored(
+    tmp_path: Path, way: Callable[[Any], Any]
+) -> None:
+    """An example is the log of a running training."""
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)}, layout="dcp")
     (tmp_path / "x" / "checkpoint.json").unlink()
-    with ckptcore.open(tmp_path / "x") as opened:
-        copied, gone = way(opened), way(opened)
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        copied, gone = way(checkpoint), way(checkpoint)
         (tmp_path / "x" / "train.log").write_text("step 1")
         assert copied["w"][0] == 1
         next((tmp_path / "x").glob("*.distcp")).rename(tmp_path / "elsewhere")
@@ -135,7 +137,7 @@ def test_other_names_next_to_a_checkpoint_of_other_software(tmp_path: Path, way:
 
 
 def test_observers_and_jobs_are_not_pickled(tmp_path: Path, way: Callable[[Any], Any]) -> None:
-    """A worker reads alone, and can have neither the locks nor the connections of this process."""
+    """A worker reads alone, and cannot use locks or connections of this process."""
     seen: list[Any] = []
     lock = threading.Lock()
 
@@ -151,8 +153,8 @@ def test_observers_and_jobs_are_not_pickled(tmp_path: Path, way: Callable[[Any],
     )
     with Checkpointer(tmp_path / "run", context=context) as checkpointer:
         checkpointer.save_blocking(1, {"w": np.ones(3)})
-    with ckptcore.open(tmp_path / "run" / "1", context=context) as opened:
-        assert way(opened)["w"][0] == way(opened["w"])[0] == 1
+    with ckptcore.open(tmp_path / "run" / "1", context=context) as checkpoint:
+        assert way(checkpoint)["w"][0] == way(checkpoint["w"])[0] == 1
     reader = way(CheckpointReader(tmp_path / "run", context=context))
     assert reader.steps == (1,)
     assert reader.load()["w"].tolist() == [1, 1, 1]
@@ -162,7 +164,7 @@ class OtherContext(Context):
     """A context of another class."""
 
 
-def test_subclasses_stay_what_they_are() -> None:
+def test_subclasses_keep_their_types() -> None:
     assert type(pickle.loads(pickle.dumps(OtherContext(durability="none")))) is OtherContext
     assert type(OtherContext(observers=[print]).of_another_process()) is OtherContext
     layout = DcpEntries(items=frozenset({"a"})).with_own_names("tag")
@@ -170,14 +172,14 @@ def test_subclasses_stay_what_they_are() -> None:
     assert pickle.loads(pickle.dumps(layout)) == layout
 
 
-def test_every_registered_layout(way: Callable[[Any], Any]) -> None:
+def test_every_registered_layout_is_copied(way: Callable[[Any], Any]) -> None:
     layouts = runtime_of(Context()).registry.layouts()
     assert {"dcp", "pickle", "safetensors"} <= {layout.name for layout in layouts}
     assert [way(layout) for layout in layouts] == list(layouts)
 
 
 @pytest.mark.parametrize("layout", [ckptcore.SafetensorsLayout, DcpLayout])
-def test_the_tag_of_a_layout_is_no_positional_argument(layout: Any) -> None:
+def test_the_tag_of_a_layout_is_not_a_positional_argument(layout: Any) -> None:
     assert list(inspect.signature(layout).parameters.values())[-1].kind is inspect.Parameter.KEYWORD_ONLY
     with pytest.raises(TypeError, match="positional"):
         layout(*range(len(inspect.signature(layout).parameters)))
@@ -186,7 +188,7 @@ def test_the_tag_of_a_layout_is_no_positional_argument(layout: Any) -> None:
 # --- other objects
 
 
-def test_contexts_and_readers_that_were_used(
+def test_used_contexts_and_readers_are_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[Any], Any]
 ) -> None:
     context = Context(durability="none", storage={"s3": {"secret": "x"}})
@@ -206,7 +208,7 @@ def test_contexts_and_readers_that_were_used(
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_what_belongs_to_one_process_is_refused(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
+def test_objects_of_one_process_are_refused(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     with Checkpointer(tmp_path / "run") as checkpointer:
         with pytest.raises(TypeError, match="one object owns the directory.*CheckpointReader"):
             copied(checkpointer)
@@ -256,14 +258,14 @@ WITHOUT_OBJECTS = {
 }
 
 
-def test_every_public_object(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_every_public_object_is_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     made = examples(tmp_path)
     assert set(vars(ckptcore)["__all__"]) <= made.keys() | ELSEWHERE | WITHOUT_OBJECTS
     for name, value in made.items():
         assert type(way(value)) is type(value), name
 
 
-def test_policies(way: Callable[[Any], Any]) -> None:
+def test_policies_are_copied(way: Callable[[Any], Any]) -> None:
     for policy in (
         policies.LatestN(3),
         policies.BestN(2, "loss", "min"),
@@ -299,7 +301,7 @@ def test_errors_keep_their_text_attributes_and_notes(kind: type[CheckpointError]
     assert getattr(copied, "errno", None) == getattr(error, "errno", None)
 
 
-def test_raised_errors(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_raised_errors_are_copied(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     ckptcore.save(tmp_path / "x", TREE)
     with pytest.raises(TreeMismatchError) as mismatch:
         ckptcore.load(tmp_path / "x", {"other": 1})

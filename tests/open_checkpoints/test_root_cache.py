@@ -1,4 +1,4 @@
-"""Checkpoints that are opened again: their roots are read and compared again, and parsed once."""
+"""Checkpoints that are opened repeatedly. Their roots are read and compared each time, but parsed only once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context() -> Context:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The bytes of every root that was parsed."""
+    """Return a list that receives the bytes of every parsed root."""
     seen: list[bytes] = []
 
     def noting(store: StorageBackend, data: bytes, display: str = "") -> Any:
@@ -39,37 +39,37 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
-def test_a_checkpoint_that_is_opened_again_is_parsed_once(
+def test_the_root_of_a_checkpoint_that_is_opened_again_is_parsed_once(
     tmp_path: Path, context: Context, parsed: list[bytes], layout: str
 ) -> None:
     array = np.arange(40).reshape(8, 5)
     ckptcore.save(tmp_path / "c", {"w": array, "step": 3}, layout=layout, context=context)
     for row in range(4):
-        with ckptcore.open(tmp_path / "c", context=context) as opened:
-            np.testing.assert_array_equal(opened["w"][row : row + 2], array[row : row + 2])
-            assert opened["step"] == 3
+        with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+            np.testing.assert_array_equal(checkpoint["w"][row : row + 2], array[row : row + 2])
+            assert checkpoint["step"] == 3
         box = Box((row, 0), (row + 1, 5))
-        with ckptcore.open(tmp_path / "c", context=context) as opened:
-            np.testing.assert_array_equal(opened["w"][box.slices], array[box.slices])
+        with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+            np.testing.assert_array_equal(checkpoint["w"][box.slices], array[box.slices])
     assert len(parsed) == 1
-    with ckptcore.open(tmp_path / "c", context=Context()) as opened:
-        assert opened["step"] == 3
-    assert len(parsed) == 2  # another Context knows nothing of it
+    with ckptcore.open(tmp_path / "c", context=Context()) as checkpoint:
+        assert checkpoint["step"] == 3
+    assert len(parsed) == 2  # each Context has its own cache
 
 
-def test_another_save_is_another_root(tmp_path: Path, context: Context, parsed: list[bytes]) -> None:
+def test_the_root_of_another_save_is_parsed(tmp_path: Path, context: Context, parsed: list[bytes]) -> None:
     for number in range(3):
         ckptcore.save(tmp_path / "c", {"w": np.full(9, number)}, overwrite=True, context=context)
         for _ in range(2):
-            with ckptcore.open(tmp_path / "c", context=context) as opened:
-                assert opened["w"][:].tolist() == [number] * 9
+            with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+                assert checkpoint["w"][:].tolist() == [number] * 9
     assert len(parsed) == 3
     ckptcore.delete(tmp_path / "c")
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.open(tmp_path / "c", context=context)
 
 
-def test_a_root_that_is_damaged_after_it_was_known_is_refused(tmp_path: Path, context: Context) -> None:
+def test_a_cached_root_that_is_damaged_later_is_refused(tmp_path: Path, context: Context) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.arange(9)}, context=context)
     ckptcore.open(tmp_path / "c", context=context).close()
     root = tmp_path / "c" / ROOT_KEY
@@ -80,7 +80,9 @@ def test_a_root_that_is_damaged_after_it_was_known_is_refused(tmp_path: Path, co
         ckptcore.open(tmp_path / "c", context=context)
 
 
-def test_a_copy_has_the_same_root_and_its_own_elements(tmp_path: Path, context: Context, parsed: list[bytes]) -> None:
+def test_a_copy_shares_the_cached_root_but_not_the_elements(
+    tmp_path: Path, context: Context, parsed: list[bytes]
+) -> None:
     array = np.arange(9)
     ckptcore.save(tmp_path / "c", {"w": array}, context=context)
     (tmp_path / "d").mkdir()
@@ -134,19 +136,19 @@ def is_kept(known: ParsedRoots[ckptcore.SafetensorsLayout], data: bytes, root: R
         return root
 
     for _ in range(2):
-        known.keep(data, known.root(data, parse), ckptcore.SafetensorsLayout)  # type: ignore[arg-type]  # it is a Root
+        known.keep(data, known.root(data, parse), ckptcore.SafetensorsLayout)  # type: ignore[arg-type]  # the value is a Root
     return len(parsed) == 1
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}])
-def test_values_that_could_be_changed_are_parsed_each_time(value: list[int] | Mapping[str, int]) -> None:
+def test_roots_with_mutable_values_are_parsed_each_time(value: list[int] | Mapping[str, int]) -> None:
     assert is_kept(ParsedRoots(), b"a", root_of("text"))
     assert not is_kept(ParsedRoots(), b"a", root_of(value))
     assert not is_kept(ParsedRoots(), b"a", root_of(parts=("b",)))
     assert not is_kept(ParsedRoots(), bytes(2 << 20), root_of())
 
 
-def test_few_roots_are_kept() -> None:
+def test_the_cache_keeps_four_roots() -> None:
     known = ParsedRoots[ckptcore.SafetensorsLayout]()
     for number in range(6):
         assert is_kept(known, b"%d" % number, root_of())

@@ -1,4 +1,4 @@
-"""Pieces of arrays are read in the order in which they are stored, and what is read at once ends where a block does."""
+"""Pieces of arrays in the order of their storage. Batches of pieces end at the ends of blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, StoredPiece, batc
 
 
 def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
-    """Arrays of float32 one behind the other in a file."""
+    """Return the pieces of consecutive arrays of float32 in a file."""
     pieces = []
     for leaf, shape in enumerate(shapes):
         box = Box.whole(shape)
@@ -24,7 +24,7 @@ def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
     return pieces
 
 
-def test_batches_end_where_blocks_do() -> None:
+def test_batches_end_at_the_ends_of_blocks() -> None:
     shapes = [(100, 30), (5,), (7, 11, 13), (1,), (3000,), (64, 64)] * 3
     batches = list(batches_of(_file(shapes), BatchSizes(aim=8000, most=12000, block=1024)))
     assert len(batches) > 10
@@ -35,19 +35,19 @@ def test_batches_end_where_blocks_do() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[(10,)] * 200, [(1 << 16,)]])
-def test_small_arrays_and_large_ones_alike(shapes: list[tuple[int, ...]]) -> None:
+def test_batches_of_small_and_large_arrays_start_at_blocks(shapes: list[tuple[int, ...]]) -> None:
     batches = list(batches_of(_file(shapes, offset=0), BatchSizes(aim=4096, most=1 << 20, block=512)))
     assert len(batches) > 1 and all(batch[0].start % 512 == 0 for batch in batches)
 
 
-def test_without_a_place_a_batch_ends_anywhere() -> None:
+def test_batches_of_pieces_without_an_offset_end_anywhere() -> None:
     pieces = [piece for leaf in range(9) for piece in pieces_of(leaf, Box.whole((10, 16)), 4, ChunkLookup(()))]
     batches = list(batches_of(pieces, BatchSizes(aim=1000, most=1000, block=1 << 20)))
     assert max(sum(piece.nbytes for piece in batch) for batch in batches) <= 1000
     assert sum(piece.box.size for batch in batches for piece in batch) == 9 * 160
 
 
-def test_what_is_only_read_whole_stays_together() -> None:
+def test_pieces_of_an_indivisible_chunk_stay_in_one_batch() -> None:
     tiles = ChunkLookup([Chunk("file", number, Box((10 * number,), (10 * number + 10,)), False) for number in range(5)])
     halves = [Box((5 * number,), (5 * number + 5,)) for number in range(10)]
     pieces = [piece for box in halves for piece in pieces_of(0, box, 64, tiles)]
@@ -56,7 +56,7 @@ def test_what_is_only_read_whole_stays_together() -> None:
 
 
 @given(st.data())
-def test_what_is_before_a_byte_and_behind_it_make_up_a_piece(data: st.DataObject) -> None:
+def test_a_piece_cut_at_a_byte_consists_of_its_two_parts(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
     box = data.draw(strategies.boxes(shape))
     tile = Chunk("file", data.draw(st.integers(0, 9)), Box.whole(shape), True)
@@ -76,7 +76,7 @@ def test_what_is_before_a_byte_and_behind_it_make_up_a_piece(data: st.DataObject
     assert [part.start for part in [*before, *behind]] == sorted(part.start for part in [*before, *behind])
 
 
-def test_tiles_that_do_not_make_up_a_box_are_not_believed() -> None:
+def test_chunks_that_do_not_fill_a_box_are_ignored() -> None:
     tiles = ChunkLookup([Chunk("file", 0, Box((0, 0), (3, 4)), True)])
     (piece,) = pieces_of(2, Box.whole((4, 4)), 4, tiles)
     assert piece.chunk is None and piece.box == Box.whole((4, 4))

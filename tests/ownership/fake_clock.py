@@ -1,4 +1,4 @@
-"""A clock that advances only when a test or a process that waits calls it; and processes that can pause."""
+"""A clock that advances only in calls of `sleep`, and processes that can pause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckptcore.commit.leases import Clock
 
 
 class FakeClock(Clock):
-    """Seconds that pass only in `sleep`, all on the calling thread. What is repeated is called as time passes."""
+    """A clock whose time passes only in `sleep`. Repeated callbacks run there, on the calling thread."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -33,17 +33,17 @@ class FakeClock(Clock):
         return self.add(FakeRepetition(FakeProcess(self), self._now, seconds, work)).stop
 
     def process(self) -> FakeProcess:
-        """A process whose time this is."""
+        """Return a new process that uses this clock."""
         return FakeProcess(self)
 
     def add(self, repetition: FakeRepetition) -> FakeRepetition:
-        """Call this too as time passes."""
+        """Add a callback that runs repeatedly as time passes."""
         self._repetitions.append(repetition)
         return repetition
 
 
 class FakeProcess(Clock):
-    """The clock as one process sees it."""
+    """The clock of one process. While the process is frozen, its callbacks do not run."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class FakeProcess(Clock):
 
 
 class FakeRepetition:
-    """Something that is repeated."""
+    """A repeated callback."""
 
     def __init__(self, process: FakeProcess, now: float, seconds: float, work: Callable[[], None]) -> None:
         self._process = process
@@ -71,7 +71,7 @@ class FakeRepetition:
 
     @property
     def runs(self) -> bool:
-        """True if callbacks run as time passes; after a pause all that are due run at once."""
+        """True if the callback runs as time passes. After a pause, a callback that is due runs at once."""
         return not self._is_stopped and not self._process.is_frozen
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Actors that take turns at every operation of a storage, in each order that there is."""
+"""Interleavings of actors: at every operation of a storage another actor can continue, in every possible order."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ACTING: Final = threading.local()
 
 
 class Choices(Protocol):
-    """Says what happens next."""
+    """A source of choices between possible next events."""
 
     def choose(self, count: int) -> int:
-        """One of so many possibilities, from 0."""
+        """Return the number of one of `count` possibilities, from 0."""
         ...
 
 
 class Replay:
-    """Follows given choices, then takes the first possibility; records all choices."""
+    """Choices that repeat a given list, and then take the first possibility. Records all choices."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
         self._told = list(chosen)
@@ -40,7 +40,7 @@ class Replay:
 
 
 def every_order() -> Iterator[Replay]:
-    """Choices for as many runs as there are orders; each is used for one run before the next is taken."""
+    """Yield the choices for one run after another, until all orders were used. Run each before taking the next."""
     told: list[int] = []
     while True:
         replay = Replay(told)
@@ -54,9 +54,9 @@ def every_order() -> Iterator[Replay]:
 
 
 class Actor(FaultPlan, Clock):
-    """A process: it stops before each operation of its storage until it has its turn, and may die there.
+    """A simulated process. It stops before each operation of its storage until its turn, and can be killed there.
 
-    It is its own clock. No time passes; an actor that waits continues when another one has done something.
+    An actor is also its own clock, on which no time passes. Its `sleep` ends after an operation of another actor.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,28 +69,28 @@ class Actor(FaultPlan, Clock):
         self._dies = False
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Stop, then continue as `FaultPlan` does; after a kill, at once."""
+        """Wait for the turn, unless the actor was killed. Then begin the operation. See `FaultPlan`."""
         if not self.crashed:
             self.stop()
         return super().begin(name, keys, offset, nbytes)
 
     def now(self) -> float:
-        """No time passes."""
+        """Return a constant time."""
         return 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Yield to other threads."""
+        """Wait until another actor has done an operation."""
         self.expect_alive()
         self.state = "waiting"
         self.stop()
 
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
-        """Nothing comes due, as no time passes."""
+        """Do not run the callback, because no time passes."""
         return lambda: None
 
     @staticmethod
     def current() -> Actor | None:
-        """Whose thread this is."""
+        """Return the actor of the current thread."""
         return getattr(_ACTING, "actor", None)
 
     def stop(self) -> None:
@@ -101,7 +101,7 @@ class Actor(FaultPlan, Clock):
             self.crash()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin, up to the first operation."""
+        """Run the work on a new thread, up to its first operation."""
 
         def run() -> None:
             _ACTING.actor = self
@@ -119,33 +119,33 @@ class Actor(FaultPlan, Clock):
         assert self._stopped.acquire(timeout=_STUCK_SECONDS)
 
     def go_on(self) -> None:
-        """Do one operation."""
+        """Run one operation."""
         self.state = "ready"
         self._turn.release()
         assert self._stopped.acquire(timeout=_STUCK_SECONDS)
 
     def die(self) -> None:
-        """Die before the next operation."""
+        """Kill the actor before its next operation."""
         self._dies = True
         self.go_on()
 
 
 class Turns:
-    """Gives turns to actors until all are done."""
+    """A scheduler that gives turns to actors until all are done."""
 
     def __init__(self, choices: Choices, actors: Sequence[Actor], deaths: int = 0) -> None:
-        """Choose by `choices`; up to so many actors die somewhere."""
+        """Create a scheduler that follows `choices`, and kills up to `deaths` actors."""
         self._choices = choices
         self._actors = actors
         self._deaths = deaths
 
     def run(self) -> None:
-        """Run all actors, which have been started, to their ends."""
+        """Run all started actors to their ends."""
         turns = 0
         while any(actor.state != "done" for actor in self._actors):
             turns += 1
             ready = [actor for actor in self._actors if actor.state == "ready"]
-            # The awaited event may have happened during a look; the actor sees it when it looks again.
+            # The awaited event may have happened after the last look of an actor, so waiting actors look again.
             ready = ready or [actor for actor in self._actors if actor.state == "waiting"]
             assert turns < _MOST_TURNS, f"{[actor.name for actor in ready]} do not end"
             possible: list[tuple[Actor, Literal["go on", "die"]]] = [(actor, "go on") for actor in ready]
@@ -166,6 +166,6 @@ class Turns:
 
     def _choose(self, turns: int, count: int) -> int:
         if turns > _FREE_TURNS:
-            # Two that wait for a third would keep it from its turn for ever, if they were always chosen.
+            # Round robin: otherwise two actors that wait for a third could get every turn.
             return turns % count
         return self._choices.choose(count) if count > 1 else 0

@@ -1,4 +1,4 @@
-"""An owner of a directory that was killed on a file system without locks, and left its lease."""
+"""A killed owner of a directory on a file system without locks. It leaves its lease."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.ownership.lockable_storages import OPTIONS
 
 
 def leave_lease(directory: Path, setattr: Callable[[object, str, object], None] = setattr) -> locks.Lock:
-    """Own a directory as a killed job does. From now on no locks of this process reach other hosts, as on FUSE.
+    """Own a directory, and leave the lease as a killed job does. The caller must keep the result.
 
-    Time passes only for who waits for the lease. Keep the result.
+    After this call, the locks of this process do not reach other hosts, as on FUSE. Time passes only for a process that
+    waits for the lease.
     """
     clock = FakeClock()
     dead = clock.process()

@@ -1,4 +1,4 @@
-"""Storages to hold something in: with locks and without."""
+"""Storages with and without locks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OPTIONS: Final = StorageOptions(durable=False)
 
 
 def local(path: Path) -> StorageBackend:
-    """A directory of a file system: it has locks."""
+    """Return a directory of a file system with locks."""
     return open_local(str(path / "steps"), OPTIONS)
 
 
 def simulated(path: Path) -> StorageBackend:
-    """A directory of a disk that is none: it has locks."""
+    """Return a directory of a simulated disk, with locks."""
     return open_simulated(SimulatedDisk(), "disk://steps", OPTIONS)
 
 
 def memory(path: Path) -> StorageBackend:
-    """Objects in memory: no locks."""
+    """Return objects in memory, without locks."""
     return MemoryStorages().open(f"memory://{uuid.uuid4().hex}/steps", OPTIONS)
 
 
 def files_without_locks(path: Path) -> StorageBackend:
-    """A directory of a file system, seen as an object store: several processes can use it, and there are no locks."""
+    """Return files as an object store without locks, which several processes can use."""
     return Subdirectory(open_local(str(path), OPTIONS), "objects")
 
 
@@ -83,12 +83,12 @@ class WithoutLocks(AtomicSubdirectories):
 
 
 def entered(path: Path) -> StorageBackend:
-    """A directory of a file system: it has locks, once they are entered."""
+    """Return a directory of a file system whose locks take effect when they are entered."""
     return LockedWhenEntered(open_local(str(path), OPTIONS), "steps")
 
 
 def no_flock(path: Path) -> StorageBackend:
-    """A directory of a file system without locks."""
+    """Return a directory of a file system without locks."""
     return WithoutLocks(open_local(str(path), OPTIONS), "steps")
 
 

@@ -1,4 +1,4 @@
-"""Locks are released once, however many threads close them and however late the storage answers."""
+"""Release of locks: exactly once, even if several threads close a lock, or if the storage answers late."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _PACKAGE: Final = str(Path(ckptcore.__file__).parent)
 
 
 def close_twice(close: Callable[[], None], line: int) -> bool:
-    """Call a function, and once more on another thread before a line that it runs. Return False if it runs fewer."""
+    """Call a function, and call it on another thread before line `line` of the first call.
+
+    Return False if the first call runs fewer lines of the package.
+    """
     reached = 0
 
     def interrupt(frame: FrameType, event: str, _: Any) -> Any:
@@ -60,7 +63,7 @@ def test_two_threads_release_a_lock_once() -> None:
 
 
 def test_two_threads_unlock_a_directory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second would unlock, and close, another file that has the number of the first."""
+    """A second release could unlock and close another file, which has got the same descriptor."""
     calls: list[int] = []
     flock, close = fcntl.flock, close_descriptor
 
@@ -85,7 +88,7 @@ def test_two_threads_unlock_a_directory_once(tmp_path: Path, monkeypatch: pytest
     assert line > 3
 
 
-def test_a_close_with_a_limit_leaves_a_storage_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_with_a_time_limit_does_not_wait_for_the_storage(caplog: pytest.LogCaptureFixture) -> None:
     asked, answer, released = threading.Event(), threading.Event(), threading.Event()
 
     def release() -> None:

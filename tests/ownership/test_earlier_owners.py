@@ -1,4 +1,4 @@
-"""The owners before the present one, in its record: they say which of them was killed."""
+"""The earlier owners in the record of the current owner. The record shows which of them were killed."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def own(run: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "objects"])
-def test_earlier_owners_are_noted(kind: str, tmp_path: Path) -> None:
+def test_earlier_owners_are_recorded(kind: str, tmp_path: Path) -> None:
     run, key = (str(tmp_path / "run"), OWNER_RECORD) if kind == "files" else ("memory://earlier-owners", OWNER_LEASE)
     for _ in range(3):
         own(run)
     assert [(owner.number, owner.released) for owner in record(run, key).earlier] == [(0, True), (1, True)]
 
 
-def test_a_killed_owner_did_not_release(tmp_path: Path) -> None:
+def test_a_killed_owner_is_recorded_as_not_released(tmp_path: Path) -> None:
     own(str(tmp_path))
     path = tmp_path / OWNER_RECORD
-    path.write_text(json.dumps({**json.loads(path.read_text()), "released": False}))  # as a kill leaves it
+    path.write_text(json.dumps({**json.loads(path.read_text()), "released": False}))  # as after a kill
     own(str(tmp_path))
     [first] = record(str(tmp_path), OWNER_RECORD).earlier
     assert (first.number, first.released) == (0, False)
@@ -62,8 +62,8 @@ def _fields(holder: Holder) -> dict[str, Any]:
     "earlier",
     [3, [3], [[1, "x"]], [["1", "x", True]], [[1, "\x1b", True]], [[True, "x", True]], [[1, "x", True]] * 17],
 )
-def test_odd_records_have_no_earlier_owners(earlier: Any) -> None:
-    """Nothing depends on them, so the rest of the record counts."""
+def test_invalid_earlier_owners_are_dropped(earlier: Any) -> None:
+    """Invalid entries of earlier owners are dropped, and the rest of the record is used."""
     data = json.dumps({**json.loads(new_holder(number=5).encode()), "earlier": earlier}).encode()
     decoded = decode_holder(data)
     assert decoded is not None

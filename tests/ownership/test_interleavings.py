@@ -1,7 +1,7 @@
-"""No order of the operations of readers and deleters lets a step be deleted that is pinned and read.
+"""Interleavings of readers and deleters. In no order of their operations is a pinned step deleted.
 
-Every operation of the storage is a place where another may come first. With real directories, so is the moment between
-the making of a directory and its locking.
+Before every operation of the storage, another actor can continue. With real directories, this can also happen between
+the creation of a directory and its lock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return ids in the order of creation, which makes the order of listed locks repeatable."""
+    """Replace random ids by increasing ids, so that the order of listed locks is repeatable."""
     made = itertools.count()
     monkeypatch.setattr(os, "urandom", lambda nbytes: next(made).to_bytes(nbytes))
 
@@ -136,7 +136,7 @@ def left(store: StorageBackend) -> list[str]:
 
 
 class Drawn:
-    """Chooses as hypothesis does."""
+    """Choices that hypothesis draws."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
@@ -149,7 +149,9 @@ class Drawn:
 @pytest.mark.usefixtures("stops_before_locking")
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_orders_of_many(place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_orders_of_several_readers_and_deleters(
+    place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     world = World(place(tmp_path_factory.mktemp("orders")))
     for _ in range(data.draw(st.integers(1, 2))):
         world.add_reader()
@@ -162,8 +164,10 @@ def test_orders_of_many(place: Place, data: st.DataObject, tmp_path_factory: pyt
 @pytest.mark.usefixtures("stops_before_locking")
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """If an actor is killed, the others finish, and nothing of it stays for long."""
+def test_random_orders_with_killed_actors(
+    place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """If an actor is killed, the others finish, and its locks are removed by the next sweep."""
     world = World(place(tmp_path_factory.mktemp("orders")))
     for _ in range(data.draw(st.integers(1, 2))):
         world.add_reader()
@@ -179,7 +183,7 @@ def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_fac
     [memory, *[pytest.param(place, marks=pytest.mark.slow) for place in (simulated, *LEASED) if place is not memory]],
 )
 def test_every_order_of_two_jobs(place: Place, tmp_path: Path) -> None:
-    """One of them owns the directory, or one after the other."""
+    """One of the jobs owns the directory, or both own it one after the other."""
     for number, choices in enumerate(every_order()):
         store = place(tmp_path / str(number))
         owners: list[str] = []

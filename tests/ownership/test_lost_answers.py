@@ -1,4 +1,4 @@
-"""Conditional puts whose answers are lost: the storage repeats them, and finds its own object."""
+"""Conditional puts with lost answers. The storage repeats a put, and then finds its own object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store() -> StorageBackend:
     return AnswersLost(MemoryStorages().open(f"memory://{uuid.uuid4().hex}/steps", OPTIONS), "")
 
 
-def test_the_storage_is_what_it_says(store: StorageBackend) -> None:
+def test_the_storage_refuses_a_repeated_put_that_succeeded(store: StorageBackend) -> None:
     tag = store.put("a", b"1")
     with pytest.raises(ConditionFailedError):
         store.put("a", b"2", condition=ckptcore.protocols.IfTag(tag))
@@ -72,8 +72,8 @@ def test_a_lease_that_another_process_broke_is_lost(store: StorageBackend, caplo
     assert len(caplog.records) == 1
 
 
-def test_a_renewal_that_arrives_late_is_not_taken_for_the_next_one(store: StorageBackend) -> None:
-    """Else the holder would think that others saw its lease renewed just now."""
+def test_every_renewal_writes_different_bytes(store: StorageBackend) -> None:
+    """Otherwise the holder could take an earlier renewal for the current one."""
     clock = FakeClock()
     lock = commit_method(store).locks("run", clock=clock).own()
     first, _ = store.get_with_tag(".ckptcore/owner.json")
@@ -111,7 +111,7 @@ class _Plugin:
         return {"lost": self._open}
 
 
-def test_runs_partial_saves_and_deletions_warn_of_nothing(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_runs_partial_saves_and_deletions_log_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     context = ckptcore.Context(plugins=PluginOptions(extra=(_Plugin(),)))
     state = {"w": np.arange(9.0)}
     for _ in range(2):

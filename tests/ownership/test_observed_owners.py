@@ -1,4 +1,4 @@
-"""Looking who owns a directory of steps, without taking it."""
+"""Observation of the owner of a directory of steps, without taking the directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Open = Callable[[], StorageBackend]
 
 @pytest.fixture(params=["locks", "leases"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens a directory of a storage that has locks, and of one that has not."""
+    """Return a function that opens the directory, on a storage with or without locks."""
     place = str(tmp_path) if request.param == "locks" else f"memory://{uuid.uuid4()}/run"
     return lambda: open_directory(place, runtime_of(Context()).storages)
 
 
-def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
+def test_an_observer_sees_the_owner_until_it_closes(directory: Open) -> None:
     assert commit_method(directory()).locks().owner() is None
     with commit_method(directory()).locks("run").own() as owned:
         seen = commit_method(directory()).locks().owner()
@@ -34,14 +34,14 @@ def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
         assert seen.holder.pid == new_holder().pid
         assert seen.is_alive is (True if isinstance(directory(), AtomicDirectories) else None)
         assert "this process, " in seen.describe()
-        owned.check()  # looking took nothing
+        owned.check()  # the observer has not taken the directory
         with pytest.raises(DirectoryInUseError):
             commit_method(directory()).locks("run").own()
     assert commit_method(directory()).locks().owner() is None
     commit_method(directory()).locks("run").own().close()
 
 
-def test_writes_nothing(directory: Open) -> None:
+def test_an_observer_writes_nothing(directory: Open) -> None:
     commit_method(directory()).locks().owner()
     assert list(directory().list()) == []
     commit_method(directory()).locks("run").own().close()
@@ -52,7 +52,7 @@ def test_writes_nothing(directory: Open) -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"no JSON", b"{}", b"[" * 100_000])
-def test_a_record_that_cannot_be_read(directory: Open, record: bytes) -> None:
+def test_an_owner_with_an_unreadable_record_is_seen(directory: Open, record: bytes) -> None:
     with commit_method(directory()).locks("run").own():
         (key,) = directory().list()
         directory().put(key, record)

@@ -1,4 +1,4 @@
-"""One job owns a directory of steps; another one is refused, or takes over from a failed one."""
+"""Ownership of a directory of steps. A second job is refused, or takes over from a failed job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_second_owner_is_refused_with_the_name_of_the_first(place: Place, tmp_
 def test_a_refused_process_waits_for_the_record_of_the_owner(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine, other processes may give up before the owner has written its record."""
+    """On a busy machine, the owner may write its record long after it has the lock."""
     store, clock = place(tmp_path), FakeClock()
     put = store.put
 
@@ -169,7 +169,7 @@ def test_a_takeover_uses_the_lease_time_of_the_former_owner(place: Place, tmp_pa
 
 
 @where_leased
-def test_a_zombie_never_gets_its_directory_back(place: Place, tmp_path: Path) -> None:
+def test_a_former_owner_never_gets_its_directory_back(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     zombie = commit_method(store).locks("run", clock=process).own()
@@ -190,7 +190,7 @@ def test_a_zombie_never_gets_its_directory_back(place: Place, tmp_path: Path) ->
 
 
 @where_leased
-def test_a_zombie_releases_no_lease_of_its_successor(place: Place, tmp_path: Path) -> None:
+def test_a_former_owner_does_not_release_the_lease_of_its_successor(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     zombie = commit_method(store).locks("run", clock=process).own()
@@ -264,7 +264,7 @@ def test_only_one_of_two_takeovers_succeeds(place: Place, tmp_path: Path) -> Non
 
 
 class LyingStorage(FaultyStorage):
-    """A storage that puts, but reports that the put failed, or that the condition did not hold."""
+    """A storage that executes a put, but reports that it failed, or that its condition failed."""
 
     error: Exception | None = None
 
@@ -295,7 +295,7 @@ def test_a_renewal_with_a_lost_response_keeps_the_lease(place: Place, tmp_path: 
 
 
 def test_an_acquisition_with_a_lost_response_succeeds(tmp_path: Path) -> None:
-    """A storage that repeats a request finds its own object."""
+    """The repeated request finds the object of the first request."""
     store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
     store.error = ConditionFailedError("there is one")
     first = commit_method(store).locks("run", clock=clock).own()
@@ -400,14 +400,14 @@ def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
     assert list(store.list()) == []
 
 
-# --- who this process is, and how many owners there were --------------------------------------------------------------
+# --- identity of a process, and numbers of owners ---------------------------------------------------------------------
 
 
 @everywhere
-def test_a_restarted_container_is_not_this_process(
+def test_a_process_of_a_restarted_container_is_another_process(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the same host name and process id as the earlier process."""
+    """It has the host name and the process id of the earlier process."""
     store, clock = place(tmp_path), FakeClock()
     with commit_method(store).locks("the/run", clock=clock).own():
         own = leases._process_id
@@ -431,7 +431,7 @@ def test_every_owner_has_a_higher_number(place: Place, tmp_path: Path) -> None:
     assert numbers == [0, 1, 7, 8]
 
 
-# --- what passes ------------------------------------------------------------------------------------------------------
+# --- full disks and new mounts ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -473,7 +473,7 @@ def test_a_directory_without_room_for_a_record_is_owned(place: Place, tmp_path: 
 
 
 @where_leased
-def test_of_two_owners_without_room_one_loses(place: Place, tmp_path: Path) -> None:
+def test_one_of_two_owners_without_room_loses(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     with full(store):
         first = commit_method(store).locks("run", clock=clock).own()
@@ -487,8 +487,8 @@ def test_of_two_owners_without_room_one_loses(place: Place, tmp_path: Path) -> N
 
 @where_locked
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_directory_that_is_another_one_now_is_locked_again(place: Place, is_full: bool, tmp_path: Path) -> None:
-    """This happens if a file system is mounted again: other processes do not see the lock of the old directory."""
+def test_a_replaced_directory_is_locked_again(place: Place, is_full: bool, tmp_path: Path) -> None:
+    """After a file system is mounted again, other processes do not see the lock of the old directory."""
     store, clock = place(tmp_path), FakeClock()
     commit_method(store).locks("run", clock=clock).own().close()
     with full(store) if is_full else nullcontext():
@@ -503,7 +503,7 @@ def test_a_directory_that_is_another_one_now_is_locked_again(place: Place, is_fu
 
 
 @where_locked
-def test_of_two_owners_of_which_one_lost_its_lock_and_none_has_room_one_loses(place: Place, tmp_path: Path) -> None:
+def test_an_owner_without_room_that_lost_its_lock_loses_to_another(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     commit_method(store).locks("run", clock=clock).own().close()
     with full(store):
@@ -524,15 +524,15 @@ def test_of_two_owners_of_which_one_lost_its_lock_and_none_has_room_one_loses(pl
 
 
 def _replace_owner(store: StorageBackend) -> None:
-    """Replace the locked directory by another one with equal files."""
+    """Replace the locked directory by a new directory with equal files."""
     record = store.get(".ckptcore/owner/owner.json")
     cast(AtomicDirectories, store).rename(".ckptcore/owner", ".ckptcore/unmounted")
-    put = type(store).put  # also on a full disk
+    put = type(store).put  # bypasses the simulated full disk
     put(store, ".ckptcore/owner/owner.json", record)
 
 
 @where_locked
-def test_a_deletion_whose_announcement_others_cannot_see_is_refused(place: Place, tmp_path: Path) -> None:
+def test_a_deletion_is_refused_if_others_cannot_see_its_announcement(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
     intent = commit_method(store).locks("run", clock=FakeClock()).intend_deletion("1")
     assert intent is not None
@@ -544,8 +544,8 @@ def test_a_deletion_whose_announcement_others_cannot_see_is_refused(place: Place
 
 
 @everywhere
-def test_an_owner_without_room_loses_to_one_that_saved_meanwhile(place: Place, tmp_path: Path) -> None:
-    """Otherwise the saves of both would have the same number."""
+def test_an_owner_without_room_loses_to_an_owner_that_came_later(place: Place, tmp_path: Path) -> None:
+    """Otherwise the saves of both owners would have the same number."""
     store, clock = place(tmp_path), FakeClock()
     with full(store):
         first = commit_method(store).locks("run", clock=clock).own()
@@ -562,11 +562,11 @@ def test_an_owner_without_room_loses_to_one_that_saved_meanwhile(place: Place, t
             first.check()
 
 
-# --- hosts with locks and hosts without ------------------------------------------------------------------------------
+# --- hosts with and without locks ------------------------------------------------------------------------------------
 
 
 def both(path: Path, clock: FakeClock) -> tuple[Locks, Locks]:
-    """Return the locks of a directory on a host with locks and on a host without: an NFS server and a client."""
+    """Return the locks of a directory on a host with locks (an NFS server), and on a host without (its client)."""
     return commit_method(entered(path)).locks("run", clock=clock), commit_method(no_flock(path)).locks(
         "run", clock=clock
     )
@@ -589,7 +589,7 @@ def test_an_owner_with_a_lock_is_seen_without_locks(tmp_path: Path) -> None:
         assert third.number == 2
 
 
-def test_an_owner_with_a_lock_loses_to_one_that_takes_over(tmp_path: Path) -> None:
+def test_an_owner_with_a_lock_loses_to_an_owner_that_takes_over(tmp_path: Path) -> None:
     clock = FakeClock()
     server, client = both(tmp_path, clock)
     first = server.own()
@@ -605,8 +605,8 @@ def test_an_owner_with_a_lock_loses_to_one_that_takes_over(tmp_path: Path) -> No
         assert third.number == 2
 
 
-def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both see that there is no owner. Then one writes its lease, and the other its record."""
+def test_two_owners_that_look_at_the_same_time_do_not_both_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes see no owner. Then the client writes its lease, and the server writes its record."""
     server, client = both(tmp_path, FakeClock())
     server.own().close()
     store, put = client._store, client._store.put
@@ -624,7 +624,7 @@ def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, m
 
 
 def test_an_owner_with_a_lock_but_no_room_loses_to_a_lease(tmp_path: Path) -> None:
-    """Its record could not be written before the other process read it."""
+    """The disk is full, so the owner cannot write its record before the other process looks for it."""
     server, client = both(tmp_path, FakeClock())
     server.own().close()
     with full(server._store):
@@ -652,4 +652,4 @@ def test_pins_of_a_host_with_locks_are_seen_without_locks(tmp_path: Path) -> Non
     assert deleting is not None
     with pytest.raises(CheckpointNotFoundError, match="is being deleted"):
         client.pin("1", wait_seconds=1)
-    client.pin("1").close()  # its announcement expires after a lease time, like that of a failed process
+    client.pin("1").close()  # the announcement expires after its lease time, as if the server had failed

@@ -1,4 +1,4 @@
-"""Holds of real processes: that are killed, that fork, and that end without closing anything."""
+"""Locks and leases of real processes, which are killed, fork, or end without closing them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_locks_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
     assert [*store.list_names(".ckptcore/pins"), *store.list_names(".ckptcore/deleting")] == []
 
 
-def test_leases_of_a_killed_process_run_out(tmp_path: Path) -> None:
+def test_leases_of_a_killed_process_expire(tmp_path: Path) -> None:
     store = files_without_locks(tmp_path)
     process = start(tmp_path, HOLD_ALL.format(place="files_without_locks"))
     pid = say(process)
@@ -107,7 +107,7 @@ def test_a_process_releases_its_leases_at_exit(tmp_path: Path) -> None:
     assert list(store.list(".ckptcore/pins")) == list(store.list(".ckptcore/deleting")) == []
 
 
-def test_a_process_ends_though_its_storage_hangs(tmp_path: Path) -> None:
+def test_a_process_can_end_while_its_storage_hangs(tmp_path: Path) -> None:
     code = """
 from ckptcore.commit.subdirectory import Subdirectory
 class Hanging(Subdirectory):
@@ -215,8 +215,8 @@ def test_the_system_clock_repeats_and_ends_once(tmp_path: Path) -> None:
     assert not ended.acquire(blocking=False)
 
 
-def test_a_lease_lives_while_its_process_does(tmp_path: Path) -> None:
-    """With the real clock: whoever waits for it to die sees a sign of life."""
+def test_a_lease_is_renewed_while_its_process_is_alive(tmp_path: Path) -> None:
+    """This uses the real clock. A process that waits for the lease to expire sees a renewal."""
     store = memory(tmp_path)
     with commit_method(store).locks("run", lease_seconds=3).own() as owner:
         with pytest.raises(DirectoryInUseError, match="it renewed its lease"):

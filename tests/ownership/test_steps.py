@@ -1,4 +1,4 @@
-"""Pinned steps stay; running deletions are waited for; leftovers of failed processes are removed."""
+"""Locks of steps: pinned steps are kept, pins wait for deletions, and remains of failed processes are removed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -
 
 
 @everywhere
-def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path) -> None:
+def test_a_step_is_pinned_until_its_last_pin_is_released(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     holds = commit_method(store).locks("run", clock=clock)
     first, second = holds.pin("1"), holds.pin("1")
@@ -160,7 +160,7 @@ def test_a_slow_observer_does_not_expire_active_leases(place: Place, tmp_path: P
 
 @where_leased
 def test_an_observer_paused_with_the_reader_lets_it_renew(place: Place, tmp_path: Path) -> None:
-    """A scheduler stops and continues all processes of a job at once; their clocks go on."""
+    """A scheduler can pause and continue all processes of a job at once, while their clocks continue."""
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     reader, owner = (
@@ -179,7 +179,7 @@ def test_an_observer_paused_with_the_reader_lets_it_renew(place: Place, tmp_path
 
 
 @where_leased
-def test_a_pin_outwaits_a_failed_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
+def test_a_pin_waits_for_a_failed_deletion_to_expire_and_breaks_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     intent = commit_method(store).locks("run", clock=process).intend_deletion("1")
@@ -195,7 +195,7 @@ def test_a_pin_outwaits_a_failed_deletion_and_breaks_it(place: Place, tmp_path: 
 
 @where_leased
 def test_leases_that_were_not_released_are_removed_later(place: Place, tmp_path: Path) -> None:
-    """A breaking that was not followed by its deletion."""
+    """A process marked the lease as released, and failed before it deleted the lease."""
     store, clock = place(tmp_path), FakeClock()
     pin = commit_method(store).locks("run", clock=clock).pin("1")
     key = ".ckptcore/pins/" + store.list_names(".ckptcore/pins")[0]
@@ -211,7 +211,7 @@ def test_leases_that_were_not_released_are_removed_later(place: Place, tmp_path:
 
 
 class LastMoment(FaultyStorage):
-    """Lets something happen right before the first change."""
+    """A storage that runs a function right before its first change."""
 
     def __init__(self, inner: StorageBackend, happening: Callable[[], None]) -> None:
         super().__init__(inner, FaultPlan())
@@ -250,7 +250,7 @@ def test_a_reader_that_renews_at_the_last_moment_keeps_its_pin(place: Place, tmp
 
 
 class OnlyWhatIsHeld(FaultyDirectories):
-    """Keeps directories that it cannot lock: another process could lock them at this moment."""
+    """A storage that asserts that deleted directories are locked. Otherwise another process could lock them."""
 
     def delete_directory(self, key: str) -> None:
         assert self._directories.lock_directory(key) is None, f"{key} is not locked"
@@ -347,8 +347,8 @@ class FullDisk(AtomicSubdirectories):
         return super().lock_directory(key)
 
 
-def test_a_deletion_that_cannot_be_announced_looks_for_pins(tmp_path: Path) -> None:
-    """Else nothing could be deleted to make room."""
+def test_a_deletion_without_an_announcement_still_respects_pins(tmp_path: Path) -> None:
+    """Otherwise no step could be deleted from a full disk."""
     owner = commit_method(FullDisk(open_local(str(tmp_path), OPTIONS), "steps")).locks("run")
     reader = commit_method(subdirectory(open_local(str(tmp_path), OPTIONS), "steps")).locks("run")
     with reader.pin("1"):

@@ -1,4 +1,4 @@
-"""Saves on a file system without locks: leases tell the files of running saves from those of killed ones."""
+"""Saves on a file system without locks. Leases show which files belong to running saves, and which to killed saves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Callable[[Clock], Location]:
-    """Return a function that returns the location "a" as a process sees it."""
+    """Return a function from the clock of a process to the location "a" of this process."""
     store = no_flock(tmp_path)
 
     def see(clock: Clock) -> Location:
@@ -59,7 +59,7 @@ def leases(store: StorageBackend) -> list[str]:
 def test_a_save_removes_its_lease(process: Callable[[Clock], Location], clock: FakeClock) -> None:
     location = process(clock)
     saved = begin(location)
-    saved.store.put("w.safetensors", b"1")  # a name of a save, because the root names nothing
+    saved.store.put("w.safetensors", b"1")  # a file name that saves use, because this root lists no files
     assert len(leases(location.parent)) == 1
     saved.commit(ROOT, {})
     begin(location).abort()
@@ -76,7 +76,7 @@ def test_the_files_of_a_killed_save_are_removed_when_its_lease_has_expired(
     dead.is_frozen = True
     for _ in range(3):
         assert len(hidden(alive)) == 1
-        begin(alive).abort()  # not blocked by it
+        begin(alive).abort()  # the killed save does not block other saves
         clock.sleep(30)
     begin(alive).abort()
     assert hidden(alive) == [] and leases(alive.parent) == []
@@ -85,7 +85,7 @@ def test_the_files_of_a_killed_save_are_removed_when_its_lease_has_expired(
 def test_files_that_fill_the_disk_are_removed_without_a_lease(
     process: Callable[[Clock], Location], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no room for a lease, nor for the mark that another one is broken. A valid one is respected."""
+    """The disk has no room for a new lease, or for a mark in an expired lease. Valid leases are respected."""
     dead, alive = clock.process(), process(clock)
     running, killed = begin(process(clock)), begin(process(dead))
     killed.store.put("w", b"1")
@@ -127,7 +127,7 @@ def test_a_slow_save_keeps_its_files(process: Callable[[Clock], Location], clock
 def test_a_save_that_lost_its_lease_commits_nothing(
     writes: bool, process: Callable[[Clock], Location], clock: FakeClock
 ) -> None:
-    """It was suspended while another save removed its files. Else it would commit what it wrote afterwards alone."""
+    """The save was suspended while another save removed its files. It must not commit only its later files."""
     suspended, other = clock.process(), process(clock)
     zombie = begin(process(suspended))
     zombie.store.put("first", b"1")
@@ -163,7 +163,7 @@ def session(location: Location) -> Transaction:
     return begin_session(location, PlannedSession(before, partial, frozenset())).transaction
 
 
-def test_a_session_waits_until_the_lease_of_a_killed_one_has_expired(
+def test_a_session_waits_until_the_lease_of_a_killed_session_has_expired(
     process: Callable[[Clock], Location], clock: FakeClock
 ) -> None:
     dead = clock.process()
@@ -175,7 +175,7 @@ def test_a_session_waits_until_the_lease_of_a_killed_one_has_expired(
     assert leases(process(clock).parent) == []
 
 
-def test_a_session_does_not_wait_for_a_running_one(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+def test_a_session_does_not_wait_for_a_running_session(process: Callable[[Clock], Location], clock: FakeClock) -> None:
     running = session(process(clock))
     with pytest.raises(SaveLostError, match="another process is writing a session"):
         session(process(clock))
@@ -184,10 +184,10 @@ def test_a_session_does_not_wait_for_a_running_one(process: Callable[[Clock], Lo
     session(process(clock)).leave()
 
 
-def test_a_resumed_save_waits_for_the_lease_of_the_killed_one(
+def test_a_resumed_save_waits_for_the_lease_of_the_killed_save(
     process: Callable[[Clock], Location], clock: FakeClock
 ) -> None:
-    """An interrupted copy is resumed with its save id, and so with its hidden directory."""
+    """An interrupted copy resumes with the same save id, and so with the same hidden directory."""
     claim, dead, location = new_claim(new_save_id()), clock.process(), process(clock)
     process(dead).commit_method.begin(process(dead), claim, False).store.put("w", b"1")
     dead.is_frozen = True
@@ -197,7 +197,7 @@ def test_a_resumed_save_waits_for_the_lease_of_the_killed_one(
     assert sorted(location.store.list()) == ["checkpoint.json", "w"]
 
 
-def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_about_locks_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, support = no_flock(tmp_path), StorageSupport()
     answers: list[StorageError | bool] = [StorageError("away"), False]
 
@@ -209,12 +209,12 @@ def test_only_what_was_found_is_remembered(tmp_path: Path, caplog: pytest.LogCap
 
     store.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
     assert support.leases(store) is None
-    found = support.leases(store)
-    assert found is not None and support.leases(store) is found
+    known_leases = support.leases(store)
+    assert known_leases is not None and support.leases(store) is known_leases
     assert len(caplog.records) == 1, "said once"
 
 
-def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_answer_does_not_block_others(tmp_path: Path) -> None:
     hung, other, support = no_flock(tmp_path / "hung"), no_flock(tmp_path / "other"), StorageSupport()
     asked, answer = threading.Event(), threading.Event()
 
@@ -250,7 +250,9 @@ def test_the_lists_of_a_run_ask_once_for_locks(
     assert len(caplog.records) == 1
 
 
-def test_a_base_has_what_is_known_about_its_storage(process: Callable[[Clock], Location], clock: FakeClock) -> None:
+def test_a_base_shares_the_storage_support_of_its_update(
+    process: Callable[[Clock], Location], clock: FakeClock
+) -> None:
     location = process(clock)
     base = base_location(location, Base("b", new_save_id()), Context())
     assert base.support is location.support

@@ -1,4 +1,4 @@
-"""Planning is pure: coverage, ownership and names."""
+"""Planning, which is pure: coverage of arrays, ownership of shards, and names of leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _box(rows: list[int], columns: list[int]) -> Box:
 
 
 @given(st.lists(st.builds(_box, RANGES, RANGES), max_size=6))
-def test_coverage_is_found_as_by_counting(boxes: list[Box]) -> None:
+def test_coverage_agrees_with_counting(boxes: list[Box]) -> None:
     counts = np.zeros(SHAPE, int)
     for box in boxes:
         counts[box.slices] += 1
@@ -37,7 +37,7 @@ def test_coverage_is_found_as_by_counting(boxes: list[Box]) -> None:
 
 
 @given(st.sets(st.integers(1, 4)), st.sets(st.integers(1, 3)), st.randoms())
-def test_any_grid_covers(rows: set[int], columns: set[int], chooser: object) -> None:
+def test_any_grid_covers_the_array(rows: set[int], columns: set[int], chooser: object) -> None:
     first, second = [0, *sorted(rows), 5], [0, *sorted(columns), 4]
     boxes = [Box((a, c), (b, d)) for a, b in itertools.pairwise(first) for c, d in itertools.pairwise(second)]
     chooser.shuffle(boxes)  # type: ignore[attr-defined]  # a random.Random
@@ -48,7 +48,7 @@ def test_any_grid_covers(rows: set[int], columns: set[int], chooser: object) -> 
 
 
 def _tiling(chooser: random.Random, shape: tuple[int, ...], count: int) -> list[Box]:
-    """Cut an array again and again at a random place."""
+    """Return boxes that cover an array, by cutting it repeatedly at random positions."""
     boxes = [Box.whole(shape)]
     while len(boxes) < count:
         box = boxes.pop(chooser.choice([number for number, box in enumerate(boxes) if box.size > 1]))
@@ -60,7 +60,7 @@ def _tiling(chooser: random.Random, shape: tuple[int, ...], count: int) -> list[
 
 @pytest.mark.parametrize("damage", ["none", "missing", "twice", "moved"])
 @given(st.randoms(use_true_random=False), st.sampled_from([(400,), (30, 20), (8, 9, 10)]), st.integers(17, 60))
-def test_coverage_of_many_boxes_is_found_as_by_counting(
+def test_coverage_of_many_boxes_agrees_with_counting(
     damage: str, chooser: random.Random, shape: tuple[int, ...], count: int
 ) -> None:
     boxes = _tiling(chooser, shape, count)
@@ -84,7 +84,7 @@ def test_coverage_of_many_boxes_is_found_as_by_counting(
 
 
 def test_coverage_of_very_many_axes() -> None:
-    """Each box halves the rest along the next axis. The check once took time exponential in the axes."""
+    """Each box halves the rest along the next axis. The time of the check must not be exponential in the axes."""
     axes = 60
     boxes = [
         Box((0,) * axis + (1,) + (0,) * (axes - axis - 1), (1,) * axis + (2,) * (axes - axis)) for axis in range(axes)
@@ -116,7 +116,7 @@ TREE = TreeMetadata(
 )
 
 
-def test_only_replica_0_is_written_and_aliases_are_not() -> None:
+def test_only_replica_0_is_written_and_no_alias() -> None:
     shards = {0: [Shard(Box((0,), (2,)), 0, 2), Shard(Box((2,), (4,)), 1, 2)], 2: [Shard(Box((0,), (4,)))]}
     plan = plan_write(TREE, shards, rank=0, size=2, save_id="0" * 16)
     assert plan.items == (WriteItem(0, ArraySpec((4,), "int8"), (Box((0,), (2,)),)),)
@@ -127,7 +127,7 @@ def test_an_alias_is_read_where_it_is_stored() -> None:
     assert [item.leaf for item in plan.items] == [0, 0]
 
 
-def test_a_gap_names_the_array() -> None:
+def test_the_error_for_a_gap_names_the_array() -> None:
     receipt = Receipt(0, (WriteItem(0, ArraySpec((4,), "int8"), (Box((0,), (2,)),)),), None, ())
     with pytest.raises(CorruptCheckpointError, match=r"a \(int8\[4\]\) is incomplete: .*: 2 of 4 elements"):
         check_coverage(TREE, [receipt])
@@ -140,7 +140,7 @@ KEYS = st.one_of(
 
 
 @given(st.sets(st.lists(KEYS, max_size=3).map(tuple), max_size=8))
-def test_names_are_never_one_for_the_other(paths: set[TreePath]) -> None:
+def test_names_of_different_leaves_are_different(paths: set[TreePath]) -> None:
     numbered = dict(enumerate(sorted(paths, key=repr)))
     try:
         names = leaf_names(numbered, reserved=("__metadata__",))
@@ -150,7 +150,7 @@ def test_names_are_never_one_for_the_other(paths: set[TreePath]) -> None:
     assert "__metadata__" not in names.values()
 
 
-def test_names_are_what_hugging_face_expects_unless_they_collide() -> None:
+def test_names_are_those_of_hugging_face_unless_they_collide() -> None:
     assert leaf_names({0: ("encoder", "layer", 0, "w"), 1: ("encoder.bias",)}) == {
         0: "encoder.layer.0.w",
         1: "encoder.bias",

@@ -1,1 +1,1 @@
-"""Policies: when to save, and which steps to keep."""
+"""Policies that decide when to save and which steps to keep."""

@@ -48,10 +48,10 @@ POLICIES = st.one_of(SINGLE_POLICIES, st.builds(AnyPreservation, st.lists(SINGLE
 
 @st.composite
 def histories(draw: st.DrawFn, *, least_delay: int = 0) -> list[StepInfo]:
-    """Steps in the order in which they were saved, ascending.
+    """Draw steps in ascending order, in which they were saved.
 
     Args:
-        least_delay: the least number of seconds from one to the next; below 0 the clock may go back.
+        least_delay: the minimum number of seconds between two steps. If it is negative, the clock may go back.
     """
     steps, step, created = [], -1, 1000.0
     for _ in range(draw(st.integers(0, 15))):

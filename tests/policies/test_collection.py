@@ -1,4 +1,4 @@
-"""Steps that garbage collection deletes by a policy, and the explanation."""
+"""Garbage collection: the steps that it deletes by a policy, and the explanation of the kept ones."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ NOTHING = CustomPreservation(lambda steps, now: [])
 
 
 def collect_at_the_end(policy: PreservationPolicy, steps: list[StepInfo]) -> list[int]:
-    """Return the steps left after one collection of all steps, at the time of the last."""
+    """Return the steps that remain after one collection, at the time of the last step."""
     deleted = what_to_delete(policy, steps, steps[-1].created) if steps else ()
     return [info.step for info in steps if info.step not in deleted]
 
 
 def collect_after_each_save(policy: PreservationPolicy, steps: list[StepInfo]) -> list[int]:
-    """Return the steps left if a collection follows each step."""
+    """Return the steps that remain if a collection follows each step."""
     left: list[StepInfo] = []
     for info in steps:
         left.append(info)
         deleted = what_to_delete(policy, left, info.created)
-        left = [one for one in left if one.step not in deleted]
+        left = [kept for kept in left if kept.step not in deleted]
     return [info.step for info in left]
 
 
 @given(POLICIES, histories())
-def test_collecting_after_each_save_keeps_what_one_collection_would(
+def test_collecting_after_each_save_equals_one_collection_at_the_end(
     policy: PreservationPolicy, steps: list[StepInfo]
 ) -> None:
     assert collect_after_each_save(policy, steps) == collect_at_the_end(policy, steps)
 
 
 @given(st.builds(EveryNSeconds, st.integers(1, 12)), histories(least_delay=-6))
-def test_every_n_seconds_is_stable_also_where_the_clock_goes_back(
+def test_every_n_seconds_is_stable_even_if_the_clock_goes_back(
     policy: PreservationPolicy, steps: list[StepInfo]
 ) -> None:
     assert collect_after_each_save(policy, steps) == collect_at_the_end(policy, steps)
@@ -60,8 +60,8 @@ def test_collecting_twice_deletes_nothing_more(policy: PreservationPolicy, steps
     assert what_to_delete(policy, left, now) == ()
 
 
-def test_an_unstable_policy_is_noticed() -> None:
-    """The comparison above can fail: to keep every other of the steps that are there gives up ever more of them."""
+def test_an_unstable_policy_is_detected() -> None:
+    """Show that the comparison above can fail: a policy of every other step deletes more with each collection."""
     every_other = CustomPreservation(lambda steps, now: [info.step for info in steps[::2]])
     steps = [StepInfo(step, step) for step in range(9)]
     assert collect_after_each_save(every_other, steps) != collect_at_the_end(every_other, steps)
@@ -75,24 +75,28 @@ def test_the_newest_step_is_never_deleted(
     expected = what_to_delete(policy, steps, now)
     assert newest not in expected
     assert list(expected) == sorted(expected)
-    chooser.shuffle(steps)  # type: ignore[attr-defined]  # a random.Random
+    chooser.shuffle(steps)  # type: ignore[attr-defined]  # the value is a random.Random
     assert what_to_delete(policy, steps, now) == expected, "the order in which steps are given does not matter"
 
 
 @given(st.one_of(POLICIES, st.just(NOTHING)), histories(), st.floats(0, 2e3))
-def test_explained_is_exactly_what_stays(policy: PreservationPolicy, steps: list[StepInfo], now: float) -> None:
+def test_exactly_the_kept_steps_have_an_explanation(
+    policy: PreservationPolicy, steps: list[StepInfo], now: float
+) -> None:
     explained = explain(policy, steps, now)
     assert list(explained) == [info.step for info in steps]
     assert tuple(step for step, reasons in explained.items() if not reasons) == what_to_delete(policy, steps, now)
 
 
 @given(st.lists(SINGLE_POLICIES, min_size=1, max_size=4), histories(), st.floats(0, 2e3))
-def test_any_is_the_union(policies: list[PreservationPolicy], steps: list[StepInfo], now: float) -> None:
+def test_any_preservation_keeps_the_union(
+    policies: list[PreservationPolicy], steps: list[StepInfo], now: float
+) -> None:
     union = frozenset().union(*[policy.keep(steps, now) for policy in policies])
     assert AnyPreservation(policies).keep(steps, now) == union
 
 
-def test_explained_in_words() -> None:
+def test_explanations_have_the_expected_text() -> None:
     steps = [StepInfo(step, 1000.0 + step, {"loss": 1 / (step + 1)} if step < 40 else {}) for step in range(5, 50, 5)]
     policy = AnyPreservation(
         [AnyPreservation([EveryNSteps(20), BestN(1, "loss", "min")]), EveryNSeconds(25), CustomSteps([10])]
@@ -117,7 +121,7 @@ def test_the_newest_step_is_explained() -> None:
     assert explain(LatestN(1), [], 3.0) == {}
 
 
-def test_a_policy_of_ones_own() -> None:
+def test_a_custom_class_can_be_a_preservation_policy() -> None:
     class Even:
         def keep(self, steps: object, now: float) -> frozenset[int]:
             return frozenset(range(0, 100, 2))

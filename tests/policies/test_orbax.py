@@ -1,4 +1,4 @@
-"""Policies that have Orbax's names keep and save what Orbax's do."""
+"""Policies with the names of Orbax's policies keep and save the same steps as these."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ saving = training.save_decision_policies
 
 @dataclass
 class OrbaxInfo:
-    """A step as Orbax's policies see it."""
+    """A step with the attributes that Orbax's policies read."""
 
     step: int
     time: datetime.datetime
@@ -68,7 +68,7 @@ def pair(
 
 SINGLE = st.one_of(
     st.just((PreserveAll(), preservation.PreserveAll())),
-    pair(LatestN, preservation.LatestN, COUNTS.filter(bool)),  # Orbax slices [-0:], which keeps all and then complains
+    pair(LatestN, preservation.LatestN, COUNTS.filter(bool)),  # for 0, Orbax slices [-0:], which keeps all steps
     pair(EveryNSeconds, preservation.EveryNSeconds, INTERVALS),
     pair(EveryNSteps, preservation.EveryNSteps, INTERVALS),
     pair(CustomSteps, preservation.CustomSteps, st.lists(st.integers(0, 40), min_size=1)),
@@ -83,29 +83,31 @@ UNIONS = st.lists(SINGLE, min_size=1, max_size=4).map(
 
 
 @given(st.one_of(SINGLE, UNIONS), histories())
-def test_the_same_steps_are_kept(policies: tuple[PreservationPolicy, Any], steps: list[StepInfo]) -> None:
-    assume(steps)  # Orbax's union of nothing is no list
+def test_the_same_steps_are_kept_as_by_orbax(policies: tuple[PreservationPolicy, Any], steps: list[StepInfo]) -> None:
+    assume(steps)  # without steps, Orbax's union is no list
     ours, theirs = policies
     assert ours.keep(steps, 0.0) == kept_by_orbax(theirs, steps)
 
 
 @given(INTERVALS.filter(lambda number: number % 2 == 1), histories())
-def test_the_same_closest_steps_are_kept(interval: int, steps: list[StepInfo]) -> None:
-    """With an odd interval no step is as near to two multiples; Orbax gives such a step to the even one."""
+def test_the_same_closest_steps_are_kept_as_by_orbax(interval: int, steps: list[StepInfo]) -> None:
+    """Intervals are odd, so that no step is equally close to two multiples. Orbax would choose the even multiple."""
     newest = {steps[-1].step} if steps else set()
     theirs = kept_by_orbax(preservation.EveryNStepsClosest(interval), steps)
     assert EveryNStepsClosest(interval).keep(steps, 0.0) | newest == theirs
 
 
 @given(st.integers(1, 4), st.sampled_from(["min", "max"]), st.booleans(), histories())
-def test_the_same_best_steps_are_kept(n: int, mode: Any, keep_unmeasured: bool, steps: list[StepInfo]) -> None:
+def test_the_same_best_steps_are_kept_as_by_orbax(
+    n: int, mode: Any, keep_unmeasured: bool, steps: list[StepInfo]
+) -> None:
     measured = [
         StepInfo(info.step, info.created, {"loss": info.metrics["loss"]})
         if not math.isnan(info.metrics.get("loss", math.nan))
         else StepInfo(info.step, info.created)
         for info in steps
     ]
-    assume(len(measured) > n)  # otherwise Orbax keeps steps without a metric, whatever its options
+    assume(len(measured) > n)  # otherwise Orbax keeps steps without a metric with all options
     theirs = preservation.BestN(
         get_metric_fn=lambda metrics: metrics["loss"],
         reverse=mode == "min",
@@ -117,8 +119,8 @@ def test_the_same_best_steps_are_kept(n: int, mode: Any, keep_unmeasured: bool, 
 
 
 @given(st.integers(1, 30), st.lists(st.integers(-30, 60), max_size=10))
-def test_the_same_latest_steps_are_kept(hours: int, ages: list[int]) -> None:
-    # Orbax reads the clock itself; half an hour keeps the ages away from the bound.
+def test_the_same_latest_steps_are_kept_as_by_orbax(hours: int, ages: list[int]) -> None:
+    # Orbax reads the clock itself. An offset of half an hour keeps the ages away from the limit.
     now = datetime.datetime.now(datetime.UTC).timestamp()
     steps = [StepInfo(step, now - 3600.0 * age + 1800) for step, age in enumerate(ages)]
     theirs = kept_by_orbax(preservation.LatestDuration(datetime.timedelta(hours=hours)), steps)
@@ -135,7 +137,7 @@ def test_the_same_latest_steps_are_kept(hours: int, ages: list[int]) -> None:
     ],
 )
 @given(st.integers(0, 20), st.none() | st.integers(0, 20), st.booleans(), st.booleans())
-def test_the_same_steps_are_saved(
+def test_the_same_steps_are_saved_as_by_orbax(
     ours: SavePolicy, theirs: Any, step: int, last: int | None, saving_now: bool, preempted: bool
 ) -> None:
     def info(number: int) -> OrbaxInfo:

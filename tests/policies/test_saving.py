@@ -1,4 +1,4 @@
-"""When save policies save."""
+"""Steps at which each save policy saves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POLICIES: list[tuple[SavePolicy, bool]] = [
 
 
 @pytest.mark.parametrize(("policy", "needs_agreement"), POLICIES)
-def test_what_may_differ_between_processes_is_agreed(policy: SavePolicy, needs_agreement: bool) -> None:
+def test_policies_that_may_differ_between_processes_need_agreement(policy: SavePolicy, needs_agreement: bool) -> None:
     assert isinstance(policy, SavePolicy)
     assert policy.needs_agreement is needs_agreement
     assert pickle.loads(pickle.dumps(policy)) == policy
@@ -59,10 +59,10 @@ def test_what_may_differ_between_processes_is_agreed(policy: SavePolicy, needs_a
     last=st.none() | st.integers(0, 9),
     seen=st.lists(st.tuples(st.floats(0, 1e10), st.booleans(), st.booleans()), min_size=2, max_size=2),
 )
-def test_without_agreement_processes_decide_alike(
+def test_processes_decide_equally_without_agreement(
     policy: SavePolicy, step: int, epoch: int, last: int | None, seen: list[tuple[float, bool, bool]]
 ) -> None:
-    """Conditions that each process sees for itself (time, a running save, preemption) have no effect."""
+    """Conditions that differ between processes (time, a running save, preemption) have no effect."""
     shared = SaveContext(step=step, now=0.0, epoch=epoch, last_step=last, last_epoch=last)
     decisions = {
         policy.should_save(
@@ -73,7 +73,7 @@ def test_without_agreement_processes_decide_alike(
     assert len(decisions) == 1
 
 
-def test_every_step() -> None:
+def test_every_step_saves_each_new_step() -> None:
     assert EveryStep().should_save(AT)
 
 
@@ -104,7 +104,7 @@ def test_epoch_interval_needs_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("policy", [TimeInterval(60), ContinuousCheckpointing(60)])
-def test_intervals_of_time(policy: SavePolicy) -> None:
+def test_time_intervals_save_after_their_seconds(policy: SavePolicy) -> None:
     assert policy.should_save(AT), "where nothing was saved, it saves at once"
     saved = replace(AT, last_step=1, last_save_began=941.0, last_save_ended=999.0)
     assert not policy.should_save(saved), "the time counts from when the save began"
@@ -119,7 +119,7 @@ def test_continuous_checkpointing_never_waits_for_a_save() -> None:
     assert TimeInterval(60).should_save(replace(saved, now=2000.0, saving=True))
 
 
-def test_specific_steps_initial_and_preemption() -> None:
+def test_specific_steps_initial_and_preemption_policies() -> None:
     assert SpecificSteps([7, 9]).should_save(AT)
     assert not SpecificSteps([8]).should_save(AT)
     assert not SpecificSteps([]).should_save(AT)
@@ -136,7 +136,7 @@ def test_any_save_and_custom_save() -> None:
     assert not policy.should_save(replace(AT, step=8))
 
 
-def test_an_object_of_ones_own_is_a_policy() -> None:
+def test_a_custom_class_can_be_a_save_policy() -> None:
     class Primes:
         needs_agreement = False
 
@@ -147,7 +147,7 @@ def test_an_object_of_ones_own_is_a_policy() -> None:
     assert not AnySave([Primes()]).needs_agreement
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     int_of_numpy: Any = np.int64(3)
     float_of_numpy: Any = np.float32(1.5)
     assert FixedInterval(int_of_numpy) == FixedInterval(3)
@@ -157,7 +157,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.0, float("nan"), "3", None])
-def test_intervals_are_whole_numbers(number: int) -> None:
+def test_intervals_must_be_whole_numbers(number: int) -> None:
     with pytest.raises(ValueError, match=r"FixedInterval\(steps=.*\): give a whole number of at least 1"):
         FixedInterval(number)
     with pytest.raises(ValueError, match=r"EpochInterval\(epochs=.*\): give"):
@@ -165,25 +165,25 @@ def test_intervals_are_whole_numbers(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-1.0, True, float("nan"), float("inf"), "3", None])
-def test_seconds_are_finite(number: float) -> None:
+def test_seconds_must_be_finite(number: float) -> None:
     with pytest.raises(ValueError, match=r"TimeInterval\(seconds=.*\): give a finite number of seconds above 0"):
         TimeInterval(number)
     with pytest.raises(ValueError, match=r"ContinuousCheckpointing\(minimum_interval_secs=.*\): give .* of at least 0"):
         ContinuousCheckpointing(number)
 
 
-def test_other_bad_arguments_are_named() -> None:
+def test_errors_name_other_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=r"TimeInterval\(seconds=0\)"):
         TimeInterval(0)
     with pytest.raises(ValueError, match=r"SpecificSteps\(steps=-1\)"):
         SpecificSteps([3, -1])
     with pytest.raises(TypeError, match=r"SpecificSteps\(steps='12'\): give a collection"):
-        SpecificSteps("12")  # type: ignore[arg-type]  # what is tested
+        SpecificSteps("12")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match=r"AnySave\(policies=\[\]\): give at least one"):
         AnySave([])
     with pytest.raises(TypeError, match=r"AnySave\(policies=.*an instance, not its class"):
-        AnySave([FixedInterval])  # type: ignore[list-item]  # what is tested
+        AnySave([FixedInterval])  # type: ignore[list-item]  # wrong on purpose
     with pytest.raises(TypeError, match=r"AnySave\(policies=FixedInterval.*give a list"):
-        AnySave(FixedInterval(3))  # type: ignore[arg-type]  # what is tested
+        AnySave(FixedInterval(3))  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match=r"CustomSave\(function=3\)"):
-        CustomSave(3)  # type: ignore[arg-type]  # what is tested
+        CustomSave(3)  # type: ignore[arg-type]  # wrong on purpose

@@ -45,12 +45,12 @@ from tests.policies.strategies import POLICIES
         ("latest_n=3, best_n=2:loss:min", AnyPreservation([LatestN(3), BestN(2, "loss", "min")])),
     ],
 )
-def test_parse(text: str, policy: PreservationPolicy) -> None:
+def test_text_is_parsed_to_the_policy(text: str, policy: PreservationPolicy) -> None:
     assert parse_preservation(text) == policy
 
 
 @given(POLICIES)
-def test_the_text_of_a_policy_is_that_policy(policy: PreservationPolicy) -> None:
+def test_the_text_of_a_policy_parses_to_an_equal_policy(policy: PreservationPolicy) -> None:
     assert parse_preservation(format_preservation(policy)) == policy
 
 
@@ -98,7 +98,7 @@ def test_nested_policies_are_written_flat() -> None:
         ("best_n=2::min", "BestN(metric='')"),
     ],
 )
-def test_errors_say_where_and_list_what_there_is(text: str, problem: str) -> None:
+def test_errors_have_the_position_and_the_known_names(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match="best_n=2:loss:min; commas separate policies") as raised:
         parse_preservation(text)
     assert problem in str(raised.value)

@@ -1,6 +1,6 @@
-"""A training run of NumPy alone: it starts quickly, saves every step, and writes a journal of commits.
+"""A training run with NumPy only. It starts quickly, saves every step, and writes a journal of commits.
 
-Its states are a function of a seed and the step, so that a test knows what each step must hold.
+A state depends only on a seed and the step, so a test can compute the expected state of each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ELEMENTS: Final = 20_000
 
 
 class Batches:
-    """An iterator over data, which knows where it is and whose it is."""
+    """An iterator over data, with a position and the seed of its run."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -35,16 +35,16 @@ class Batches:
         return self.position * self.seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position and the seed."""
         return {"position": self.position, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Set the position and the seed."""
         self.position, self.seed = state["position"], state["seed"]
 
 
 class Training:
-    """The state of a run, as what is saved."""
+    """The state of a run."""
 
     def __init__(self, seed: int) -> None:
         self.batches = Batches(seed)
@@ -53,26 +53,26 @@ class Training:
         self.loss = 0.0
 
     def checkpointables(self) -> dict[str, object]:
-        """Everything that the next step depends on."""
+        """Return everything on which the next step depends."""
         return {"params": self.params, "data": self.batches, "random": self.random}
 
     def advance(self) -> None:
-        """One step."""
+        """Train one step."""
         batch = next(self.batches)
         self.params["weight"] += self.random.standard_normal(_ELEMENTS) * batch
         self.params["bias"][:] = batch
         self.loss = float(self.random.random())
 
     def restore(self, checkpointer: ckptcore.Checkpointer) -> None:
-        """Go back to the newest step that is sound."""
-        found = checkpointer.load_checkpointables(
+        """Load the newest valid step."""
+        loaded = checkpointer.load_checkpointables(
             abstract={"params": None}, into={"data": self.batches, "random": self.random}
         )
-        self.params = found["params"]
+        self.params = loaded["params"]
 
 
 def states(seed: int) -> Iterator[Training]:
-    """The states of a run that nothing stops, from that before the first step; one object, which goes on."""
+    """Yield the states of an uninterrupted run, beginning before the first step. Every state is the same object."""
     training = Training(seed)
     while True:
         yield training
@@ -80,7 +80,7 @@ def states(seed: int) -> Iterator[Training]:
 
 
 def digest(training: Training) -> str:
-    """A text that represents the whole state."""
+    """Return a digest of the whole state."""
     state = training.params, training.batches.state_dict(), training.random.bit_generator.state
     params, data, random = state
     text = f"{params['weight'].tobytes().hex()} {params['bias'].tobytes().hex()} {params['seed']} {data} {random}"
@@ -88,19 +88,19 @@ def digest(training: Training) -> str:
 
 
 class _Journal:
-    """Lines that outlive the process, and the machine."""
+    """A file of lines that survive a kill and a power loss."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, what: str, step: int) -> None:
-        """Append a line, by one call, so that it is there as a whole or not at all."""
+        """Append a line with one system call, so that the file has the whole line or nothing of it."""
         os.write(self._file, f"{what} {step}\n".encode())
         os.fsync(self._file)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train, from where the run in the directory left off."""
+    """Train, and resume from the newest step in the directory."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--journal", required=True)

@@ -1,4 +1,4 @@
-"""One save of a step with the deletions that follow it, by a process that waits at a gate until it is traced."""
+"""A program that saves one step and deletes older steps. It waits at a gate until it is traced."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ KEPT: Final = 2
 
 
 def make_state(step: int) -> dict[str, object]:
-    """The state of a step, every leaf of which tells which one it belongs to."""
+    """Return the state of a step. Every leaf depends on the step."""
     batches = Batches(step)
     next(batches)
     return {"params": {"w": np.full(1000, step), "names": [f"step {step}"] * 3}, "data": batches}
 
 
 def step_at(reader: ckptcore.CheckpointReader, step: int) -> int:
-    """Return the step whose state is stored at a step, whole."""
-    found: dict[str, Any] = reader.load_checkpointables(step)
-    stored = int(found["params"]["w"][0])
-    assert (found["params"]["w"] == stored).all() and found["params"]["names"] == [f"step {stored}"] * 3
-    assert found["data"] == {"position": 1, "seed": stored}
+    """Return the step to which a stored state belongs. Assert that the state is complete."""
+    loaded: dict[str, Any] = reader.load_checkpointables(step)
+    stored = int(loaded["params"]["w"][0])
+    assert (loaded["params"]["w"] == stored).all() and loaded["params"]["names"] == [f"step {stored}"] * 3
+    assert loaded["data"] == {"position": 1, "seed": stored}
     return stored
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Given a directory, a step and a named pipe: wait until the pipe has a byte, and save."""
+    """Save a step when a named pipe has a byte. The arguments are the directory, the step and the pipe."""
     directory, step, gate = arguments
-    opened = os.open(gate, os.O_RDWR)
+    descriptor = os.open(gate, os.O_RDWR)
     print("ready", flush=True)
-    os.read(opened, 1)
-    # One thread, so that the system calls of one run are those of the next.
+    os.read(descriptor, 1)
+    # One thread, so that every run makes the same system calls.
     context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
     with ckptcore.Checkpointer(Path(directory), preservation_policy=LatestN(KEPT), context=context) as checkpointer:
         checkpointer.save_checkpointables(int(step), make_state(int(step)))

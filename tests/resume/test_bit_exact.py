@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends with the losses and weights of one that is not, to the last bit."""
+"""A run that is killed again and again ends with exactly the losses and weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _TRAINERS: Final = ["examples.train_torch", pytest.param("examples.train_jax", m
 
 @dataclass(frozen=True)
 class Straight:
-    """A run that is not killed.
+    """An uninterrupted run.
 
     Attributes:
-        trainer: starts others of its kind.
-        losses: by step, as they are printed.
-        last: everything that its last step holds.
+        trainer: starts runs of the same example.
+        losses: the printed losses, by step.
+        last: all objects of the last step.
     """
 
     trainer: Trainer
@@ -48,7 +48,7 @@ class Straight:
 
 @pytest.fixture(scope="module", params=_TRAINERS)
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Straight]:
-    """One for each example."""
+    """Run each example without interruption."""
     for module in _NEEDS[request.param]:
         pytest.importorskip(module)
     scratch = tmp_path_factory.mktemp("straight")
@@ -64,7 +64,7 @@ def _arguments(directory: Path) -> Sequence[object]:
 
 def _losses(lines: Sequence[str]) -> dict[str, str]:
     words = [line.split() for line in lines]
-    return {found[1]: found[-1] for found in words if found[0] == "step"}
+    return {fields[1]: fields[-1] for fields in words if fields[0] == "step"}
 
 
 def _last(directory: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _last(directory: Path) -> dict[str, Any]:
 
 
 def _check(straight: Straight, seed: int, directory: Path) -> int:
-    """Kill a run at moments that a seed picks, let it finish, and compare; how many times it was killed."""
+    """Kill a run at random moments, let it finish, and compare it. Return how many times it was killed."""
     print(f"seed {seed}")
     chance = random.Random(seed)
     lines: list[str] = []
@@ -83,23 +83,25 @@ def _check(straight: Straight, seed: int, directory: Path) -> int:
         run, was_killed = straight.trainer.start_and_kill(chance, "step", _arguments(directory))
         lines.extend(run.lines())
         killed += was_killed
-    found = [*lines, *straight.trainer.start(*_arguments(directory)).finish()]
-    # Steps that were done twice count twice.
-    wrong = [line for line in found if line.startswith("step") and straight.losses[line.split()[1]] != line.split()[-1]]
+    printed = [*lines, *straight.trainer.start(*_arguments(directory)).finish()]
+    # The lines include steps that were repeated after a kill.
+    wrong = [
+        line for line in printed if line.startswith("step") and straight.losses[line.split()[1]] != line.split()[-1]
+    ]
     assert not wrong
-    assert _losses(found) == straight.losses
+    assert _losses(printed) == straight.losses
     assert same_value(_last(directory), straight.last)
     return killed
 
 
 def test_a_sample_of_killed_runs(straight: Straight, tmp_path: Path) -> None:
-    # One test, so that several processes that share the tests do not each make the run that is not killed.
+    # One test, so that only one worker of pytest makes the uninterrupted run.
     for seed in range(_SAMPLE):
         assert _check(straight, seed, tmp_path / str(seed)) > 0
 
 
-def test_a_run_that_is_past_its_steps_ends(straight: Straight, tmp_path: Path) -> None:
-    """The target is fewer steps than it has done."""
+def test_a_run_ends_if_it_is_past_its_target(straight: Straight, tmp_path: Path) -> None:
+    """The second target is lower than the number of steps that were done."""
     arguments = ("--directory", tmp_path / "run", "--save-every", 2, "--steps")
     straight.trainer.start(*arguments, 4).finish()
     run = straight.trainer.start(*arguments, 3)
@@ -112,15 +114,15 @@ def test_a_run_that_is_past_its_steps_ends(straight: Straight, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_killed_runs(straight: Straight, full: bool, tmp_path: Path) -> None:
+def test_many_killed_runs(straight: Straight, full: bool, tmp_path: Path) -> None:
     for seed in range(100, 120 if full else 103):
         assert _check(straight, seed, tmp_path / str(seed)) > 0
 
 
 @pytest.mark.parametrize("straight", ["examples.train_torch"], indirect=True)
 @pytest.mark.parametrize("part", ["data", "model", "numpy_rng", "optimizer", "scheduler", "torch_rng"])
-def test_a_part_of_another_step_is_noticed(straight: Straight, part: str, tmp_path: Path) -> None:
-    """Each part of the state matters: with one from the save before, the losses are others."""
+def test_a_part_of_another_step_changes_the_losses(straight: Straight, part: str, tmp_path: Path) -> None:
+    """Every part of the state matters: with a part of the previous save, the losses differ."""
     run = straight.trainer.start(*_arguments(tmp_path / "run"))
     assert run.wait_for("step", 20)
     assert run.kill()
@@ -130,6 +132,6 @@ def test_a_part_of_another_step_is_noticed(straight: Straight, part: str, tmp_pa
     mixed[part] = reader.load_checkpointables(before)[part]
     ckptcore.save_checkpointables(tmp_path / "run" / str(step), mixed, overwrite=True)
 
-    found = _losses(straight.trainer.start(*_arguments(tmp_path / "run")).finish())
-    assert len(found) == _STEPS - step
-    assert any(straight.losses[number] != loss for number, loss in found.items())
+    losses = _losses(straight.trainer.start(*_arguments(tmp_path / "run")).finish())
+    assert len(losses) == _STEPS - step
+    assert any(straight.losses[number] != loss for number, loss in losses.items())

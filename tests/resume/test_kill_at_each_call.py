@@ -1,4 +1,4 @@
-"""``kill -9`` before each system call with which a Checkpointer opens, saves a step, deletes old ones and closes."""
+"""``kill -9`` before each system call of a Checkpointer that opens, saves a step, deletes older steps and closes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BEFORE: Final = (1, 2, 3)
 _NEW: Final = 4
 _SAMPLE: Final = 10
 _REACHED: Final = 0.7
-"""The least part of the calls at which it must have been killed, for threads make them in turns."""
+"""Minimum fraction of the calls at which the process must have been killed. The order of calls of threads varies."""
 
 
 class _StepSaver(Saver):
-    """Runs of `tests.resume.step_saving`, for strace."""
+    """A starter of `tests.resume.step_saving` under strace."""
 
     def __init__(self, running: Trainer, scratch: Path) -> None:
         self._running = running
@@ -48,14 +48,14 @@ class _StepSaver(Saver):
             gate.write(b"!")
 
     def end(self) -> int:
-        """Wait for the process; its exit status."""
+        """Wait for the process. Return its exit status."""
         assert self._run is not None
         return self._run.wait()
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_StepSaver]:
-    """The task that is traced and killed."""
+    """Return the program that is traced and killed."""
     needs_strace()
     scratch = tmp_path_factory.mktemp("runs")
     with trainer("tests.resume.step_saving", scratch) as running:
@@ -63,7 +63,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_StepSaver]:
 
 
 def _prepare(directory: Path) -> None:
-    """Three steps, and the leftovers of a failed save."""
+    """Save three steps, and create the remains of a failed save."""
     with ckptcore.Checkpointer(directory, context=_FAST) as checkpointer:
         for step in _BEFORE:
             checkpointer.save_checkpointables(step, make_state(step))
@@ -82,7 +82,7 @@ def _points(warm: Saver, scratch: Path) -> list[KillPoint]:
 
 
 def _try(warm: Saver, point: KillPoint, directory: Path) -> bool:
-    """Kill it at a point and check the result. Return True if the point was reached."""
+    """Kill the program at a point and check the result. Return True if the point was reached."""
     _prepare(directory)
     status = warm.killed("save", str(directory), point)
     assert status in (0, -9), f"it ended with {status}"
@@ -122,5 +122,5 @@ def test_a_sample_of_kills(warm: Saver, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_kill(full: bool, warm: Saver, tmp_path: Path) -> None:
+def test_a_kill_at_every_call(full: bool, warm: Saver, tmp_path: Path) -> None:
     _kill_at(warm, _points(warm, tmp_path)[:: 1 if full else 5], tmp_path)

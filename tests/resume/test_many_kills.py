@@ -1,4 +1,4 @@
-"""A run that saves every step and is killed hundreds of times loses no step that was reported as committed."""
+"""A run that saves every step, and is killed hundreds of times. It loses no step that was reported as committed."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _LEFT_BY_ONE: Final = 2
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """The trainer of NumPy."""
+    """Start the NumPy trainer."""
     with trainer("tests.resume.numpy_training", tmp_path_factory.mktemp("runs")) as started:
         yield started
 
 
 class _Watched:
-    """A directory of steps whose job is killed, and what must hold in it."""
+    """A directory of steps whose job is killed, with checks of its content."""
 
     def __init__(self, scratch: Path) -> None:
         self.directory = scratch / "run"
         self.journal = scratch / "journal"
         self._known: list[tuple[str, float]] = []  # the digest and the loss of each step
         self._states = states(_SEED)
-        self._dead = 0  # since it was cleaned
+        self._dead = 0  # number of kills since the last cleanup
 
     def entries(self, what: str) -> list[int]:
-        """The steps of which the journal says something."""
+        """Return the steps of the entries `what` in the journal."""
         if not self.journal.exists():
             return []
         words = [line.split() for line in self.journal.read_text().splitlines()]
-        return [int(step) for found, step in words if found == what]
+        return [int(step) for entry, step in words if entry == what]
 
     def expected(self, step: int) -> str:
-        """The digest of a step."""
+        """Return the expected digest of a step."""
         while len(self._known) <= step:
             state = next(self._states)
             self._known.append((digest(state), state.loss))
         return self._known[step][0]
 
     def kept(self, steps: int) -> set[int]:
-        """Which of the steps from 1 on the policy keeps."""
+        """Return which of the steps 1 to `steps` the policy keeps."""
         self.expected(steps)
         losses = [loss for _, loss in self._known]
         infos = [StepInfo(step, created=0.0, metrics={"loss": losses[step]}) for step in range(1, steps + 1)]
@@ -67,7 +67,7 @@ class _Watched:
         return sorted(name for name in names if name.startswith(".") and name != ".ckptcore")
 
     def check(self) -> None:
-        """All that must hold after the job was killed."""
+        """Check the directory after the job was killed."""
         self._dead += 1
         assert len(self.hidden()) <= _LEFT_BY_ONE * self._dead
         committed = max(self.entries("committed"), default=0)
@@ -75,7 +75,7 @@ class _Watched:
         reader = ckptcore.CheckpointReader(self.directory)
         latest = reader.latest or 0
         assert latest >= committed, "a step that was said to be committed is lost"
-        # The save before had ended when this one began.
+        # A save begins only after the previous save has ended.
         assert latest >= begun - 1, "more than one step is lost"
         assert self.kept(latest) <= set(reader.steps), "a step that is to be kept is lost"
         for step in reader.steps:
@@ -87,7 +87,7 @@ class _Watched:
             assert report.ok, report.problems
 
     def clean(self) -> None:
-        """Open it and wait, as the next job does; nothing is left of the killed one then."""
+        """Open the run and wait, as the next job does. Check that the remains of killed jobs are gone."""
         with ckptcore.Checkpointer(self.directory) as checkpointer:
             checkpointer.wait()
             assert self.hidden() == []
@@ -126,7 +126,7 @@ def test_a_sample_of_kills(running: Trainer, tmp_path: Path) -> None:
     _kill_often(running, tmp_path, 1, _SAMPLE)
 
 
-def test_what_is_lost_or_mixed_is_noticed(running: Trainer, tmp_path: Path) -> None:
+def test_the_checks_detect_lost_and_wrong_steps(running: Trainer, tmp_path: Path) -> None:
     watched = _Watched(tmp_path)
     arguments = "--directory", watched.directory, "--journal", watched.journal, "--seed", _SEED, "--steps", 9
     running.start(*arguments).finish()
@@ -146,5 +146,5 @@ def test_what_is_lost_or_mixed_is_noticed(running: Trainer, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_many_kills(full: bool, running: Trainer, tmp_path: Path) -> None:
+def test_no_step_is_lost_over_many_kills(full: bool, running: Trainer, tmp_path: Path) -> None:
     _kill_often(running, tmp_path, 2, 200 if full else 60)

@@ -1,4 +1,4 @@
-"""Two jobs with one directory: one trains, the other gets an error that names the owner."""
+"""Two jobs with the same directory. One job trains, and the other gets an error that names the owner."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SECOND: Final = 13
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """The trainer of NumPy."""
+    """Start the NumPy trainer."""
     with trainer("tests.resume.numpy_training", tmp_path_factory.mktemp("runs")) as started:
         yield started
 
 
 def _start(running: Trainer, scratch: Path, seed: int) -> Run:
-    """Start a job that saves until it is killed; what it saves bears its seed until it resumes from another's."""
+    """Start a job that saves until it is killed. The steps contain its seed, or the seed of the resumed step."""
     journal = scratch / f"journal {seed}"
     return running.start("--directory", scratch / "run", "--journal", journal, "--seed", seed, "--steps", 1_000_000)
 
@@ -45,15 +45,15 @@ def _committed(run: Run) -> int:
 
 
 def _seeds(directory: Path) -> list[int]:
-    """Whose each step is, ascending; fails if one holds parts of two."""
+    """Return the seed of each step. Assert that no step is a mix of two jobs."""
     reader = ckptcore.CheckpointReader(directory)
     seeds = []
     for step in reader.steps:
         data = Batches(0)
-        found = reader.load_checkpointables(step, ["params", "random"], into={"data": data})
-        seed = found["params"]["seed"]
+        loaded = reader.load_checkpointables(step, ["params", "random"], into={"data": data})
+        seed = loaded["params"]["seed"]
         assert (data.seed, data.position) == (seed, step)
-        assert found["params"]["bias"].tolist() == [seed * step] * 7
+        assert loaded["params"]["bias"].tolist() == [seed * step] * 7
         seeds.append(seed)
     return seeds
 
@@ -65,14 +65,14 @@ def test_the_second_owner_is_refused_and_takes_over_after_a_kill(running: Traine
     assert first.wait_for("committed", len(first.lines()) + 3), "the first was disturbed"
     assert first.kill()
 
-    second = _start(running, tmp_path, _SECOND)  # at once, and with no other argument
+    second = _start(running, tmp_path, _SECOND)  # immediately, and with the same arguments
     assert second.wait_for("committed", 3), second.errors()
     assert second.lines()[0] in (f"resumed {_committed(first)}\n", f"resumed {_committed(first) + 1}\n")
     assert second.kill()
     assert set(_seeds(tmp_path / "run")) == {_FIRST}, "it continues the state that it loaded"
 
 
-def test_of_two_that_start_together_one_trains(running: Trainer, tmp_path: Path) -> None:
+def test_one_of_two_jobs_that_start_together_trains(running: Trainer, tmp_path: Path) -> None:
     for number in range(_ROUNDS):
         scratch = tmp_path / str(number)
         scratch.mkdir()
@@ -89,7 +89,7 @@ def test_of_two_that_start_together_one_trains(running: Trainer, tmp_path: Path)
 
 
 def test_jobs_that_take_turns_lose_no_step(running: Trainer, tmp_path: Path) -> None:
-    """Each is killed while another tries to get in again and again, and the other goes on from its last step."""
+    """Each owner is killed while another job tries to open the run. The other job continues from the last step."""
     chance = random.Random(5)
     owner = _start(running, tmp_path, _FIRST)
     for _ in range(_ROUNDS):
@@ -102,7 +102,7 @@ def test_jobs_that_take_turns_lose_no_step(running: Trainer, tmp_path: Path) -> 
         committed = _committed(owner)
         if waiting.wait_for("resumed", 1):
             owner = waiting
-        else:  # it came while the other lived
+        else:  # it started before the owner was killed
             _expect_refused(waiting, owner)
             owner = _start(running, tmp_path, _SECOND)
             assert owner.wait_for("resumed", 1), owner.errors()

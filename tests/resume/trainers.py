@@ -33,7 +33,7 @@ class Run:
         self.process = process
 
     def lines(self) -> list[str]:
-        """Return the lines printed so far, without an incomplete one."""
+        """Return the complete lines that were printed so far."""
         return [line for line in self._output.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def errors(self) -> str:
@@ -41,14 +41,14 @@ class Run:
         return Path(f"{self._output}.err").read_text()
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended, whether it was waited for or not."""
+        """Return True if the process has ended. The process may still be a zombie."""
         if self._status is not None:
             return True
         state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         return state in "ZX"
 
     def wait_for(self, text: str, count: int) -> bool:
-        """Wait until the process has printed `count` lines with a text. Return False if it ended before."""
+        """Wait until the process has printed `count` lines with a text. Return False if it ends first."""
         deadline = time.monotonic() + _SECONDS
         while sum(text in line for line in self.lines()) < count:
             if self.has_ended():
@@ -58,7 +58,7 @@ class Run:
         return True
 
     def kill(self) -> bool:
-        """Kill the process with SIGKILL. Return False if it had already ended. Fails if it ended with an error."""
+        """Kill the process with SIGKILL. Return False if it had already ended. Assert that it did not fail."""
         os.kill(self.process, signal.SIGKILL)
         status = self.wait()
         assert status in (0, -signal.SIGKILL), f"it had ended with {status}: {self.errors()}"
@@ -91,7 +91,7 @@ class Trainer:
         self._runs = 0
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.resume.warm", module, *_EARLY, *early],
-            # One device and one thread: results do not depend on their number.
+            # One device and one thread, so that results do not depend on the machine.
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
@@ -115,7 +115,7 @@ class Trainer:
     def start_and_kill(self, chance: random.Random, text: str, arguments: Sequence[object]) -> tuple[Run, bool]:
         """Start a run and kill it at a random moment. Return the run, and True if the kill ended it.
 
-        The moment is shortly after the run has printed some lines with a text, or sometimes before the first one.
+        The moment is shortly after the run has printed some lines with the text. Sometimes it is soon after the start.
         """
         run = self.start(*arguments)
         if chance.random() < 0.2:

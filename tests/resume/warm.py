@@ -1,9 +1,9 @@
-"""A program that has imported a trainer and forks a child for each run: what is killed often must start fast.
+"""A program that imports a trainer once and forks a child for each run. Tests that kill many runs then start them fast.
 
-``python -m tests.resume.warm MODULE MORE...`` imports them all, and reads lines of JSON. ``{"arguments": [...],
-"output": path}`` starts ``MODULE.main(arguments)`` in a child, whose standard output and error go to `path` and ``path
-+ ".err"``, and writes its process id. ``{"wait": process id}`` waits for a child and writes its exit status: negative
-for a signal.
+``python -m tests.resume.warm MODULE MORE...`` imports all these modules, and reads lines of JSON. ``{"arguments":
+[...], "output": path}`` starts ``MODULE.main(arguments)`` in a child, whose standard output and error go to `path` and
+``path + ".err"``, and writes its process id. ``{"wait": process id}`` waits for a child and writes its exit status:
+negative for a signal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _SECONDS: Final = 300
-"""Seconds that a child may take, so that one that hangs fails a test and ends."""
+"""Time limit of a child in seconds, so that a child that hangs ends and fails its test."""
 
 
 def _serve(main: Callable[[Sequence[str]], None]) -> None:
@@ -35,13 +35,13 @@ def _serve(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def _run(main: Callable[[Sequence[str]], None], arguments: Sequence[str], output: str) -> None:
-    """Be the child; does not return."""
+    """Run a child process to its end. Do not return."""
     try:
         signal.alarm(_SECONDS)
         for descriptor, path in ((0, os.devnull), (1, output), (2, f"{output}.err")):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, descriptor)
+            os.close(file)
         main(arguments)
         sys.stdout.flush()
     except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person

@@ -1,4 +1,4 @@
-"""Memory left by asynchronous saves, in particular by failed ones."""
+"""Memory that asynchronous saves still hold when they have ended, in particular after a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOUNDS = [None, 1 << 30]
 
 
 class _BrokenLayout(ckptcore.SafetensorsLayout):
-    """Fails with the arrays in hand, and with an error behind its error."""
+    """A layout whose write fails while it holds the arrays. Its error has a cause."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> Any:
         arrays = snapshot.take(0)
@@ -52,11 +52,11 @@ def test_the_arrays_of_a_failed_save_are_freed_before_its_result_is_read(limit: 
         handle.result()
 
 
-def test_a_failed_save_is_forgotten_once_its_result_was_read(tmp_path: Path) -> None:
+def test_a_failed_save_is_freed_after_its_result_was_read(tmp_path: Path) -> None:
     context = ckptcore.Context()
 
     def train() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
-        """The code that raises the error has arrays too, and the error refers to its frame."""
+        """Hold an array in the frame in which the error is raised, because the error refers to this frame."""
         more = np.ones(1 << 20)
         handle, _ = _fail_to_save(tmp_path / "c", context)
         with pytest.raises(StorageError, match="on fire"):
@@ -68,7 +68,7 @@ def test_a_failed_save_is_forgotten_once_its_result_was_read(tmp_path: Path) -> 
     assert handle() is None and more() is None
 
 
-def test_what_an_object_captured_is_let_go_when_its_second_phase_fails(tmp_path: Path) -> None:
+def test_an_object_is_released_when_its_second_phase_fails(tmp_path: Path) -> None:
     context = ckptcore.Context()
     broken = Files({"a": b"1"})
     broken.late_error = RuntimeError("this object is broken")
@@ -82,7 +82,7 @@ def test_what_an_object_captured_is_let_go_when_its_second_phase_fails(tmp_path:
 
 
 @pytest.mark.parametrize("limit", [None, 1 << 20])
-def test_the_arrays_of_the_caller_are_let_go_before_the_commit(
+def test_the_arrays_of_the_caller_are_released_before_the_commit(
     limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits, go_on = threading.Event(), threading.Event()
@@ -109,7 +109,7 @@ def test_the_arrays_of_the_caller_are_let_go_before_the_commit(
 
 
 class _CopiesAfterwards(ckptcore.builtin.host_leaves.HostArrayHandler):
-    """Begins to copy, and goes on only once the save is over."""
+    """A handler that begins to copy, and continues only after the save has ended."""
 
     def __init__(self, context: list[ckptcore.Context]) -> None:
         self._context = context
@@ -121,7 +121,7 @@ class _CopiesAfterwards(ckptcore.builtin.host_leaves.HostArrayHandler):
         return super().copy_to_host(leaf, boxes, memory)
 
 
-def test_a_bounded_save_tells_the_error_that_stopped_it(gate: Gate) -> None:
+def test_a_bounded_save_raises_the_error_of_its_layout(gate: Gate) -> None:
     contexts: list[ckptcore.Context] = []
     handler = _CopiesAfterwards(contexts)
     context = ckptcore.Context(
@@ -138,7 +138,7 @@ def test_a_bounded_save_tells_the_error_that_stopped_it(gate: Gate) -> None:
     handle = ckptcore.save_async("gate://a/b", {"w": np.ones(1 << 20)}, layout=Full(), context=context)
     with pytest.raises(StorageFullError, match="No space left"):
         handle.result()
-    with pytest.raises(StorageFullError, match="No space left"):  # it was noticed above
+    with pytest.raises(StorageFullError, match="No space left"):  # the error of this save; the earlier error was read
         ckptcore.save("gate://a/b", {"w": 1}, layout=Full(), context=context)
 
 
@@ -150,7 +150,7 @@ def gate() -> Gate:
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork")
-def test_a_context_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_registers_no_fork_hook_and_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(os, "register_at_fork", lambda **given: hooks.append(given))
     references = [weakref.ref(runtime_of(ckptcore.Context()).saves) for _ in range(3)]

@@ -159,8 +159,8 @@ def test_no_user_has_more_access_while_a_save_writes(
     open_new, modes = LocalStorage.open_new, []
 
     def look(self: LocalStorage, key: str, size: int | None = None) -> object:
-        hidden = [one for one in tmp_path.iterdir() if one.name.endswith(".ckptcore")]
-        modes.extend([stat.S_IMODE(one.stat().st_mode) & 0o077 for one in hidden])
+        hidden = [entry for entry in tmp_path.iterdir() if entry.name.endswith(".ckptcore")]
+        modes.extend([stat.S_IMODE(entry.stat().st_mode) & 0o077 for entry in hidden])
         return open_new(self, key, size)
 
     monkeypatch.setattr(LocalStorage, "open_new", look)
@@ -240,7 +240,7 @@ def test_a_file_with_a_new_name_is_as_private_as_the_most_private_old_file(
     assert new.stat().st_mode == old.stat().st_mode
 
 
-def test_a_checkpoint_with_other_names_of_files_stays_private(tmp_path: Path) -> None:
+def test_a_checkpoint_stays_private_if_the_names_of_its_files_change(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "1", {"n": 0})
     for path in (tmp_path / "1").iterdir():
         path.chmod(0o600)
@@ -251,7 +251,7 @@ def test_a_checkpoint_with_other_names_of_files_stays_private(tmp_path: Path) ->
     assert {path.stat().st_mode & 0o077 for path in files} == {0}
 
 
-def test_the_group_of_a_new_file_gets_no_more_than_all_users_had(tmp_path: Path) -> None:
+def test_the_group_of_a_new_file_gets_only_the_access_that_all_users_had(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("only root can give a file a group that a process is not a member of")
     old, new = _directories(tmp_path, model=0o640)
@@ -272,7 +272,7 @@ def test_the_members_of_the_group_may_not_write_while_a_save_writes(tmp_path: Pa
 def test_attributes_are_never_given_to_the_target_of_a_link(
     tmp_path: Path, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the link takes the place of the file at the last moment."""
+    """A link is not followed, even if it replaces the file just before `chmod`."""
     monkeypatch.setattr("ckptcore.builtin.local_attributes._has_descriptor_paths", lambda: by_name)
     old, new = _directories(tmp_path, model=0o666, other=0o666)
     (tmp_path / "victim").write_bytes(b"")
@@ -383,10 +383,10 @@ assert os.listdir(sys.argv[1]) == []
 
 
 @pytest.mark.system
-def test_the_owner_of_a_directory_that_can_only_be_read_may_replace_and_delete_it(tmp_path: Path) -> None:
+def test_the_owner_of_a_read_only_directory_may_replace_and_delete_it(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("only root can become another user")
-    with tempfile.TemporaryDirectory() as place:  # another user may not enter those of pytest
+    with tempfile.TemporaryDirectory() as place:  # other users cannot enter the directories of pytest
         os.chown(place, 65534, 65534)
         command = [sys.executable, "-W", "error", "-c", _READ_ONLY, place, str(tmp_path / "warm")]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)

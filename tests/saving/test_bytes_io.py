@@ -12,7 +12,7 @@ import ckptcore
 from ckptcore.errors import TreeMismatchError
 
 SIZES = [0, 10, 100_000]
-"""Nothing, what the root holds, and what goes into an array."""
+"""Empty; small enough for the root; and so large that it becomes an array."""
 
 
 def content(size: int) -> bytes:
@@ -38,12 +38,12 @@ class Progress:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_buffer_comes_back(tmp_path: Path, layout: str, size: int) -> None:
     buffer = io.BytesIO(content(size))
-    buffer.seek(3)  # what is before the position is saved, too
+    buffer.seek(3)  # bytes before the position are saved, too
     ckptcore.save(tmp_path / "x", {"buffer": buffer}, layout=layout)
     assert ckptcore.load(tmp_path / "x") == {"buffer": content(size)}
     for abstract in ({"buffer": io.BytesIO(b"other")}, ckptcore.abstract({"buffer": buffer})):
-        found = ckptcore.load(tmp_path / "x", abstract)
-        assert type(found["buffer"]) is io.BytesIO and found["buffer"].read() == content(size)
+        loaded = ckptcore.load(tmp_path / "x", abstract)
+        assert type(loaded["buffer"]) is io.BytesIO and loaded["buffer"].read() == content(size)
     target = {"buffer": io.BytesIO(b"other")}
     ckptcore.load_into(tmp_path / "x", target)
     assert target["buffer"].getvalue() == content(size)
@@ -58,7 +58,7 @@ def test_an_object_gets_a_buffer_back(tmp_path: Path, size: int) -> None:
         assert progress.blob == content(size)
 
 
-def test_an_asynchronous_save_holds_what_the_buffer_had(tmp_path: Path) -> None:
+def test_an_asynchronous_save_stores_the_buffer_as_it_was_at_the_call(tmp_path: Path) -> None:
     buffer = io.BytesIO(content(100_000))
     handle = ckptcore.save_async(tmp_path / "x", {"buffer": buffer})
     buffer.write(b"changed")

@@ -1,7 +1,7 @@
 """Arrays that change while they are saved.
 
-A blocking save may mix elements of different times, but its checkpoint can be read. An asynchronous save stores those
-at the time of its call.
+A blocking save may mix elements of different times, but its checkpoint can be read. An asynchronous save stores the
+elements as they were at the time of its call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = npt.NDArray[np.int32]
 
 
 class Owner:
-    """The owner of the arrays of a state, which changes them before and after each write or encoding of a save."""
+    """The owner of a state. It changes the arrays before and after each write or encoding of a save."""
 
     def __init__(self) -> None:
         contiguous: Array = np.arange(800_000, dtype=np.int32).reshape(800, 1000)
@@ -71,15 +71,26 @@ class Owner:
 
         return call
 
+    def opening(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that opens a writer. The arrays change before and after each of its writes."""
+
+        def opened(*arguments: Any, **options: Any) -> Any:
+            writer = function(*arguments, **options)
+            writer.write_at = self.changing(writer.write_at)
+            return writer
+
+        return opened
+
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
-    found = Owner()
-    for writer in (local.LocalWriter, memory._MemoryWriter):
-        monkeypatch.setattr(writer, "write_at", found.changing(writer.write_at))
-    monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", found.changing(chunk_codec.ChunkCodec.encode))
-    yield found
-    assert found.changes  # or nothing was tested
+    arrays = Owner()
+    monkeypatch.setattr(local.LocalWriter, "write_at", arrays.changing(local.LocalWriter.write_at))
+    for opens in ("open_writer", "open_new"):
+        monkeypatch.setattr(memory.MemoryStorage, opens, arrays.opening(getattr(memory.MemoryStorage, opens)))
+    monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", arrays.changing(chunk_codec.ChunkCodec.encode))
+    yield arrays
+    assert arrays.changes  # otherwise the test shows nothing
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -88,7 +99,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_was_committed_can_be_read(layout: Layout, directory: str, owner: Owner) -> None:
+def test_a_checkpoint_of_changing_arrays_can_be_read(layout: Layout, directory: str, owner: Owner) -> None:
     path, context = f"{directory}/x", Context(durability="none")
     again: Overwrite = "non-atomic" if directory.startswith("memory:") else True
     for overwrite in (False, again):
@@ -102,7 +113,7 @@ def test_what_was_committed_can_be_read(layout: Layout, directory: str, owner: O
 
 @dataclasses.dataclass(frozen=True)
 class LateLayout(ckptcore.SafetensorsLayout):
-    """Writes nothing before it may."""
+    """A layout that writes only after `may_write` is set."""
 
     may_write: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -131,9 +142,7 @@ ALIASES: Mapping[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
-def test_what_changes_after_save_async_returned_is_not_saved(
-    alias: Callable[[torch.Tensor], Any], tmp_path: Path
-) -> None:
+def test_changes_after_save_async_returned_are_not_saved(alias: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
     tensor = torch.full((1 << 18,), 7, dtype=torch.int32)
     leaf, layout = alias(tensor), LateLayout()
     handle = ckptcore.save_async(tmp_path / "x", {"x": leaf}, layout=layout, context=Context(durability="none"))

@@ -1,4 +1,4 @@
-"""Converting takes memory for the array that is read and those that are being written, however many there are."""
+"""Memory of conversions: only the arrays that are being read and written, however many the checkpoint has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 ARRAYS = 10
 ARRAY_BYTES = 32 * MIB
 
-# In a new process, for the peak of its memory.
+# Runs in a new process, whose peak of memory is that of the conversion.
 PROGRAM = """
 import sys
 import ckptcore
@@ -32,7 +32,7 @@ ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
 def peak():
-    # Not ru_maxrss, which begins with what the parent had.
+    # Not ru_maxrss: it begins with the peak of the parent process.
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
@@ -54,11 +54,11 @@ def test_few_arrays_are_in_memory_at_a_time(source_layout: str, layout: str, tmp
     ckptcore.save(tmp_path / "warm", {"w": np.zeros(MIB)}, layout=source_layout, context=context)
     assert ckptcore.metadata(tmp_path / "source", context=context).nbytes == ARRAYS * ARRAY_BYTES
     arguments = [str(tmp_path / "source"), str(tmp_path / "converted"), layout, str(tmp_path / "warm")]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < 2 * ARRAY_BYTES + 48 * MIB
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 2 * ARRAY_BYTES + 48 * MIB
     loaded = ckptcore.load(tmp_path / "converted", context=context)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())

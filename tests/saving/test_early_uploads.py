@@ -1,4 +1,4 @@
-"""To a storage that is far, the first parts are on their way before the last array has left its device."""
+"""Early uploads: a save to a far storage uploads its first parts before the last array has left its device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST = 7
 
 
 class Far:
-    """A plugin with a storage that is far, and notices when the first part arrives."""
+    """A plugin with a far storage. It sets `part_came` when the first part arrives."""
 
     def __init__(self) -> None:
         self.part_came = threading.Event()
@@ -47,7 +47,7 @@ class Far:
 
 
 class Device(HostArrayHandler):
-    """Arrays that come from a device; the last comes when a part was uploaded, or fails."""
+    """A handler of arrays on a device. The copy of the last array waits for the upload of a part, and then may fail."""
 
     def __init__(self, part_came: threading.Event, error: Exception | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Device(HostArrayHandler):
 
 
 class Coming:
-    """An array on its way."""
+    """An array that is being copied from its device."""
 
     def __init__(self, device: Device, pending: Pending[HostArray]) -> None:
         self._device = device
@@ -88,7 +88,7 @@ def save_async(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("save", "save_bytes"), [(ckptcore.save, None), (save_async, None), (save_async, 8 * MIB), (save_async, 1)]
 )
-def test_the_first_part_is_on_its_way_before_the_last_copy_is_there(save: Any, save_bytes: int | None) -> None:
+def test_the_upload_begins_before_the_last_copy_is_complete(save: Any, save_bytes: int | None) -> None:
     far = Far()
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=[far], handlers={np.ndarray: Device(far.part_came)}),
@@ -122,7 +122,7 @@ def test_an_error_of_a_copy_is_raised_and_nothing_is_committed() -> None:
     with pytest.raises(RuntimeError, match="device is gone"):
         ckptcore.save_async("far://bucket/run", state(), context=context)
     assert list(far.storage.list()) == []
-    runtime_of(context).saves.wait()  # the error was raised before
+    runtime_of(context).saves.wait()  # does not raise the error again
     ckptcore.save(
         "far://bucket/run",
         {"w": np.ones(3)},
@@ -130,7 +130,7 @@ def test_an_error_of_a_copy_is_raised_and_nothing_is_committed() -> None:
     )
 
 
-def test_an_error_of_the_storage_is_told_by_the_handle_also_while_copies_go_on() -> None:
+def test_the_handle_raises_an_error_of_the_storage_while_copies_continue() -> None:
     far = Far()
     put = far.storage.put
 

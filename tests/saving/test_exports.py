@@ -1,4 +1,4 @@
-"""Exports: further checkpoints of one save, in other layouts, of the copy that it makes anyway."""
+"""Exports: additional checkpoints that a save writes from the copy of its arrays, also in other layouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.composites.objects import Files
 
 
 def _save_in_background(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> None:
@@ -44,7 +44,7 @@ def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> Non
         memory=ckptcore.context.MemoryOptions(save_bytes=1 << 17),
         plugins=ckptcore.context.PluginOptions(handlers=handlers),
     )
-    ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+    ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 SAVES = [ckptcore.save, _save_in_background, _save_in_bounded_memory]
@@ -56,7 +56,7 @@ def _state(value: float = 1) -> dict[str, Any]:
 
 
 class Counting(HostArrayHandler):
-    """Counts how often each box is copied or viewed."""
+    """A handler that counts how often each box is copied or viewed."""
 
     def __init__(self) -> None:
         self.taken: Counter[tuple[int, Box]] = Counter()
@@ -71,7 +71,7 @@ class Counting(HostArrayHandler):
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., None], tmp_path: Path) -> None:
+def test_a_save_also_writes_subtrees_to_other_locations(save: Callable[..., None], tmp_path: Path) -> None:
     state = _state()
     exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all", subtree=())]
     save(tmp_path / "c", state, metadata={"run": "a"}, strategy=WithExports(exports))
@@ -103,7 +103,7 @@ def test_arrays_are_taken_from_the_device_once(save: Callable[..., None], times:
     assert {taken[id(layer["w"])] for layer in state["model"]["layers"]} == {times if times == 1 else 3}
 
 
-def test_what_changes_afterwards_is_in_no_export(tmp_path: Path) -> None:
+def test_changes_after_the_call_are_not_exported(tmp_path: Path) -> None:
     state = _state()
     handle = ckptcore.save_async(
         tmp_path / "c", state, strategy=WithExports([Export(location=tmp_path / "e", subtree="optimizer")])
@@ -113,7 +113,7 @@ def test_what_changes_afterwards_is_in_no_export(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "e"), _state()["optimizer"])
 
 
-def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> None:
+def test_arrays_that_are_shared_in_a_subtree_are_shared_in_its_export(tmp_path: Path) -> None:
     shared = np.arange(1000.0)
     state = {"a": {"first": shared}, "b": {"x": np.ones(3), "second": shared, "third": shared}}
     exports = [Export(location=tmp_path / "b", subtree=("b",)), Export(location=tmp_path / "leaf", subtree="b/second")]
@@ -128,28 +128,26 @@ def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> N
 
 def test_subtrees_are_named_by_keys_or_text(tmp_path: Path) -> None:
     state = {"1": {"a/b": np.ones(2)}, "layers": [np.zeros(1), {2: np.full(3, 2.0)}]}
-    found = {
+    subtrees = {
         "keys": (("1", "a/b"), np.ones(2)),
         "text": ("layers/1/2", np.full(3, 2.0)),
         "numbers": (("layers", 1, 2), np.full(3, 2.0)),
     }
-    exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in found.items()]
+    exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in subtrees.items()]
     ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
-    for name, (_, expected) in found.items():
+    for name, (_, expected) in subtrees.items():
         assert same_value(ckptcore.load(tmp_path / name), expected)
 
 
 @pytest.mark.parametrize("subtree", ["modle", ("model", 3), "model/step/x", ("model", "layers", "0", "w", "x")])
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_a_part_that_is_not_there_is_refused_before_anything_is_written(
-    begin: Any, subtree: Any, tmp_path: Path
-) -> None:
+def test_a_missing_subtree_is_refused_before_anything_is_written(begin: Any, subtree: Any, tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match=r"exports\[0\].*does not exist in the tree.*Nothing was written"):
         begin(tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", subtree=subtree)]))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_state_that_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     class Refusing(ckptcore.SafetensorsLayout):
         def check(self, tree: Any, size: int) -> None:
             raise NameCollisionError("these would collide. Nothing was written")
@@ -161,11 +159,11 @@ def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_pa
             strategy=WithExports([Export(location=tmp_path / "e", subtree=(), layout=Refusing())]),
         )
     with pytest.raises(TypeError, match=r"exports\[0\] is 'weights'"):
-        ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # refused
+        ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # wrong on purpose
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
+def test_each_checkpoint_needs_its_own_location(tmp_path: Path) -> None:
     state = _state()
     for exports in (
         [Export(location=tmp_path / "x" / ".." / "c", subtree=())],
@@ -200,7 +198,7 @@ def test_an_export_replaces_nothing_that_its_save_has_just_written(
 
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -> None:
+def test_existing_checkpoints_are_replaced_only_with_overwrite(begin: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "e", {"mine": 1})
     exports = [Export(location=tmp_path / "e", subtree="model")]
     with pytest.raises(CheckpointExistsError):
@@ -211,7 +209,7 @@ def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -
 
 
 class FailingWrites(ckptcore.SafetensorsLayout):
-    """A layout whose disk is on fire once it has taken an array."""
+    """A layout that fails after it has taken an array."""
 
     def write(self, snapshot: Any, store: Any) -> Any:
         snapshot.take(0)
@@ -254,7 +252,7 @@ def test_a_save_that_fails_exports_nothing(save: Callable[..., None], tmp_path: 
 
 @pytest.mark.parametrize("limit", [None, 1 << 17])
 @pytest.mark.parametrize("layout", ["safetensors", FailingWrites()], ids=["well", "failing"])
-def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None, layout: Any, tmp_path: Path) -> None:
+def test_a_save_with_exports_releases_the_state_and_all_memory(limit: int | None, layout: Any, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     gc.disable()
     try:
@@ -272,7 +270,7 @@ def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None,
         gc.enable()
 
 
-def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
+def test_memory_is_released_after_the_last_writer_of_an_array(tmp_path: Path) -> None:
     """Memory that no export needs is released before the export."""
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(keep_staging=False))
     seen: list[int] = []
@@ -292,7 +290,7 @@ def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 1 << 20])
-def test_a_failed_export_gives_its_memory_back_before_the_next(limit: int | None, tmp_path: Path) -> None:
+def test_a_failed_export_releases_its_memory_before_the_next_begins(limit: int | None, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit, keep_staging=False))
     seen: list[int] = []
 
@@ -320,26 +318,26 @@ def test_a_failed_export_gives_its_memory_back_before_the_next(limit: int | None
     assert seen == [0] and runtime_of(context).staging.held_bytes == 0
 
 
-def test_a_failed_export_gives_views_back_before_the_next(tmp_path: Path) -> None:
+def test_a_failed_export_releases_its_views_before_the_next_begins(tmp_path: Path) -> None:
     arrays: list[weakref.ref[HostArray]] = []
     alive: list[int] = []
 
     class DeviceHandler(HostArrayHandler):
-        """Like the handler of arrays on a device, whose elements a blocking save transfers to the host."""
+        """A handler like that of arrays on a device: a view is a copy of the elements on the host."""
 
         def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-            found = [Ready(np.array(leaf[box.slices])) for box in boxes]
-            arrays.extend(weakref.ref(one.value) for one in found)
-            return found
+            views = [Ready(np.array(leaf[box.slices])) for box in boxes]
+            arrays.extend(weakref.ref(view.value) for view in views)
+            return views
 
     class Failing(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            snapshot.take(0)  # the second one is transferred ahead
+            snapshot.take(0)  # also transfers the second array, ahead of its use
             raise OSError("on fire")
 
     class Looking(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            alive.append(sum(one() is not None for one in arrays))
+            alive.append(sum(array() is not None for array in arrays))
             return super().write(snapshot, store)
 
     state = {"a": {"x": np.ones(9), "y": np.ones(9)}, "b": np.ones(9)}
@@ -353,7 +351,7 @@ def test_a_failed_export_gives_views_back_before_the_next(tmp_path: Path) -> Non
     assert len(arrays) >= 3 and alive == [1]
 
 
-def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:
+def test_each_export_emits_events_of_its_own_save(tmp_path: Path) -> None:
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
     ckptcore.save_async(
@@ -417,7 +415,7 @@ def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path) -> None:
+def test_an_export_that_fails_on_one_rank_fails_on_all_and_the_others_succeed(tmp_path: Path) -> None:
     together = threading.Barrier(2)
 
     class OnlyHere(ckptcore.SafetensorsLayout):
@@ -458,8 +456,8 @@ def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_is_interrupted_keeps_no_rank_waiting(tmp_path: Path) -> None:
-    """It does not come to the exports after the one that it wrote then."""
+def test_an_interrupted_rank_does_not_block_the_others(tmp_path: Path) -> None:
+    """The interrupted rank takes no part in the exports after the current one."""
 
     class Interrupted(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:

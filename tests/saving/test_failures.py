@@ -51,13 +51,13 @@ def test_a_sync_that_fails_after_the_commit_deletes_nothing(
         ckptcore.save(location, {"w": np.ones(3)}, overwrite=overwrite)
     assert ckptcore.load(location)["w"].tolist() == [1, 1, 1]
     hidden = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert len(hidden) == int(overwrite)  # what it replaced is still there: a loss of power might bring it back
+    assert len(hidden) == int(overwrite)  # the old checkpoint is kept: a power loss may undo the commit
     monkeypatch.undo()
     ckptcore.save(location, {"w": np.full(3, 2.0)}, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_error_that_stopped_a_save_is_the_one_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cleanup_does_not_hide_the_error_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def put(self: LocalStorage, key: str, data: bytes, **options: Any) -> str:
         raise StorageFullError(errno.ENOSPC, "no room for the root")
 
@@ -72,7 +72,7 @@ def test_the_error_that_stopped_a_save_is_the_one_raised(tmp_path: Path, monkeyp
 
 
 class OneRankEach(HostArrayHandler):
-    """Arrays of which each belongs to the rank that its first element names."""
+    """A handler of arrays that one rank holds. The first element of an array is the number of this rank."""
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         return (Shard(Box.whole(leaf.shape)),) if leaf[0] == rank else ()
@@ -82,7 +82,7 @@ def job_context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
     return ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), **options)
 
 
-def test_one_rank_may_hold_everything_and_need_not_lead(tmp_path: Path) -> None:
+def test_a_rank_that_is_not_the_leader_may_hold_all_arrays(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save(tmp_path / "c", {"a": np.ones(2), "b": np.ones(3)}, context=context)
 
@@ -119,7 +119,7 @@ def test_a_layout_that_writes_one_object_twice_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("location", ["memory://failures/convert", "local"])
-def test_nothing_is_converted_into_itself(location: str, tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_be_converted_in_place(location: str, tmp_path: Path) -> None:
     where = str(tmp_path / "c") if location == "local" else location
     ckptcore.save(where, {"a": np.ones(2)})
     other = os.path.join(str(tmp_path), ".", "c") if location == "local" else location + "/"
@@ -161,7 +161,7 @@ def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: 
     assert os.listdir(tmp_path) == []
 
 
-def test_numpy_counts_steps_and_epochs_too(tmp_path: Path) -> None:
+def test_steps_and_epochs_can_be_numpy_integers(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(np.int64(3), {"a": 1}, epoch=np.int32(2))  # type: ignore[arg-type]  # as a training loop may
     with ckptcore.Checkpointer(tmp_path) as checkpointer:

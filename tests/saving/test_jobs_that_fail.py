@@ -1,4 +1,4 @@
-"""Saves of several ranks of which one fails at an unusual moment: the others get its error."""
+"""Saves in which one rank fails at an unusual moment. The other ranks get its error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _outcomes(job: Callable[[Coordinator], object], size: int = 2, *, seconds: f
 
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path: Path) -> None:
+def test_a_rank_fails_while_it_waits_for_the_previous_save(begin: Any, tmp_path: Path) -> None:
     def job(coordinator: Coordinator) -> None:
         context = job_context(coordinator)
         if coordinator.rank == 1:
@@ -62,7 +62,7 @@ def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path:
 
 
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
-def test_a_rank_that_fails_to_plan(rank_that_fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_fails_to_plan(rank_that_fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = TreeDescription.plan
 
     def fail(self: Any, rank: int, size: int, save_id: str) -> Any:
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_to_plan(rank_that_fails: int, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("through_checkpointer", [False, True])
 @pytest.mark.parametrize("rank_that_differs", [0, 1])
-def test_a_bad_name_on_one_rank_does_not_part_the_ranks(
+def test_the_ranks_stay_in_step_after_a_bad_name_on_one_rank(
     rank_that_differs: int, through_checkpointer: bool, tmp_path: Path
 ) -> None:
     def of_rank(rank: int, context: ckptcore.Context) -> list[str]:
@@ -110,7 +110,9 @@ def test_a_bad_name_on_one_rank_does_not_part_the_ranks(
     assert run_ranks(2, of_rank, timeout_seconds=20) == expected
 
 
-def test_others_hear_that_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_raise_an_error_if_the_result_of_the_commit_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rename = LocalStorage.rename
 
     def fail(self: LocalStorage, source: str, destination: str) -> None:
@@ -147,11 +149,13 @@ class _CutOff:
 
 @pytest.mark.parametrize(("method", "ending"), [("gather", "/commit"), ("broadcast", "/commit/verdict")])
 @pytest.mark.parametrize("cut_off", [0, 1])
-def test_a_connection_that_breaks_after_the_commit(method: str, ending: str, cut_off: int, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_after_the_commit_does_no_harm(
+    method: str, ending: str, cut_off: int, tmp_path: Path
+) -> None:
     committed = threading.Event()
 
     class Told(_CutOff):
-        """Rank 1 comes to the end of the commit after rank 0 is there."""
+        """A coordinator with which rank 1 reaches the end of the commit after rank 0."""
 
         def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
             if key.endswith("/commit"):
@@ -169,7 +173,7 @@ def test_a_connection_that_breaks_after_the_commit(method: str, ending: str, cut
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [1, 1]
 
 
-def test_a_connection_that_breaks_before_the_commit_is_known_of(tmp_path: Path) -> None:
+def test_a_connection_that_breaks_before_the_commit_prevents_it(tmp_path: Path) -> None:
     def save(coordinator: Coordinator) -> None:
         broken = _CutOff(coordinator, "gather" if coordinator.rank == 0 else "", "/write")
         ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, context=job_context(broken))
@@ -179,14 +183,14 @@ def test_a_connection_that_breaks_before_the_commit_is_known_of(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-def test_the_error_of_a_rank_is_not_lost_where_the_others_cannot_be_told() -> None:
+def test_a_rank_raises_its_error_even_if_no_other_rank_answers() -> None:
     alone = ThreadJob(2, timeout_seconds=0.1).coordinator(0)
     with pytest.raises(OSError, match="disk is full") as caught, Agreement(alone, "save").stage("write"):
         raise OSError("the disk is full")
     assert any("CoordinationTimeoutError" in note for note in caught.value.__notes__)
 
 
-def test_what_cannot_be_told_as_a_decision_fails_everywhere() -> None:
+def test_a_decision_that_is_not_json_fails_on_all_ranks() -> None:
     def decide(coordinator: Coordinator) -> None:
         Agreement(coordinator, "save").lead("decide", lambda: cast(Any, object()))
 
@@ -233,7 +237,7 @@ def test_a_generator_in_a_shared_tree_is_refused(named: bool, make: Callable[[],
     assert os.listdir(tmp_path) == []
 
 
-def test_a_generator_in_a_tree_of_each_process_is_its_own(tmp_path: Path) -> None:
+def test_each_process_saves_the_generator_of_its_own_tree(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> tuple[float, float]:
         generator = random.Random(rank)
         wrapped = {"train": ckptcore.PerProcess({"rng": generator})}
@@ -242,5 +246,5 @@ def test_a_generator_in_a_tree_of_each_process_is_its_own(tmp_path: Path) -> Non
         ckptcore.load_into(tmp_path / "c" / f"train.rank_{rank}", {"rng": restored})
         return expected, restored.random()
 
-    for expected, found in run_ranks(2, job, timeout_seconds=30):
-        assert expected == found
+    for expected, actual in run_ranks(2, job, timeout_seconds=30):
+        assert expected == actual

@@ -54,7 +54,7 @@ def tree(fill: float) -> dict[Any, Any]:
 
 
 def keys(value: Any) -> Any:
-    """Return the structure of a tree; in contrast to 1, True is shown as such."""
+    """Return the structure of a tree. Keys are texts, because the keys True and 1 are equal."""
     if isinstance(value, dict):
         return [(repr(key), keys(child)) for key, child in value.items()]
     if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ def test_keys_come_back_exactly(layout: str, tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "c").ok
 
 
-def test_keys_that_equal_such_keys_become_them(tmp_path: Path) -> None:
+def test_keys_that_equal_supported_keys_become_them(tmp_path: Path) -> None:
     value = {Place("a", 1): 1, (Part.HEAD, np.int64(3)): 2, np.bool_(True): 3, torch.Size([2, 3]): 4}
     ckptcore.save(tmp_path / "c", value)
     loaded = ckptcore.load(tmp_path / "c")
@@ -89,7 +89,7 @@ def test_keys_that_equal_such_keys_become_them(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c", dict.fromkeys(value, 0)) == value
 
 
-def test_keys_without_end_are_refused(tmp_path: Path) -> None:
+def test_long_and_unsupported_keys_are_refused(tmp_path: Path) -> None:
     deep: Any = "a"
     for _ in range(20):
         deep = (deep,)
@@ -99,34 +99,34 @@ def test_keys_without_end_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_open_checkpoint_has_them(tmp_path: Path) -> None:
+def test_an_open_checkpoint_has_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
-    with ckptcore.open(tmp_path / "c") as opened:
+    with ckptcore.open(tmp_path / "c") as checkpoint:
         for key in tree(1.0):
-            assert key in opened
-            assert opened[key] is not None
-        flat = opened["flat"]
+            assert key in checkpoint
+            assert checkpoint[key] is not None
+        flat = checkpoint["flat"]
         assert list(flat) == list(tree(1.0)["flat"])
         for key in flat:
             assert flat[key] is not None
         path = ("flat", ("params", "dense.1"), "w")
-        assert np.all(opened[path][:] == 1) and opened[path].path == path
+        assert np.all(checkpoint[path][:] == 1) and checkpoint[path].path == path
         assert np.all(flat[("params", "dense.1")]["w"][:] == 1)
-        assert np.all(opened["flat/('params', 'dense.1')/w"][:] == 1)
-        assert np.all(opened["labels"][True]["mu"][:] == 1) and np.all(opened["labels/True/mu"][:] == 1)
-        assert len(opened["flat"][("params", "dense.1")]) == 1
+        assert np.all(checkpoint["flat/('params', 'dense.1')/w"][:] == 1)
+        assert np.all(checkpoint["labels"][True]["mu"][:] == 1) and np.all(checkpoint["labels/True/mu"][:] == 1)
+        assert len(checkpoint["flat"][("params", "dense.1")]) == 1
         with pytest.raises(UnknownPathError):
-            opened["texts"][True]
+            checkpoint["texts"][True]
 
 
 def test_an_empty_container_below_a_tuple_is_found(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {("a", "b"): {}, "a": {"b": np.ones(1)}})
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert dict(opened[("a", "b")]) == {}
-        assert np.all(opened["a"]["b"][:] == 1)
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert dict(checkpoint[("a", "b")]) == {}
+        assert np.all(checkpoint["a"]["b"][:] == 1)
 
 
-def test_selections_match_them(tmp_path: Path) -> None:
+def test_selections_match_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
     key = ("params", "dense.1")
     for selection in (
@@ -140,7 +140,7 @@ def test_selections_match_them(tmp_path: Path) -> None:
     assert keys(chosen) == keys({"labels": tree(1.0)["labels"]})
 
 
-def test_transforms_keep_them(tmp_path: Path) -> None:
+def test_transforms_keep_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
     rename = transforms.Rename("labels/{rest...}", "moved/{rest}")
     loaded = ckptcore.load(tmp_path / "c", transforms=[rename, transforms.Drop("values/**")])
@@ -154,8 +154,8 @@ def test_transforms_keep_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["a", True, ("a", "b")])
 @pytest.mark.parametrize("count", [3, 2000])
-def test_names_of_plain_values_are_not_lost(key: Any, count: int, tmp_path: Path) -> None:
-    """In contrast to numbers, such as those of epochs, the checkpoint does not decide which ones a dict has."""
+def test_other_keys_of_plain_values_are_not_lost(key: Any, count: int, tmp_path: Path) -> None:
+    """A load drops number keys that the checkpoint lacks, such as epochs, but no other keys."""
     ckptcore.save(tmp_path / "c", {"counts": dict.fromkeys(range(2, count), 1.0)})
     with pytest.raises(TreeMismatchError, match="missing"):
         ckptcore.load(tmp_path / "c", {"counts": {key: 0.0}})
@@ -168,20 +168,20 @@ def test_names_of_plain_values_are_not_lost(key: Any, count: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_keep_them(layout: str, tmp_path: Path) -> None:
+def test_copies_keep_the_keys(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
     ckptcore.copy(tmp_path / "c", tmp_path / "d", layout=layout)
     assert keys(ckptcore.load(tmp_path / "d")) == keys(tree(1.0))
 
 
-def test_a_subtree_is_found_by_them(tmp_path: Path) -> None:
+def test_a_subtree_is_found_by_its_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
     for number, subtree in enumerate((("flat", ("params", "dense.1")), "flat/('params', 'dense.1')", "labels/True")):
         ckptcore.copy(tmp_path / "c", tmp_path / str(number), subtree=subtree)
         assert len(ckptcore.load(tmp_path / str(number))) == 1
 
 
-def test_the_command_line_and_the_viewer_show_them(tmp_path: Path) -> None:
+def test_the_command_line_and_the_viewer_show_the_keys(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         return CliRunner().invoke(application, arguments).output
 
@@ -197,8 +197,8 @@ def test_the_command_line_and_the_viewer_show_them(tmp_path: Path) -> None:
     viewed = Viewed(second, default_context())
     for name, parameters in (("tree", {"at": ""}), ("array", {"at": "", "leaf": "0"})):
         assert "dense/0" in json.dumps(document_of(viewed, name, Request(parameters)))
-    with ckptcore.open(second) as opened:
-        assert "dense/0" in to_html(opened["flat"])
+    with ckptcore.open(second) as checkpoint:
+        assert "dense/0" in to_html(checkpoint["flat"])
 
 
 def test_other_keys_of_a_hostile_root_are_refused(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_other_keys_of_a_hostile_root_are_refused(tmp_path: Path) -> None:
             ckptcore.metadata(tmp_path / "c")
 
 
-def test_a_file_of_torch_has_them(tmp_path: Path) -> None:
+def test_a_file_of_torch_has_the_keys(tmp_path: Path) -> None:
     state = {
         ("layer", 0): torch.ones(2),
         "by label": {True: torch.zeros(3), False: {(1, ("a", True)): 3}},
@@ -227,7 +227,7 @@ def test_a_file_of_torch_has_them(tmp_path: Path) -> None:
     loaded = ckptcore.load(tmp_path / "state.pt")
     mixed = loaded.pop("mixed")
     expected = {key: value for key, value in state.items() if key != "mixed"}
-    assert keys(mixed) == keys([[["a", 1.5], 1], ["b", 2]])  # no keys of trees: the pairs
+    assert keys(mixed) == keys([[["a", 1.5], 1], ["b", 2]])  # 1.5 cannot be in a key, so the dict is a list of pairs
     assert [key for key, _ in keys(loaded)] == [key for key, _ in keys(expected)]
     assert repr(list(loaded["by label"])) == "[True, False]" and list(loaded["ordered"]) == [("a", "b"), ("c",)]
     new = {**expected, ("layer", 0): torch.zeros(2)}

@@ -26,7 +26,7 @@ MANY = COLUMN_VALUES
 
 
 def state() -> dict[str, Any]:
-    """Return a state with columns of all kinds, and with containers that are none."""
+    """Return a state with columns of all kinds, and with containers that do not become columns."""
     numbers = random.Random(0)
     return {
         "w": np.arange(3.0),
@@ -128,7 +128,7 @@ def test_a_shared_list_is_filled_once(tmp_path: Path) -> None:
     assert into["a"] is into["b"] is live
 
 
-def test_a_list_and_a_tuple_differ_as_short_ones_do(tmp_path: Path) -> None:
+def test_a_long_list_and_a_long_tuple_differ_as_short_ones_do(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"v": tuple(range(MANY))})
     with pytest.raises(TreeMismatchError, match=r"v: sequence: a list is requested, a tuple is stored") as caught:
         ckptcore.load(tmp_path / "c", {"v": [0]})
@@ -143,8 +143,8 @@ def test_parts_of_a_tree_with_columns(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c", select=ckptcore.select.names("v")) == {"v": saved["v"]}
     loaded = ckptcore.load(tmp_path / "c", {"v": PLACEHOLDER, "w": np.zeros(3, int)})
     assert loaded["v"] is PLACEHOLDER
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["v"] == saved["v"]
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["v"] == saved["v"]
     assert ckptcore.metadata(tmp_path / "c").abstract["v"] == saved["v"]
     abstract = ckptcore.abstract(saved)
     assert abstract["v"] == saved["v"]
@@ -171,7 +171,7 @@ def test_copies_and_conversions_keep_columns(layout: str, tmp_path: Path) -> Non
     assert same_value(loaded, saved)
 
 
-def test_transforms_move_columns(tmp_path: Path) -> None:
+def test_transforms_move_columns_of_numbers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"old": {"v": list(range(MANY))}})
     rename = ckptcore.transforms.Rename("old/v", "new/v")
     into: dict[str, Any] = {"new": {"v": []}}
@@ -198,7 +198,7 @@ def test_sessions_merge_long_dicts(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c") == {"d": first | second, "v": list(range(MANY))}
 
 
-def test_own_handlers_of_numbers_still_get_every_number(tmp_path: Path) -> None:
+def test_a_handler_of_numbers_still_gets_every_number(tmp_path: Path) -> None:
     from ckptcore.builtin.host_leaves import HostValueHandler
 
     class Counting(HostValueHandler):

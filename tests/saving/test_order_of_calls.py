@@ -1,15 +1,15 @@
-"""Saves to one location that several Contexts of a process begin commit in the order of the calls."""
+"""The order of saves to one location. Saves of several Contexts in one process commit in the order of the calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.io import background
 from ckptcore.results import SaveHandle
 from tests.checkpointer.runs import Gate, Watch, through, watched
 
@@ -25,7 +25,7 @@ def _async(location: str, number: int, context: ckptcore.Context) -> SaveHandle 
 
 
 def _exported(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
-    """An export of a save to another location."""
+    """Export a save of another location to this location."""
     exports = [ckptcore.Export(location=location, layout="safetensors")]
     state = _state(number)
     return ckptcore.save_async(
@@ -66,7 +66,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("first", [_async, _exported, _several])
 @pytest.mark.parametrize("second", [_async, _exported, _several, _update])
-def test_of_two_in_the_background_the_second_stays(first: _Save, second: _Save, location: str) -> None:
+def test_the_second_of_two_saves_in_the_background_remains(first: _Save, second: _Save, location: str) -> None:
     watch = Watch()
     gate = Gate(watch)
     earlier = first(location, 1, watched(watch))
@@ -86,21 +86,19 @@ def test_of_two_in_the_background_the_second_stays(first: _Save, second: _Save, 
 
 
 @pytest.mark.parametrize("second", [_blocking, _copied, _converted])
-def test_what_blocks_comes_after_what_began_before(
-    second: Callable[[str, int, ckptcore.Context], None], location: str, monkeypatch: pytest.MonkeyPatch
+def test_a_blocking_call_waits_for_an_earlier_save_in_the_background(
+    second: Callable[[str, int, ckptcore.Context], None], location: str
 ) -> None:
     watch = Watch()
     gate = Gate(watch)
     earlier = _async(location, 1, watched(watch))
     assert earlier is not None and gate.arrived.wait(60)
-    wait_for = background._ORDER.wait_for
-
-    def open_and_wait(place: str) -> None:
-        gate.open()
-        wait_for(place)
-
-    monkeypatch.setattr(background._ORDER, "wait_for", open_and_wait)
     other = watched(Watch())
-    second(location, 2, other)
-    assert earlier.done()
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(second, location, 2, other)
+        with pytest.raises(TimeoutError):
+            later.exception(0.1)
+        gate.open()
+        later.result()
+        assert earlier.done()
     assert ckptcore.load(location, context=other)["n"] == 2

@@ -1,4 +1,4 @@
-"""Files in the directory of a checkpoint that no checkpoint wrote: nothing deletes them unless it is asked to."""
+"""Other files in the directory of a checkpoint: files that no save wrote are deleted only on request."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ from ckptcore.runtime import runtime_of
 _STATE: Final = {"w": np.ones((2, 3)), "n": 1}
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _others(place: str | Path) -> list[str]:
     return list(find_other_files(resolve_location(place, runtime_of(default_context()).storages).store))
 
@@ -52,13 +47,13 @@ _OBJECTS: Final[dict[str, object]] = {"model": _STATE, "own": ckptcore.PerProces
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"])
-def test_every_file_that_a_save_writes_is_its_own(layout: str, tmp_path: Path) -> None:
+def test_every_file_of_a_save_belongs_to_its_checkpoint(layout: str, tmp_path: Path) -> None:
     place = tmp_path / "x"
     ckptcore.save(place, _STATE, layout=layout)
     assert _others(place) == []
     ckptcore.save(place, _STATE, layout=layout, overwrite=True)
     ckptcore.save_checkpointables(place, _OBJECTS, layout=layout, overwrite=True)
-    ckptcore.delete(place / "own")  # leaves a mark
+    ckptcore.delete(place / "own")  # leaves a mark, which belongs to the checkpoint, too
     assert _others(place) == []
     ckptcore.save_checkpointables(
         place, _OBJECTS, layout=layout, overwrite=True, strategy=SaveWithFiles(files={"a/config.json": b"{}"}),
@@ -75,7 +70,7 @@ def test_every_file_that_a_save_writes_is_its_own(layout: str, tmp_path: Path) -
     assert _others(place) == ["checkpoint.pt", "config.json", "files/a/c.txt", "model/vocab.txt"]
 
 
-def test_exports_inside_a_checkpoint_are_its_own(tmp_path: Path) -> None:
+def test_an_export_inside_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
     place = tmp_path / "x"
     export = ckptcore.WithExports([ckptcore.Export(location=place / "weights")])
     ckptcore.save(place, _STATE, strategy=export)
@@ -108,14 +103,14 @@ def test_nothing_deletes_the_files_of_the_user(how: str, scheme: str, tmp_path: 
         store_at(place).put(f"{number}.json", b"{}")
     before = sorted(store_at(place).list())
     if scheme == "memory" and how in ("save", "save_async", "best-effort"):
-        how = "non-atomic"  # these replace no checkpoint there
+        how = "non-atomic"  # the only mode that replaces a checkpoint in memory
     with pytest.raises(CheckpointExistsError) as raised:
         _REMOVALS[how](place, source)
     message = str(raised.value)
     assert "no checkpoint wrote (0.json, 1.json, 2.json, 3.json, 4.json and 2 more)" in message
     assert "Nothing was changed" in message and sorted(store_at(place).list()) == before
     assert ("overwrite='keep-other-files'" in message) is (how != "delete" and scheme == "file")
-    # The remedies work.
+    # The remedies in the message work.
     if "keep-other-files" in message and how != "composite":
         ckptcore.save(place, {"n": 2}, overwrite="keep-other-files")
         assert ckptcore.load(place) == {"n": 2} and len(_others(place)) == 7
@@ -155,7 +150,7 @@ _USERS: Final = ("tokenizer.json", "logs/1.txt")
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3", "members"])
 def test_files_of_a_user_next_to_a_root_that_cannot_be_read_stay(layout: str, tmp_path: Path) -> None:
-    """A checkpoint whose root is damaged, lost or newer is replaced and deleted, but only files that saves write."""
+    """A checkpoint without a readable root can be replaced and deleted only if its files may come from saves."""
     place = tmp_path / "x"
     if layout == "members":
         ckptcore.save_checkpointables(place, _OBJECTS, layout="zarr3")
@@ -229,10 +224,10 @@ def test_files_next_to_a_checkpoint_of_other_software_stay(write: Callable[[Path
         (_write_orbax, ["tokenizer/vocab.txt", "eval/results.json", "logs/d/x"]),
     ],
 )
-def test_only_what_other_software_wrote_is_its_own(
+def test_only_the_files_of_other_software_belong_to_its_checkpoint(
     write: Callable[[Path], None], added: list[str], tmp_path: Path
 ) -> None:
-    """The names of files of a user may be those of other software, in a directory of the user's."""
+    """A user may give files in other directories the names that the software uses."""
     write(tmp_path / "x")
     for name in added:
         store_at(f"{tmp_path}/x").put(name, b"mine")
@@ -248,15 +243,15 @@ def test_only_what_other_software_wrote_is_its_own(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", ["dcp", "safetensors"])
 @pytest.mark.parametrize("write", [_write_dcp, _write_orbax])
-def test_the_checkpoint_of_other_software_goes_when_other_files_stay(
+def test_the_checkpoint_of_other_software_is_deleted_even_if_other_files_are_kept(
     layout: str, write: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """Its owner would otherwise load the old values."""
+    """Otherwise the other software would load the old values."""
     write(tmp_path / "x")
     (tmp_path / "x/notes.txt").write_text("mine")
     before = {key for key in store_at(f"{tmp_path}/x").list() if key != "notes.txt"}
     ckptcore.save(tmp_path / "x", _STATE, layout=layout, overwrite="keep-other-files")
-    assert before & {*store_at(f"{tmp_path}/x").list()} <= {".metadata"}  # of the new checkpoint
+    assert before & {*store_at(f"{tmp_path}/x").list()} <= {".metadata"}  # the new checkpoint has this name, too
     assert (tmp_path / "x/notes.txt").read_text() == "mine"
     assert ckptcore.load(tmp_path / "x")["n"] == 1
 
@@ -267,13 +262,13 @@ def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
     (tmp_path / "x/notes.txt").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="pass overwrite='with-other-files'") as raised:
         ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
-    assert "ckptcore.delete" not in str(raised.value)  # it refuses checkpoints of other software
+    assert "ckptcore.delete" not in str(raised.value)  # `delete` refuses checkpoints of other software
     ckptcore.save(tmp_path / "x", _STATE, overwrite="with-other-files")
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("overwrite", [True, "non-atomic"])
-def test_a_copy_over_a_copy_of_the_same_save_says_which_files_stop_it(overwrite: Any, top: str) -> None:
+def test_a_copy_over_a_copy_of_the_same_save_names_the_files_that_prevent_it(overwrite: Any, top: str) -> None:
     ckptcore.save(f"{top}/a", _STATE)
     ckptcore.copy(f"{top}/a", f"{top}/b")
     store_at(f"{top}/b").put("notes.txt", b"mine")
@@ -284,7 +279,7 @@ def test_a_copy_over_a_copy_of_the_same_save_says_which_files_stop_it(overwrite:
 
 
 @pytest.mark.parametrize("remove", [ckptcore.delete, lambda place: ckptcore.save(place, _STATE, overwrite=True)])
-def test_objects_of_a_killed_save_next_to_other_files_are_no_other_files(
+def test_objects_of_a_killed_save_are_deleted_and_do_not_count_as_other_files(
     remove: Callable[[str], object], tmp_path: Path
 ) -> None:
     seen, number, crashed = set(), 0, True
@@ -313,7 +308,7 @@ def test_a_run_that_owns_other_files_saves_a_step_again(tmp_path: Path) -> None:
                     (tmp_path / str(other_files) / "1/eval.json").write_text("{}")
 
 
-def test_retention_asks_again_only_when_the_files_of_a_step_change(tmp_path: Path) -> None:
+def test_retention_tries_a_deletion_again_only_after_the_files_of_the_step_change(tmp_path: Path) -> None:
     place = f"file://{tmp_path}/run"
     plan = FaultPlan()
     with ckptcore.Checkpointer(
@@ -327,7 +322,7 @@ def test_retention_asks_again_only_when_the_files_of_a_step_change(tmp_path: Pat
             plan.operations.clear()
             run.save_blocking(step, _STATE)
             run.wait()
-            begun.append(any("/deleting/1." in key for one in plan.operations for key in one.keys))
+            begun.append(any("/deleting/1." in key for operation in plan.operations for key in operation.keys))
         assert begun == [True, False]
         (tmp_path / "run/1/notes.txt").unlink()
         run.save_blocking(4, _STATE)
@@ -336,7 +331,7 @@ def test_retention_asks_again_only_when_the_files_of_a_step_change(tmp_path: Pat
 
 
 def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise the run would end at every attempt to save the step again."""
+    """Otherwise every attempt of the run to save the step again would fail."""
     with ckptcore.Checkpointer(tmp_path) as run:
         for step in (1, 2):
             run.save_blocking(step, {"w": np.full(3, step)})

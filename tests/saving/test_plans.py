@@ -1,4 +1,4 @@
-"""Plans of saves: what they tell is what saves do, and no element is touched for it."""
+"""Plans of saves: they predict what saves do, and do not touch any element."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt", "zarr"]
 
 
 class OnDevice:
-    """An array that is no host memory: every view of it is a copy, and what copies are alive is known."""
+    """An array outside host memory. Each view on the host is a copy, and the handler counts the copies."""
 
     def __init__(self, elements: HostArray) -> None:
         self.elements = elements
 
 
 class DeviceHandler(LeafHandler):
-    """Handles `OnDevice`; knows how many bytes of views are alive, and the most there ever were."""
+    """A handler of `OnDevice`. It records how many bytes of views are alive, and the peak of this number."""
 
     priority = 100
 
@@ -102,7 +102,7 @@ class UntouchableHandler(DeviceHandler):
 
 
 class SilentHandler(UntouchableHandler):
-    """Tells nothing but what a save needs."""
+    """A handler without the methods that only plans call."""
 
     def shards_of(self, leaf: OnDevice, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         return LeafHandler.shards_of(self, leaf, process, rank, size)
@@ -124,7 +124,7 @@ def test_no_element_is_touched(layout: str) -> None:
     assert plan.memory[0].viewed == plan.memory[0].copied == 3_200_024
 
 
-def test_nothing_is_written_and_a_plan_is_plain(tmp_path: Path) -> None:
+def test_a_plan_writes_nothing_and_is_plain_data(tmp_path: Path) -> None:
     plan = ckptcore.plan({"w": np.ones(9)}, location=tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
     assert plan.storage == "directories"
@@ -132,7 +132,7 @@ def test_nothing_is_written_and_a_plan_is_plain(tmp_path: Path) -> None:
     assert "1 processes write 2 objects" in str(plan)
 
 
-def test_existing_checkpoints_are_refused_as_by_the_save(tmp_path: Path) -> None:
+def test_a_plan_refuses_existing_checkpoints_like_the_save(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(9)})
     with pytest.raises(CheckpointExistsError):
         ckptcore.plan({"w": np.ones(9)}, location=tmp_path / "c")
@@ -142,7 +142,7 @@ def test_existing_checkpoints_are_refused_as_by_the_save(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
-def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
+def test_a_plan_predicts_the_memory_of_a_blocking_save(layout: str, tmp_path: Path) -> None:
     handler = DeviceHandler()
     context = context_of(handler, io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": OnDevice(np.zeros(1 << 22, np.uint8)) for number in range(32)}
@@ -154,18 +154,18 @@ def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_bytes", [None, 4 << 20])
-def test_memory_of_an_asynchronous_save(save_bytes: int | None, tmp_path: Path) -> None:
+def test_a_plan_predicts_the_memory_of_an_asynchronous_save(save_bytes: int | None, tmp_path: Path) -> None:
     context = Context(memory=MemoryOptions(save_bytes=save_bytes), io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": np.full(1 << 20, number, np.uint8) for number in range(24)}
     plan = ckptcore.plan(state, context=context)
     ckptcore.save_async(tmp_path / "c", state, context=context).result()
-    held = runtime_of(context).staging.held_bytes  # the pool keeps the most that was ever used at once
+    held = runtime_of(context).staging.held_bytes  # the pool keeps the largest size that it had
     assert held <= plan.memory[0].async_peak <= held + (10 << 20)
     assert plan.memory[0].copied == plan.array_bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tied_arrays_count_once_and_exports_are_told(layout: str, tmp_path: Path) -> None:
+def test_tied_arrays_count_once_and_exports_are_listed(layout: str, tmp_path: Path) -> None:
     tied = np.arange(5000.0)
     state = {"model": {"a": tied, "b": tied, "c": np.ones(7)}, "step": 1}
     exports = [Export(location=tmp_path / "e", layout=layout, subtree="model")]
@@ -174,8 +174,8 @@ def test_tied_arrays_count_once_and_exports_are_told(layout: str, tmp_path: Path
     ckptcore.save(tmp_path / "c", state, layout=layout, strategy=WithExports(exports))
     assert str(plan.exports[0].location) == str(tmp_path / "e")
     for planned, location in ((plan.processes, "c"), (plan.exports[0].processes, "e")):
-        found = sum(path.is_file() for path in (tmp_path / location).rglob("*"))
-        assert sum(len(process.objects) for process in planned) == found
+        files = sum(path.is_file() for path in (tmp_path / location).rglob("*"))
+        assert sum(len(process.objects) for process in planned) == files
 
 
 def in_job(size: int, plan: Callable[[int, Context], Any]) -> Sequence[Any]:
@@ -194,7 +194,7 @@ def test_a_gap_between_processes_is_found_before_the_save() -> None:
     assert isinstance(follower, RankFailedError)
 
 
-def test_plans_and_saves_of_one_job_do_not_meet(tmp_path: Path) -> None:
+def test_plans_and_saves_of_one_job_do_not_mix_their_messages(tmp_path: Path) -> None:
     def plan(rank: int, context: Context) -> Any:
         state = {"w": np.ones(9), f"of {rank}": np.ones(rank + 1)}
         plans = [ckptcore.plan(state, location=tmp_path / "c", context=context) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_plans_and_saves_of_one_job_do_not_meet(tmp_path: Path) -> None:
     assert sum(process.array_bytes for process in first.processes) == first.array_bytes == 8 * (9 + 1 + 2 + 3)
 
 
-def test_a_job_of_other_trees_is_imagined() -> None:
+def test_a_plan_simulates_a_job_with_a_tree_for_each_rank() -> None:
     def state_of(rank: int) -> dict[str, Any]:
         return {"shared": AbstractArray((8,), "float32"), f"stage {rank}": AbstractArray((rank + 1, 100), "float64")}
 
@@ -233,7 +233,7 @@ def test_a_large_job_takes_no_memory_for_elements() -> None:
     assert "rank" in str(plan)
 
 
-def test_leaves_that_tell_nothing_are_planned_where_they_are() -> None:
+def test_leaves_of_handlers_without_planning_are_planned_only_in_their_own_job() -> None:
     handler = SilentHandler()
     state = {"w": OnDevice(np.ones(5))}
     assert ckptcore.plan(state, context=context_of(handler)).memory[0].copied == 40
@@ -243,13 +243,13 @@ def test_leaves_that_tell_nothing_are_planned_where_they_are() -> None:
         ckptcore.plan(state, processes=0)
 
 
-def test_handlers_of_dry_runs_forward_every_method() -> None:
+def test_handlers_of_plans_forward_every_method() -> None:
     names = {name for name in vars(LeafHandler) if not name.startswith("_")}
     kind = type(running_leaves()(HostArrayHandler()))
     assert {name for name in names if getattr(kind, name) is getattr(LeafHandler, name)} == set()
 
 
-def test_a_layout_that_needs_elements_says_so() -> None:
+def test_a_layout_that_reads_elements_for_a_plan_is_refused() -> None:
     class Encoding(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             snapshot.take(0)

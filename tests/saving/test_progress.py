@@ -44,14 +44,14 @@ def test_every_layout_ends_at_the_bytes_of_the_arrays(layout: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bounded_copy_counts_the_same(layout: str, tmp_path: Path) -> None:
+def test_a_save_in_bounded_memory_counts_the_same_bytes(layout: str, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=MemoryOptions(save_bytes=500_000))
     handle = ckptcore.save_async(tmp_path / "c", STATE, layout=layout, context=context)
     handle.result()
     assert handle.progress == (NBYTES, NBYTES)
 
 
-def test_a_large_array_is_counted_as_it_is_written(tmp_path: Path) -> None:
+def test_a_large_array_is_counted_in_steps_while_it_is_written(tmp_path: Path) -> None:
     reports = Reports()
     ckptcore.save(tmp_path / "c", {"w": np.zeros(16 << 20, np.uint8)}, progress=reports)
     reports.end_at(16 << 20)
@@ -107,7 +107,7 @@ def test_each_process_of_a_job_counts_its_own_bytes(tmp_path: Path) -> None:
 
 
 def test_100_percent_is_not_reported_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that fails releases all its arrays."""
+    """A save that fails releases all its arrays, and this must not count as progress."""
     reports = Reports()
 
     def fail(self: LocalStorage, *arguments: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_save_that_is_written_and_not_committed_is_not_complete(
     assert handle.progress == (NBYTES, NBYTES)
 
 
-def test_an_error_of_the_function_stops_the_save(tmp_path: Path) -> None:
+def test_an_error_of_the_progress_function_stops_the_save(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         if done:
             raise KeyError("enough")

@@ -1,4 +1,7 @@
-"""Replacement and deletion of checkpoints of any software: as a whole, and never with another one inside."""
+"""Replacement and deletion of checkpoints of any software.
+
+A checkpoint is removed as a whole, and never together with another checkpoint inside it.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,6 @@ _Save = Callable[[str], object]
 _KeepingSave = Callable[..., object]
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _finish(save: Callable[..., SaveHandle]) -> _Save:
     return lambda location: save(location, {"a": {"n": 1}}).result()
 
@@ -60,7 +58,7 @@ _SAVES: dict[str, _Save] = {
 @pytest.mark.parametrize("around", ["checkpoint", "composite", "claim"])
 def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) -> None:
     if around == "claim" and top.startswith("file"):
-        around = "checkpoint"  # a claim is next to it
+        around = "checkpoint"  # in a file system the claim is next to the checkpoint
     if around == "checkpoint":
         ckptcore.save(f"{top}/x", {"n": 0})
     elif around == "composite":
@@ -78,7 +76,7 @@ def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) ->
 @pytest.mark.parametrize("remove", ["delete", "save", "save_checkpointables", "copy", "convert"])
 @pytest.mark.parametrize("around", ["checkpoint", "composite"])
 def test_a_checkpoint_inside_another_is_never_removed_with_it(remove: str, around: str, top: str) -> None:
-    """Other tools can put one there, or a save into a subdirectory that is not part of the checkpoint."""
+    """Another tool can write the inner checkpoint, or a save into a subdirectory that the outer one does not use."""
     if around == "checkpoint":
         ckptcore.save(f"{top}/x", {"n": 0})
     else:
@@ -102,8 +100,8 @@ def test_a_checkpoint_inside_another_is_never_removed_with_it(remove: str, aroun
     assert not list(store_at(f"{top}/x/a").list())
 
 
-def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
-    """A checkpoint among the files of an object goes with the checkpoint that has them."""
+def test_a_checkpoint_that_an_object_wrote_belongs_to_the_outer_checkpoint(top: str) -> None:
+    """A checkpoint among the files of an object is deleted together with the checkpoint of the object."""
 
     class SavesItself:
         def save(self, directory: Path) -> None:
@@ -119,10 +117,10 @@ def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
 
 
 @pytest.mark.parametrize("other_files", [False, True])
-def test_a_step_with_another_checkpoint_or_files_inside_stays_and_stops_nothing(
+def test_retention_keeps_a_step_with_another_checkpoint_or_files_inside(
     other_files: bool, top: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain files that were added to a step are deleted with it only if the owner of the run allows it."""
+    """Retention deletes a step to which plain files were added only if the owner of the run allows it."""
     with ckptcore.Checkpointer(top, preservation_policy=LatestN(2), other_files=other_files) as run:
         for step in (1, 2):
             run.save(step, {"n": step})
@@ -167,7 +165,7 @@ _FOREIGN = {"dcp": _write_dcp, "orbax": _write_orbax, "orbax items": _write_orba
 
 
 def _place(scheme: str, kind: str, tmp_path: Path) -> str:
-    """A checkpoint of other software, in a storage."""
+    """Write a checkpoint of other software to a storage. Return its location."""
     location = tmp_path / "run" / "step"
     _FOREIGN[kind](location)
     if scheme == "file":
@@ -196,7 +194,7 @@ def test_a_checkpoint_of_other_software_is_replaced(kind: str, scheme: str, tmp_
 @pytest.mark.parametrize(
     "how", ["save_async", "save_checkpointables", "copy", "convert", "consolidate", "Checkpointer"]
 )
-def test_whatever_writes_replaces_a_checkpoint_of_other_software(how: str, tmp_path: Path) -> None:
+def test_all_functions_that_write_replace_a_checkpoint_of_other_software(how: str, tmp_path: Path) -> None:
     place = _place("file", "dcp", tmp_path)
     source = f"{tmp_path}/source"
     ckptcore.save(source, {"a": np.zeros(3)})
@@ -220,7 +218,7 @@ def test_whatever_writes_replaces_a_checkpoint_of_other_software(how: str, tmp_p
 
 
 def _hugging_face(location: Path) -> None:
-    """A model with a tokenizer: a checkpoint is one file of it."""
+    """Write a model and a tokenizer. Only the file of the model is a checkpoint."""
     ckptcore.save(location, {"a": np.ones(5)})
     (location / "checkpoint.json").unlink()
     (location / "tokenizer.json").write_text("{}")
@@ -263,7 +261,7 @@ _INDEXES: Final[dict[str, set[str]]] = {
 """By layout, the files by which other software finds those with names of their own."""
 
 
-def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
+def test_other_files_stay_in_place_if_they_are_kept(tmp_path: Path) -> None:
     location, outside = tmp_path / "x", tmp_path / "outside"
     outside.mkdir()
     (location / "logs").mkdir(parents=True)
@@ -295,7 +293,7 @@ def test_other_files_stay_where_they_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["zarr3", "ocdbt"])
-def test_fixed_names_are_refused_before_anything_is_written(layout: str, tmp_path: Path) -> None:
+def test_layouts_with_fixed_names_of_files_are_refused_before_anything_is_written(layout: str, tmp_path: Path) -> None:
     location = tmp_path / "x"
     ckptcore.save(location, {"n": 0}, layout=layout)
     (location / "notes.txt").write_text("mine")
@@ -353,14 +351,14 @@ def test_copies_keep_other_files_too(options: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("layout", ["dcp", ckptcore.SafetensorsLayout(max_file_bytes=10)], ids=["dcp", "two files"])
-def test_a_copy_replaces_a_copy_with_own_names(layout: Any, tmp_path: Path) -> None:
+def test_a_copy_replaces_an_earlier_copy_next_to_other_files(layout: Any, tmp_path: Path) -> None:
     for name in ("source", "x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text(name)
     for number in (1, 2, 3):
         state = {"a": np.full(3, number), "b": np.full(3, number)}
         ckptcore.save(tmp_path / "source", state, layout=layout, overwrite="keep-other-files")
-        (tmp_path / "source/notes.txt").unlink(missing_ok=True)  # a copy copies every file
+        (tmp_path / "source/notes.txt").unlink(missing_ok=True)  # otherwise the copy would include it
         ckptcore.copy(tmp_path / "source", tmp_path / "x", overwrite="keep-other-files")
         assert np.array_equal(ckptcore.load(tmp_path / "x")["b"], state["b"]) and ckptcore.verify(tmp_path / "x").ok
         files = {path.name for path in (tmp_path / "source").iterdir()}
@@ -410,25 +408,25 @@ def test_object_storage_refuses_other_files() -> None:
 
 
 def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path: Path) -> None:
-    found: list[float] = []
+    sums: list[float] = []
     crashed = True
     while crashed:
-        location = tmp_path / str(len(found)) / "step"
+        location = tmp_path / str(len(sums)) / "step"
         _write_dcp(location)
-        plan = FaultPlan(CrashAt(len(found)))
+        plan = FaultPlan(CrashAt(len(sums)))
         place = f"file://{location}"
         with suppress(SimulatedCrash):
             ckptcore.save(through(place), {"a": np.zeros(5)}, overwrite=True, context=faulty_context(place, plan))
         crashed = plan.crashed
-        found.append(float(np.asarray(ckptcore.load(place)["a"]).sum()))
+        sums.append(float(np.asarray(ckptcore.load(place)["a"]).sum()))
         ckptcore.save(place, {"n": 3}, overwrite=True)
         assert [path.name for path in location.parent.iterdir()] == ["step"]
-    assert found == sorted(found, reverse=True)
-    assert set(found) == {0.0, 5.0} and len(found) > 20
+    assert sums == sorted(sums, reverse=True)
+    assert set(sums) == {0.0, 5.0} and len(sums) > 20
 
 
-def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top: str) -> None:
-    """The claim of the deletion replaced the root, which had the time of the save."""
+def test_the_next_save_removes_an_export_that_a_killed_deletion_left_inside(top: str) -> None:
+    """The time of the save is unknown, because the claim of the deletion replaced the root."""
     place = f"{top}/c"
     ckptcore.save(
         place, {"a": np.ones(3)}, strategy=ckptcore.WithExports([ckptcore.Export(location=f"{place}/weights")])
@@ -449,7 +447,7 @@ def test_a_copy_inside_a_checkpoint_is_not_removed_with_it(top: str) -> None:
     assert ckptcore.load(f"{place}/backup")["a"].tolist() == [1, 1, 1]
 
 
-def test_removing_several_checkpointables_reads_heads_of_roots_alone(tmp_path: Path) -> None:
+def test_deleting_several_checkpointables_reads_only_the_heads_of_their_roots(tmp_path: Path) -> None:
     objects = {f"m{number}": {"a": np.full(300, number)} for number in range(12)}
     place = f"memory://{tmp_path.name}/c"
     ckptcore.save_checkpointables(place, objects)
@@ -461,7 +459,7 @@ def test_removing_several_checkpointables_reads_heads_of_roots_alone(tmp_path: P
     assert len(gets) == len(objects)
 
 
-def test_names_that_appear_next_to_files_of_other_software_disturb_no_read(tmp_path: Path) -> None:
+def test_new_files_next_to_a_file_of_other_software_do_not_disturb_its_reads(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(300), "b": np.ones(3)}, tmp_path / "model.safetensors")
     for number, part in enumerate(ckptcore.open(tmp_path).iter_boxes()):
         (tmp_path / f"out-{number}").write_bytes(part.elements.tobytes())

@@ -15,7 +15,7 @@ import ckptcore
 _COUNTED: Final = frozenset(
     {"get", "get_with_tag", "get_into", "size", "put", "list", "list_names", "delete", "abort_uploads", "finish"}
 )
-"""Operations that are requests to a service; an object in parts takes one per part and two more."""
+"""Operations that are requests to a service. An upload in parts takes a request per part, and two more."""
 
 
 def _state() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _state() -> dict[str, Any]:
 
 
 def _requests(plan: FaultPlan) -> Counter[str]:
-    return Counter([one.name for one in plan.operations if one.name in _COUNTED])
+    return Counter([operation.name for operation in plan.operations if operation.name in _COUNTED])
 
 
 @pytest.mark.parametrize(("layout", "most_to_save"), [("safetensors", 12), ("ocdbt", 19), ("dcp", 13)])
@@ -35,11 +35,13 @@ def test_many_small_arrays_take_few_requests(layout: str, most_to_save: int) -> 
     loading = FaultPlan()
     loaded = ckptcore.load(through(location), context=faulty_context(location, loading))
     assert all((loaded[name] == value).all() for name, value in state.items())
-    assert _requests(saving).total() <= most_to_save, [(one.name, one.keys) for one in saving.operations]
-    assert _requests(loading).total() <= 8, [(one.name, one.keys) for one in loading.operations]
+    assert _requests(saving).total() <= most_to_save, [
+        (operation.name, operation.keys) for operation in saving.operations
+    ]
+    assert _requests(loading).total() <= 8, [(operation.name, operation.keys) for operation in loading.operations]
 
 
-def test_a_context_that_is_kept_tries_conditions_once() -> None:
+def test_a_context_tests_conditional_writes_only_once() -> None:
     location = "memory://requests-again/run/step_1"
     plan = FaultPlan()
     context = faulty_context(location, plan)

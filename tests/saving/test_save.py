@@ -94,7 +94,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     )
 
 
-def test_another_byte_order_is_converted_and_said(tmp_path: Path) -> None:
+def test_another_byte_order_is_converted_and_noted(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.arange(5, dtype=">i4")})
     loaded = ckptcore.load(tmp_path / "c")["w"]
     assert loaded.dtype == np.dtype("<i4") and loaded.tolist() == [0, 1, 2, 3, 4]
@@ -102,7 +102,7 @@ def test_another_byte_order_is_converted_and_said(tmp_path: Path) -> None:
     assert isinstance(record, ArrayRecord) and record.notes == {"converted": "byte order"}
 
 
-def test_ranks_may_differ_in_what_they_note(tmp_path: Path) -> None:
+def test_ranks_may_note_different_conversions(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         order = "<i4" if rank == 0 else ">i4"
         ckptcore.save(tmp_path / "c", {"w": np.arange(5, dtype=order)}, context=context)
@@ -111,7 +111,7 @@ def test_ranks_may_differ_in_what_they_note(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_types_of_others_come_back_as_plain_containers_with_a_note(tmp_path: Path) -> None:
+def test_other_types_load_as_plain_containers_with_a_note(tmp_path: Path) -> None:
     tree = {"pair": Pair(np.ones(2), 3), "state": State(7, [np.zeros(1)]), "counts": collections.defaultdict(int, a=1)}
     ckptcore.save(tmp_path / "c", tree)
     loaded = ckptcore.load(tmp_path / "c")
@@ -175,7 +175,7 @@ class Strange:
     ],
 )
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_what_cannot_be_stored_is_refused_by_path_before_anything_is_written(
+def test_unsupported_values_are_refused_by_path_before_anything_is_written(
     tree: Any, error: type[Exception], said: str, begin: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=said):
@@ -188,14 +188,14 @@ def test_every_refused_leaf_is_named_at_once(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"a": Strange(), "b": Strange()})
 
 
-def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
+def test_a_tree_that_contains_itself_is_refused(tmp_path: Path) -> None:
     tree: dict[str, Any] = {}
     tree["again"] = tree
     with pytest.raises(UnsupportedLeafError, match="deeper"):
         ckptcore.save(tmp_path / "c", tree)
 
 
-def test_a_checkpoint_is_only_replaced_when_asked(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(2)})
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         ckptcore.save(tmp_path / "c", {"w": np.zeros(2)})
@@ -204,7 +204,7 @@ def test_a_checkpoint_is_only_replaced_when_asked(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
+def test_files_of_other_software_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "thesis.txt").write_text("years of work")
     (tmp_path / "d").write_text("a file")
@@ -216,13 +216,13 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "thesis.txt").read_text() == "years of work"
 
 
-def test_an_empty_directory_is_a_place_to_save(tmp_path: Path) -> None:
+def test_a_save_into_an_empty_directory_works(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     ckptcore.save(tmp_path / "c", {"w": np.ones(2)})
     assert same_value(ckptcore.load(tmp_path / "c"), {"w": np.ones(2)})
 
 
-def test_storage_without_rename_replaces_only_when_asked_by_name() -> None:
+def test_storage_without_rename_replaces_only_with_non_atomic() -> None:
     location = "memory://saving/non-atomic"
     ckptcore.save(location, {"w": np.ones(2)})
     with pytest.raises(AtomicityError, match="non-atomic"):
@@ -235,7 +235,7 @@ def test_storage_without_rename_replaces_only_when_asked_by_name() -> None:
         ckptcore.load(location)
 
 
-def test_a_link_is_saved_where_it_leads(tmp_path: Path) -> None:
+def test_a_save_to_a_link_writes_to_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     ckptcore.save(tmp_path / "link", {"w": np.ones(2)})
     ckptcore.save(tmp_path / "link", {"w": np.zeros(2)}, overwrite=True)
@@ -244,15 +244,15 @@ def test_a_link_is_saved_where_it_leads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("location", ["", "/", "memory://", "memory://x", "a\0b", "file://host/x", 5])
-def test_a_location_that_is_none_is_refused(location: Any) -> None:
+def test_an_invalid_location_is_refused(location: Any) -> None:
     with pytest.raises(InvalidLocationError):
         ckptcore.save(location, {})
 
 
 @pytest.mark.parametrize("name", [".model.0123456789abcdef.ckptcore", ".model.partial.ckptcore"])
 @pytest.mark.parametrize("place", ["file", "memory"])
-def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_path: Path) -> None:
-    """No load accepts it as a checkpoint, and a save to the inner name removes it."""
+def test_the_names_of_uncommitted_saves_are_refused(name: str, place: str, tmp_path: Path) -> None:
+    """Loads do not accept such a name, and a save to the name inside it would remove the checkpoint."""
     where = str(tmp_path) if place == "file" else f"memory://save/{tmp_path.name}"
     ckptcore.save(f"{where}/source", {"a": np.ones(3)})
     for save in (
@@ -270,7 +270,7 @@ def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_pat
     assert place == "memory" or {path.name for path in tmp_path.iterdir()} <= {"source", ".ckptcore"}
 
 
-def test_an_unknown_scheme_or_layout_names_those_there_are(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_scheme_or_layout_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnknownPluginError, match="memory://"):
         ckptcore.save("nowhere://x/y", {})
     with pytest.raises(UnknownPluginError, match="safetensors"):
@@ -283,12 +283,12 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "a b"), {"w": np.ones(1)})
 
 
-def test_metadata_of_the_users_comes_back(tmp_path: Path) -> None:
+def test_metadata_of_the_user_comes_back(tmp_path: Path) -> None:
     custom: dict[str, Any] = {"step": 5, "loss": 0.25, "tags": ["a", None], "nested": {"é": True}}
     ckptcore.save(tmp_path / "c", {}, metadata=custom)
-    found = ckptcore.metadata(tmp_path / "c")
-    assert found.custom == custom
-    assert found.created is not None and datetime.datetime.fromisoformat(found.created).tzinfo is not None
+    stored = ckptcore.metadata(tmp_path / "c")
+    assert stored.custom == custom
+    assert stored.created is not None and datetime.datetime.fromisoformat(stored.created).tzinfo is not None
 
 
 @pytest.mark.parametrize("custom", [{1: 2}, {"a": float("nan")}, {"a": b"x"}, {"a": {2: 3}}])
@@ -323,7 +323,7 @@ def test_large_tables_go_into_parts(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "c"), tree)
 
 
-def test_shards_above_a_size_get_an_index(tmp_path: Path) -> None:
+def test_files_with_a_maximum_size_get_an_index(tmp_path: Path) -> None:
     tree = {f"w{number}": np.full(1000, number, np.float32) for number in range(10)}
     ckptcore.save(tmp_path / "c", tree, layout=ckptcore.SafetensorsLayout(max_file_bytes=9000))
     names = sorted(path.name for path in (tmp_path / "c").iterdir())

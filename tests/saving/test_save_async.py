@@ -1,4 +1,4 @@
-"""Asynchronous saves: what they own, in what order they go, and that no error is lost."""
+"""Asynchronous saves: the memory that they own, their order, and their errors, of which none is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptcore.runtime import runtime_of
 
 
 class Gate:
-    """A plugin whose storage ``gate://`` writes into memory once it is opened, or fails."""
+    """A plugin with the storage ``gate://`` in memory. Writes wait for `open`, and then succeed or raise `error`."""
 
     def __init__(self) -> None:
         self.memory = MemoryStorages()
@@ -55,7 +55,7 @@ class Gate:
                     raise gate.error_of_claim
                 return super().put(key, data, condition=condition)
 
-        return Guarded(inner._store, inner._prefix, inner._url)  # the same objects
+        return Guarded(inner._store, inner._prefix, inner._url)  # shares the objects of `inner`
 
     def pass_through(self) -> None:
         self.waiting.set()
@@ -77,7 +77,7 @@ def all_are(loaded: Any, value: float) -> bool:
     return all((array == value).all() for array in loaded.values())
 
 
-def test_what_changes_afterwards_is_not_in_the_checkpoint(gate: Gate) -> None:
+def test_changes_after_the_call_are_not_in_the_checkpoint(gate: Gate) -> None:
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     tree = state(1.0)
     handle = ckptcore.save_async("gate://a/b", tree, context=context)
@@ -157,7 +157,7 @@ def test_an_error_surfaces_at_result(gate: Gate) -> None:
     with pytest.raises(OSError, match="on fire"):
         handle.result()
     gate.error = None
-    ckptcore.save("gate://a/b", state(2.0), context=context)  # the error was noticed: this one goes on
+    ckptcore.save("gate://a/b", state(2.0), context=context)  # succeeds, because the error was read
     assert all_are(ckptcore.load("gate://a/b", context=context), 2.0)
 
 
@@ -195,7 +195,7 @@ def test_a_program_that_ends_lets_its_saves_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 10_000, 5_000_000, 100_000_000])
-def test_a_bound_on_memory_blocks_the_caller_and_loses_nothing(limit: int, tmp_path: Path) -> None:
+def test_a_save_in_bounded_memory_blocks_the_caller_and_stores_everything(limit: int, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit, load_bytes=limit))
     tree = {f"{number}": np.full(5000, number, "f4" if number % 2 else "f8") for number in range(40)}
     handle = ckptcore.save_async(tmp_path / "c", tree, context=context)
@@ -219,7 +219,7 @@ def test_a_bounded_save_that_fails_does_not_hang(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 1000])
-def test_nothing_holds_the_state_after_the_save(limit: int | None, tmp_path: Path) -> None:
+def test_the_state_is_released_after_the_save(limit: int | None, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     array = np.ones((100, 100))
     reference = weakref.ref(array)
@@ -230,7 +230,7 @@ def test_nothing_holds_the_state_after_the_save(limit: int | None, tmp_path: Pat
     assert reference() is None
 
 
-def test_load_async_gives_what_load_does(tmp_path: Path) -> None:
+def test_load_async_returns_the_same_as_load(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     handle = ckptcore.load_async(tmp_path / "c")
     assert handle.result()["w"].tolist() == [1, 1, 1] and handle.done() and handle.exception() is None
@@ -297,7 +297,7 @@ def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_a_bounded_save_at_exit_is_refused_and_does_not_hang(tmp_path: Path) -> None:
-    """Its writer waits for copies that the caller makes, and no thread can be started for either."""
+    """The writer waits for copies that the caller makes, so it needs a thread. At exit no thread can be started."""
     program = _AT_EXIT.replace('{"w": np.arange(8)})', '{"w": np.arange(8)}, context=bounded)').replace(
         "def at_exit():",
         "bounded = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=1))\n\ndef at_exit():",
@@ -342,7 +342,7 @@ assert not late, late
 @pytest.mark.system
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_thread_of_a_save_imports_no_module_of_ours(processes: int, tmp_path: Path) -> None:
-    """A process that is forked while a thread imports a module hangs if it imports the module too."""
+    """A forked process hangs in an import of a module if a thread was importing the module during the fork."""
     program = [sys.executable, "-c", _IMPORTS, str(tmp_path / "saved"), str(processes)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""NumPy arrays of which each process holds a part, saved together and loaded in other parts."""
+"""Sharded NumPy arrays: each process saves its part, and loads may request other parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_parts_of_processes_are_one_array(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_parts_of_an_array_without_elements(layout: str, tmp_path: Path) -> None:
-    """It is in a file of arrays that a process holds whole, in a file of slices, or alone."""
+    """The empty array is the only array, or shares its file with whole arrays or with slices."""
     empty = np.zeros((4, 0), np.float32)
 
     def job(coordinator: Coordinator) -> None:
@@ -69,8 +69,8 @@ def test_parts_of_an_array_without_elements(layout: str, tmp_path: Path) -> None
 
     ThreadJob(2, timeout_seconds=60).run(job)
     for name in ("alone", "whole", "part"):
-        found = ckptcore.load(tmp_path / name)["empty"]
-        assert found.shape == (4, 0) and found.dtype == np.float32
+        loaded = ckptcore.load(tmp_path / name)["empty"]
+        assert loaded.shape == (4, 0) and loaded.dtype == np.float32
         assert ckptcore.verify(tmp_path / name).ok
 
 
@@ -117,12 +117,12 @@ def test_other_shapes_and_dtypes_are_refused(tmp_path: Path) -> None:
         ([], [[4]], "cuts"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_made(shards: Any, cuts: Any, told: str) -> None:
+def test_an_invalid_sharded_array_is_refused_when_it_is_created(shards: Any, cuts: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ShardedArray((10, 6), "float32", shards, cuts=cuts)
 
 
-def test_what_changes_after_a_save_in_the_background_is_not_in_it(tmp_path: Path) -> None:
+def test_changes_after_a_save_in_the_background_began_are_not_saved(tmp_path: Path) -> None:
     elements = np.ones((10, 6), np.float32)
     handle = ckptcore.save_async(tmp_path / "c", {"w": ShardedArray.part(elements, (0, 0), (10, 6))})
     elements[:] = 7
@@ -130,7 +130,7 @@ def test_what_changes_after_a_save_in_the_background_is_not_in_it(tmp_path: Path
     assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], np.ones((10, 6), np.float32))
 
 
-def test_progress_counts_what_this_process_writes(tmp_path: Path) -> None:
+def test_progress_counts_the_bytes_that_this_process_writes(tmp_path: Path) -> None:
     def job(coordinator: Coordinator) -> int:
         rank = coordinator.rank
         part = ShardedArray.part(_rows(rank), (ROWS[rank], 0), WHOLE.shape)

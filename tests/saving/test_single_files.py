@@ -1,4 +1,4 @@
-"""Saves to one file of safetensors, and locations with names of files that ckptcore does not write."""
+"""Saves to a single safetensors file, and refused locations: names of files that ckptcore does not write."""
 
 from __future__ import annotations
 
@@ -30,18 +30,13 @@ _STATE: Final[dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_flat_dict_of_arrays_is_one_file(asynchronous: bool, top: str) -> None:
     place = f"{top}/model.safetensors"
     if asynchronous:
         state = {name: array.copy() for name, array in _STATE.items()}
         handle = ckptcore.save_async(place, state, metadata={"lr": "0.1"})
-        state["a.weight"][:] = -1  # the file has the values of the call
+        state["a.weight"][:] = -1  # after the call, so it is not saved
         handle.result()
     else:
         ckptcore.save(place, _STATE, metadata={"lr": "0.1"})
@@ -59,7 +54,7 @@ def test_a_flat_dict_of_arrays_is_one_file(asynchronous: bool, top: str) -> None
     assert list(store_at(top).list()) == ["model.safetensors"]
 
 
-def test_modules_and_tensors(tmp_path: Path) -> None:
+def test_modules_and_tensors_in_a_single_file(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3))
     for number, state in enumerate((module, module.state_dict())):
         ckptcore.save(tmp_path / f"{number}.safetensors", state)
@@ -81,7 +76,7 @@ _NO_FILES: Final[dict[str, tuple[Any, str]]] = {
 
 
 @pytest.mark.parametrize("case", _NO_FILES)
-def test_other_states_are_refused_with_both_ways(case: str, tmp_path: Path) -> None:
+def test_other_states_are_refused_and_the_error_names_two_remedies(case: str, tmp_path: Path) -> None:
     state, reason = _NO_FILES[case]
     with pytest.raises(InvalidLocationError) as raised:
         ckptcore.save(tmp_path / "m.safetensors", state)
@@ -116,7 +111,7 @@ def test_other_states_are_refused_with_both_ways(case: str, tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_whatever_writes_a_directory_refuses_the_name_of_a_file(
+def test_functions_that_write_a_directory_refuse_the_name_of_a_file(
     save: Callable[[Path], object], suffix: str, tmp_path: Path
 ) -> None:
     ckptcore.save(tmp_path / "source", _STATE)
@@ -131,11 +126,11 @@ def test_files_of_other_libraries_are_not_written_as_directories(name: str, tmp_
         with pytest.raises(InvalidLocationError, match="write the file with"):
             save(tmp_path / name, _STATE)
     assert not list(tmp_path.iterdir())
-    ckptcore.save(f"{tmp_path}/{name}/", _STATE)  # a directory, whatever its name
+    ckptcore.save(f"{tmp_path}/{name}/", _STATE)  # the slash requests a directory
     assert ckptcore.load(tmp_path / name).keys() == _STATE.keys()
 
 
-def test_a_job_writes_no_file(tmp_path: Path) -> None:
+def test_a_job_refuses_to_write_a_single_file(tmp_path: Path) -> None:
     def work(rank: int, context: ckptcore.Context) -> str:
         with pytest.raises(ckptcore.CheckpointError) as raised:
             ckptcore.save(tmp_path / "m.safetensors", _STATE, context=context)
@@ -177,10 +172,10 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(replaces: bool, scheme: str, 
         outcomes.append(float(ckptcore.load(place)["a"][0]) if names else None)
         ckptcore.save(place, {"a": np.full(3, 2.0)}, overwrite=True)
         assert ckptcore.load(place)["a"][0] == 2
-        assert list(store_at(top).list_names()) == ["m.safetensors"]  # also no hidden directory
+        assert list(store_at(top).list_names()) == ["m.safetensors"]  # no hidden directory
     old = 0.0 if replaces else None
     assert outcomes[0] == old and outcomes[-1] == 1.0
-    assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda one: one == 1.0)
+    assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda outcome: outcome == 1.0)
 
 
 def test_a_file_that_appears_after_the_check_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +202,12 @@ def test_a_save_of_a_file_that_fails_to_begin_leaves_no_lock(tmp_path: Path, mon
         patch.setattr(LocalStorage, "stamps", fail)
         with pytest.raises(StorageError, match="is gone"):
             ckptcore.save(place, _STATE, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]  # its hidden directory was not locked
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]  # no hidden directory
 
 
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_file_of_another_process_stays(replaces: bool, tmp_path: Path) -> None:
-    """Between the checks and the commit, other software writes the file."""
+    """Other software writes the file between the checks and the commit."""
     place = f"file://{tmp_path}/m.safetensors"
 
     def save(plan: FaultPlan) -> None:

@@ -1,4 +1,4 @@
-"""Arrays that no process holds whole, in the layout safetensors: slices of each process, and what is made of them."""
+"""Slices in the layout safetensors: each process writes its parts of the arrays that no process holds whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.saving.test_failures import job_context
 
 
 class Rows(HostArrayHandler):
-    """Give each rank every `size`-th piece of two rows, so that its boxes are apart; uneven, some ranks have none."""
+    """A handler that deals out pieces of `rows` rows to the ranks in turn. The boxes of a rank are not adjacent."""
 
     def __init__(self, rows: int = 2) -> None:
         self.rows = rows
@@ -47,7 +47,7 @@ class Rows(HostArrayHandler):
 
 
 class Blocks(HostArrayHandler):
-    """Each rank has neighbouring rows, in two boxes side by side."""
+    """A handler that gives each rank adjacent rows, in two boxes side by side."""
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         if leaf.ndim != 2:
@@ -112,7 +112,7 @@ def test_boxes_side_by_side_are_one_slice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stem", ["model", "mine"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_slices_are_not_taken_for_arrays(tmp_path: Path, stem: str, size: int) -> None:
+def test_a_file_of_slices_does_not_load_as_a_checkpoint(tmp_path: Path, stem: str, size: int) -> None:
     state = {"cut": np.ones((4, 4)), "w": np.arange(24.0).reshape(4, 6)}
     _save(tmp_path / "c", state, Blocks(), size=2, layout=SafetensorsLayout(stem=stem))
     first, second = sorted((tmp_path / "c").glob("shard-*"))
@@ -124,12 +124,12 @@ def test_slices_are_not_taken_for_arrays(tmp_path: Path, stem: str, size: int) -
         second.unlink()
     with pytest.raises(
         CorruptCheckpointError, match=rf"^{first.name} is part.*json is missing.*slices.*HuggingFace"
-    ) as found:
+    ) as caught:
         ckptcore.load(tmp_path / "c")
-    assert "name the file" not in str(found.value)
+    assert "name the file" not in str(caught.value)
 
 
-def test_slices_of_other_software_are_not_taken_for_arrays(tmp_path: Path) -> None:
+def test_a_standalone_file_of_slices_does_not_load_as_a_checkpoint(tmp_path: Path) -> None:
     layout = SafetensorsLayout(stem="mine", standalone=True)
     _save(tmp_path / "c", {"w": np.arange(24.0).reshape(4, 6)}, Blocks(), size=2, layout=layout)
     (tmp_path / "c" / "checkpoint.json").unlink()
@@ -139,7 +139,7 @@ def test_slices_of_other_software_are_not_taken_for_arrays(tmp_path: Path) -> No
         ckptcore.load(tmp_path / "c")
 
 
-def test_files_that_one_process_holds_whole_stay_whole(tmp_path: Path) -> None:
+def test_arrays_that_one_process_holds_whole_stay_whole(tmp_path: Path) -> None:
     state = {"shared": np.arange(8.0), "cut": np.ones((4, 4))}
 
     class CutOnly(Rows):
@@ -152,11 +152,11 @@ def test_files_that_one_process_holds_whole_stay_whole(tmp_path: Path) -> None:
     assert_same_tree(ckptcore.load(tmp_path / "c"), state)
 
 
-def test_parts_are_read_out_of_the_slices_that_have_them(tmp_path: Path) -> None:
+def test_a_partial_load_reads_only_the_slices_with_its_elements(tmp_path: Path) -> None:
     array = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
     _save(tmp_path / "c", {"w": array}, Rows(16), size=4)
     for path in (tmp_path / "c").glob("shard-0000[24]*"):
-        path.write_bytes(b"?" * path.stat().st_size)  # neither may be read
+        path.write_bytes(b"?" * path.stat().st_size)  # a load must not read these files
 
     class Part(HostArrayHandler):
         def wanted(self, abstract: Any, stored: Any) -> Sequence[Box]:
@@ -197,19 +197,19 @@ def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
     state: Any = root.state
 
     def changes(slices: dict[str, Any]) -> list[Any]:
-        found = []
+        variants = []
         for column, values in slices.items():
             for value in (-1, 1 << 70, "x", None, 2.5, [1]):
                 if (column, value) in (("files", "x"), ("offset", 1 << 70)):
-                    continue  # detected where sizes of files are compared
+                    continue  # detected later, by the sizes of files
                 changed = copy.deepcopy(slices)
                 changed[column] = [value, *values[1:]]
-                found.append(changed)
-            found += [{**slices, column: values[1:]}, {**slices, column: 3}]
+                variants.append(changed)
+            variants += [{**slices, column: values[1:]}, {**slices, column: 3}]
             if column != "files":
-                found.append({**slices, column: values + values[:1]})
-        swapped = {**slices, "box": [*slices["box"][4:8], *slices["box"][4:]]}  # one box twice, another not at all
-        return [*found, swapped, [], 3, "slices", {}]
+                variants.append({**slices, column: values + values[:1]})
+        swapped = {**slices, "box": [*slices["box"][4:8], *slices["box"][4:]]}  # one box twice, another box missing
+        return [*variants, swapped, [], 3, "slices", {}]
 
     ChunkTable(tree, state).check([0])
     for changed in changes(state["slices"]):
@@ -240,7 +240,7 @@ def test_saves_in_the_background_and_exports_write_slices(limit: int | None, tmp
     assert np.array_equal(ckptcore.load(tmp_path / "plain")["w"], state["model"]["w"])
 
 
-def test_the_memory_of_an_item_is_given_back_with_its_last_slice(tmp_path: Path) -> None:
+def test_the_memory_of_an_item_is_released_with_its_last_slice(tmp_path: Path) -> None:
     released: list[int] = []
 
     class Watching(SafetensorsLayout):

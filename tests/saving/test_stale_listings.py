@@ -1,4 +1,4 @@
-"""Failed saves and deletions with stale listings: nothing remains that looks like a checkpoint."""
+"""Stale listings: failed saves and deletions leave nothing that looks like a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _expect_nothing(location: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
-def test_a_save_that_gives_up_leaves_nothing(layout: str, location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_nothing(layout: str, location: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         _let_the_next_lists_be_empty(monkeypatch)
         raise CorruptCheckpointError("the test lets the save fail when all is written")
@@ -56,7 +56,7 @@ def test_a_deletion_leaves_nothing(location: str, monkeypatch: pytest.MonkeyPatc
     _expect_nothing(location)
 
 
-def test_a_deletion_leaves_a_claim_where_lists_stay_old(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_leaves_a_claim_if_listings_stay_stale(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(location, {"w": np.zeros(3)}, layout="ocdbt")
     with monkeypatch.context() as patch:
         _let_the_next_lists_be_empty(patch, 100)

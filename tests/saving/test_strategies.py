@@ -1,4 +1,4 @@
-"""Strategies of saves that fail, or that a save or a run cannot use. `tests/toy_plugins` has one that succeeds."""
+"""Strategies of saves that fail, or that a save or a run cannot use. `tests/toy_plugins` has a working strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_strategy_that_fails_to_begin_on_one_rank_fails_on_all(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exports_are_of_one_strategy(tmp_path: Path) -> None:
+def test_exports_cannot_be_nested(tmp_path: Path) -> None:
     inner = ckptcore.WithExports([ckptcore.Export(location=tmp_path / "a")])
     with pytest.raises(ValueError, match="Pass all exports to one WithExports"):
         ckptcore.WithExports([ckptcore.Export(location=tmp_path / "b")], inner)

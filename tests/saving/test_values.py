@@ -77,7 +77,7 @@ class FrozenAttrs:
 
 
 class Window(collections.deque[Any]):
-    """A subclass with another attribute."""
+    """A subclass with an additional attribute."""
 
     name = ""
 
@@ -93,7 +93,7 @@ UTC = datetime.timezone.utc  # noqa: UP017  # the object is compared
 UUID = uuid.UUID(int=7)
 
 VALUES: dict[str, tuple[Any, Any, Any]] = {
-    # name: value, another one that is the template, what a load without a template returns
+    # name: (value, template with another value, result of a load without a template)
     "none": (None, None, None),
     "bool": (True, False, True),
     "int": (1 << 70, 0, 1 << 70),
@@ -172,16 +172,16 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def assert_equal(found: Any, expected: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
     """Compare types and values, also of keys and of time zones."""
-    assert type(found) is type(expected)
-    assert found == expected
+    assert type(actual) is type(expected)
+    assert actual == expected
     if isinstance(expected, dict):
-        assert list(map(type, found)) in (list(map(type, expected)), [Stage, Split])
+        assert list(map(type, actual)) in (list(map(type, expected)), [Stage, Split])
     if isinstance(expected, datetime.datetime | datetime.time):
-        assert (found.fold, str(found.tzinfo)) == (expected.fold, str(expected.tzinfo))
+        assert (actual.fold, str(actual.tzinfo)) == (expected.fold, str(expected.tzinfo))
     if isinstance(expected, collections.deque):
-        assert found.maxlen == expected.maxlen and getattr(found, "name", "") == getattr(expected, "name", "")
+        assert actual.maxlen == expected.maxlen and getattr(actual, "name", "") == getattr(expected, "name", "")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -218,7 +218,7 @@ def test_values_are_saved_as_they_are_when_an_asynchronous_save_returns(tmp_path
 
 
 class Holder:
-    """An object with a state, which may be any."""
+    """An object whose state can be any dict."""
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -230,7 +230,7 @@ class Holder:
         self.state = state
 
 
-def test_an_object_gets_values_of_the_types_that_it_has_and_plain_forms_otherwise(tmp_path: Path) -> None:
+def test_an_object_gets_values_of_its_own_types_or_else_plain_forms(tmp_path: Path) -> None:
     state = {"path": Path("/a"), "stage": Stage.MAIN, "recent": collections.deque([1, 2], maxlen=3), "seen": {1, 2}}
     ckptcore.save(tmp_path / "c", {"holder": Holder(**state)})
     typed = Holder(path=Path(), stage=Stage.WARM, recent=collections.deque(maxlen=3), seen=set())
@@ -241,7 +241,7 @@ def test_an_object_gets_values_of_the_types_that_it_has_and_plain_forms_otherwis
     assert new.state == {"path": "/a", "stage": "MAIN", "recent": [1, 2], "seen": [1, 2]}
 
 
-def test_text_loads_as_the_type_that_is_asked_for_and_the_reverse(tmp_path: Path) -> None:
+def test_text_loads_as_the_requested_type_and_the_reverse(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "text", {"a": "/x"})
     ckptcore.save(tmp_path / "path", {"a": Path("/x")})
     assert ckptcore.load(tmp_path / "text", {"a": Path()}) == {"a": Path("/x")}
@@ -294,7 +294,7 @@ def _refused_set() -> Any:
         ),
     ],
 )
-def test_what_would_lose_something_is_refused(
+def test_values_that_would_lose_information_are_refused(
     make: Callable[[], Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
@@ -303,7 +303,7 @@ def test_what_would_lose_something_is_refused(
 
 
 class Strange(datetime.tzinfo):
-    """A zone without a name."""
+    """A time zone without a name."""
 
     def utcoffset(self, _: Any) -> datetime.timedelta:
         return datetime.timedelta(hours=1)
@@ -319,7 +319,7 @@ def test_the_remedies_of_refused_values_keep_everything(tmp_path: Path) -> None:
     moment = datetime.datetime(2024, 1, 2, tzinfo=Strange())
     pairs = {(1, 2): 3, (4, 5): 6}
     state = {
-        "moment": moment.astimezone(datetime.timezone.utc),  # noqa: UP017  # as the remedy says
+        "moment": moment.astimezone(datetime.timezone.utc),  # noqa: UP017  # the code of the remedy
         "pairs": list(pairs.items()),
         "paths": [Path("a")],
         "frozen": list(frozenset({b"a"})),

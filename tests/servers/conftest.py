@@ -1,4 +1,4 @@
-"""The suites of all storages on servers: most of it is slow, and a fixed sample is not."""
+"""The test suites of storages on servers. All tests are slow, except a fixed sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.servers.samples import quick_sample
 
 _ONE_OF: Final[Mapping[str, int]] = {"test_storage.py": 24, "test_matrix.py": 5, "test_layouts.py": 48}
-"""By suite, how many tests there are for each that stays quick."""
+"""For each suite, the number of tests for each test that is not slow."""
 
 _LONG: Final = (
     "test_any_boxes_of_any_tree_can_be_loaded",
@@ -26,7 +26,7 @@ _LONG: Final = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, object, object]:
-    """Choose the sample."""
+    """Mark the tests outside of the sample as slow."""
     made = yield
     one_of = _ONE_OF.get(collector.path.name)
     return quick_sample(made, one_of=one_of, long=_LONG) if one_of and isinstance(made, list) else made

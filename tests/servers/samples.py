@@ -1,4 +1,4 @@
-"""The servers that every suite runs on: one entry for each, and which of their tests are quick."""
+"""The servers of the test suites, and the sample of tests that are not slow."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 
 SERVERS: Final[Mapping[str, StorageSample]] = {
     "azurite": AZURITE,
-    server_kind(): S3,  # MiniStack, or what CKPTCORE_S3_SERVER names: Ceph
+    server_kind(): S3,  # MiniStack, or Ceph if CKPTCORE_S3_SERVER selects it
     "moto": MOTO,
     "strict-gcs": STRICT_GCS,
     "fake-gcs-server": FAKE_GCS_SERVER,
 }
-"""By name. A process starts each where a test first asks for it, and stops it in the end."""
+"""Servers by name. A process starts a server when a test first needs it, and stops it at the end."""
 
 
 def open_storage(location: str) -> StorageBackend:
-    """The storage at a location that a sample gave."""
+    """Return the storage at a location of a sample."""
     opener = installed_plugins().storage(location.partition("://")[0])
     return opener(location, StorageOptions(durable=False))
 
@@ -38,12 +38,12 @@ def quick_sample(
 ) -> list[pytest.Item | pytest.Collector]:
     """Mark tests on servers as system tests, and all but a fixed sample as slow. Leave slow ones out without `--slow`.
 
-    A number made of the name of a test decides if it is in the sample.
+    A checksum of the name of a test decides if the test is in the sample.
 
     Args:
-        items: tests of one function; those without a server in their name stay as they are.
-        one_of: how many tests there are for each that stays quick.
-        long: tests of which none stays quick.
+        items: tests of one function. Tests without a server in their name are unchanged.
+        one_of: the number of tests for each test in the sample.
+        long: names of tests that are never in the sample.
     """
     kept = []
     for item in items:

@@ -1,4 +1,4 @@
-"""Remains of saves through each layout, killed or failed at any request, on every server."""
+"""Remains of saves that crash or fail at any request, with each layout on every server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.servers.samples import SERVERS
 
 @pytest.mark.slow
 class _OnServers(LayoutCrashTests):
-    """Every fault: what takes long is slow."""
+    """Tests with every fault. They are slow."""
 
     def storages(self) -> Mapping[str, StorageSample]:
-        """The servers."""
+        """Return the servers."""
         return SERVERS
 
 
@@ -51,7 +51,7 @@ class TestZarr(_OnServers):
 
 @pytest.mark.system
 class TestSample(LayoutCrashTests):
-    """Few faults, with a layout for each server in turn."""
+    """A sample with few faults, and with one layout for each server."""
 
     faults = 3
 
@@ -62,7 +62,7 @@ class TestSample(LayoutCrashTests):
         self._layout: Layout = layouts[[SERVERS[name] for name in names].index(storage) % len(layouts)]()
 
     def storages(self) -> Mapping[str, StorageSample]:
-        """The servers."""
+        """Return the servers."""
         return SERVERS
 
     def layout(self) -> Layout:

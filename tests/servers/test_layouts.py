@@ -1,4 +1,4 @@
-"""Conformance of every layout, on every server."""
+"""Conformance tests of every layout on every server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANY_BOXES: Any = LayoutTests.test_any_boxes_of_any_tree_can_be_loaded
 
 
 class _OnServers(LayoutTests):
-    """With fewer examples, tampered states and damages; each layout meets all of them on a local file system."""
+    """Conformance tests with fewer examples and damages. The tests on a local file system have all of them."""
 
     tampered_states = 30
     most_damages = 3
@@ -31,7 +31,7 @@ class _OnServers(LayoutTests):
 
     @pytest.fixture(params=list(SERVERS))
     def storage(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
-        """An empty directory of a server."""
+        """Return an empty directory on a server."""
         with SERVERS[request.param].open(tmp_path) as location:
             yield open_storage(location)
 
@@ -40,7 +40,7 @@ class TestSafetensors(_OnServers):
     composites = False
 
     def layout(self) -> Layout:
-        return SafetensorsLayout(max_file_bytes=40, standalone=True)  # inspect refuses other files without a root
+        return SafetensorsLayout(max_file_bytes=40, standalone=True)  # `inspect` without a root needs them
 
 
 class TestDcp(_OnServers):
@@ -54,9 +54,9 @@ class TestOcdbt(_OnServers):
 
 
 class _NamesAsTheyAre(_OnServers):
-    """Layouts whose objects are called what the leaves are called.
+    """Layouts whose objects have the names of the leaves.
 
-    GCS allows no line feed in a name (https://cloud.google.com/storage/docs/objects#naming), nor does moto, and
+    GCS and moto refuse a line feed in a name (https://cloud.google.com/storage/docs/objects#naming), and
     fake-gcs-server lists control characters as U+FFFD.
     """
 

@@ -1,4 +1,4 @@
-"""Every framework and layout through every server that the matrix of what is installed does not go through."""
+"""Every framework and layout on the servers that are not in the matrix of installed plugins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.servers.samples import SERVERS
 
 
 class TestMatrix(StorageMatrixTests):
-    """The tests of the matrix that need a storage, with the other storages."""
+    """The tests of the matrix that need a storage, on the other servers."""
 
     def storages(self) -> Mapping[str, StorageSample]:
-        """By name of the server."""
+        """Return the other servers by name."""
         installed = list(installed_samples().storages.values())
         return {name: sample for name, sample in SERVERS.items() if sample not in installed}

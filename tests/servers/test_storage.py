@@ -1,4 +1,4 @@
-"""Conformance of every storage, on every server."""
+"""Conformance tests of every storage on every server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.servers.samples import SERVERS, open_storage
 
 
 class TestStorage(StorageBackendTests):
-    """Found by its URL and the variables of the environment, as most programs find it."""
+    """Tests of a storage that is configured by its URL and environment variables, as in most programs."""
 
     examples = 2
     threads = 4
@@ -25,5 +25,5 @@ class TestStorage(StorageBackendTests):
             yield
 
     def open(self, directory: str) -> StorageBackend:
-        """The same directory for the same name."""
+        """Return the directory with this name."""
         return open_storage(f"{self._location}/{directory}")

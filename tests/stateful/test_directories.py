@@ -1,4 +1,4 @@
-"""Objects that save themselves to a directory: detection of such objects, and the threads that run their phases."""
+"""Objects that save themselves to a directory: their detection, and the threads that run their phases."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ PLAIN, ASYNC = SavesToDirectoryHandler(), SavesToDirectoryAsyncHandler()
 
 
 class Plain:
-    """Saves itself."""
+    """An object that saves itself."""
 
     def __init__(self) -> None:
         self.value = 1
 
     def save(self, directory: Path) -> None:
-        """One file."""
+        """Write one file."""
         (directory / "value").write_text(str(self.value))
 
     def load(self, directory: Path) -> None:
-        """Read it."""
+        """Read the file."""
         self.value = int((directory / "value").read_text())
 
 
 class PlainWithStateDict(Plain):
-    """Has a state dict too."""
+    """An object that also has a state dict."""
 
     def state_dict(self) -> dict[str, int]:
-        """The value."""
+        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take it back."""
+        """Restore the value."""
         self.value = state["value"]
 
 
 class PlainWithOptions(Plain):
-    """Its methods have optional parameters."""
+    """An object whose methods have optional parameters."""
 
     def save(self, directory: Path, indent: int = 0, *, sync: bool = True) -> None:
-        """One file."""
+        """Write one file."""
         super().save(directory)
 
 
@@ -69,26 +69,26 @@ def logged(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Decorated:
-    """Its decorated methods are asynchronous."""
+    """An object with decorated asynchronous methods."""
 
     @logged
     async def save(self, directory: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @logged
     async def load(self, directory: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Threads:
-    """Records the threads on which its phases run, and writes the captured value."""
+    """An object that records the threads of its phases, and writes the captured value."""
 
     def __init__(self) -> None:
         self.value = 1
         self.threads: list[int] = []
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Capture."""
+        """Capture the value, and return the second phase."""
         self.threads.append(threading.get_ident())
         assert isinstance(directory.path, epath.Path)
         return self._write(directory, self.value)
@@ -110,7 +110,7 @@ class Threads:
 
 
 class OnePhase:
-    """Writes in the first phase, and has no second phase."""
+    """An object that writes in the first phase, and has no second phase."""
 
     value = 0
 
@@ -125,57 +125,57 @@ class OnePhase:
 
 
 class OtherName:
-    """Has a parameter name that may mean anything."""
+    """An object with another parameter name, whose meaning is unknown."""
 
     def save(self, path: Path) -> None:
-        """Elsewhere."""
+        """Do nothing."""
 
     def load(self, path: Path) -> None:
-        """Elsewhere."""
+        """Do nothing."""
 
 
 class Constructs:
-    """`load` creates a new object instead of restoring one."""
+    """An object whose `load` is a class method that returns a new object."""
 
     def save(self, directory: Path) -> None:
         """Write."""
 
     @classmethod
     def load(cls, directory: Path) -> Constructs:
-        """A new one."""
+        """Return a new object."""
         return cls()
 
 
 class NeedsMore(Plain):
-    """Requires another positional argument."""
+    """An object whose `save` requires another positional argument."""
 
-    def save(self, directory: Path, step: int) -> None:  # type: ignore[override]  # on purpose
+    def save(self, directory: Path, step: int) -> None:  # type: ignore[override]  # the signature is wrong on purpose
         """Write."""
 
 
 class NeedsAName(Plain):
-    """Requires another keyword argument."""
+    """An object whose `save` requires another keyword argument."""
 
-    def save(self, directory: Path, *, step: int) -> None:  # type: ignore[override]  # on purpose
+    def save(self, directory: Path, *, step: int) -> None:  # type: ignore[override]  # the signature is wrong on purpose
         """Write."""
 
 
 class OnlySaves:
-    """Never loads."""
+    """An object without `load`."""
 
     def save(self, directory: Path) -> None:
         """Write."""
 
 
 class HalfAwaited(Plain):
-    """Only one of its methods is a coroutine function."""
+    """An object of which only `save` is a coroutine function."""
 
-    async def save(self, directory: Any) -> None:  # type: ignore[override]  # on purpose
+    async def save(self, directory: Any) -> None:  # type: ignore[override]  # the signature is wrong on purpose
         """Write."""
 
 
 class AnyArguments:
-    """Its signature contains no information."""
+    """An object whose methods accept any arguments."""
 
     def save(self, *args: object, **kwargs: object) -> None:
         """Write."""
@@ -194,7 +194,7 @@ class AnyArguments:
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_who_is_one(value: object, handler: type) -> None:
+def test_objects_that_save_themselves_are_detected(value: object, handler: type) -> None:
     assert type(installed_plugins().dispatch_named(value).files) is handler
     assert installed_plugins().dispatch(value).files is None, "files need a name of their own"
 
@@ -205,11 +205,11 @@ def test_who_is_one(value: object, handler: type) -> None:
     + [{}, [], 1, "text", None, object()],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_who_is_not(value: object) -> None:
+def test_other_objects_are_not_detected(value: object) -> None:
     assert installed_plugins().dispatch_named(value).files is None
 
 
-def test_files_come_before_a_state_dict_and_only_under_a_name() -> None:
+def test_files_are_preferred_to_a_state_dict_only_under_a_name() -> None:
     value = PlainWithStateDict()
     assert type(installed_plugins().dispatch_named(value).files) is SavesToDirectoryHandler
     assert type(installed_plugins().dispatch(value).checkpointable) is StateDictHandler
@@ -217,7 +217,7 @@ def test_files_come_before_a_state_dict_and_only_under_a_name() -> None:
     assert type(chosen.dispatch_named(value).checkpointable) is StateDictHandler
 
 
-def test_plain_methods_are_the_protocol() -> None:
+def test_plain_methods_satisfy_the_protocol() -> None:
     assert isinstance(Plain(), StatefulCheckpointable)
 
 
@@ -233,7 +233,7 @@ def test_an_awaitable_without_an_await_is_refused(tmp_path: Path) -> None:
         PLAIN.save(Hides(), tmp_path)
 
 
-def test_phases_run_where_they_should(tmp_path: Path) -> None:
+def test_the_first_phase_runs_in_the_calling_thread(tmp_path: Path) -> None:
     value = Threads()
     rest = ASYNC.save(value, tmp_path)
     assert rest is not None
@@ -248,14 +248,14 @@ def test_phases_run_where_they_should(tmp_path: Path) -> None:
     assert value.value == 1
 
 
-def test_one_phase_leaves_no_rest(tmp_path: Path) -> None:
+def test_an_object_without_a_second_phase_returns_no_continuation(tmp_path: Path) -> None:
     assert ASYNC.save(OnePhase(), tmp_path) is None
     target = OnePhase()
     ASYNC.load(target, tmp_path)
     assert target.value == 7
 
 
-def test_errors_come_through(tmp_path: Path) -> None:
+def test_errors_of_all_phases_are_raised(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ASYNC.load(Threads(), tmp_path)
 
@@ -270,7 +270,7 @@ def test_errors_come_through(tmp_path: Path) -> None:
         rest()
 
 
-def test_a_save_that_is_given_up_warns_of_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_save_causes_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rest = ASYNC.save(Threads(), tmp_path)
@@ -279,24 +279,24 @@ def test_a_save_that_is_given_up_warns_of_nothing(tmp_path: Path) -> None:
 
 
 class LeavesTasks:
-    """Begins to write in the first phase. `rest` turns the task into the result."""
+    """An object that starts a task in the first phase. `rest` turns the task into the result of `save`."""
 
     def __init__(self, rest: Callable[[asyncio.Task[None]], Any]) -> None:
         self.rest = rest
 
     async def save(self, directory: Any) -> Any:
-        """Begin."""
+        """Start to write in a task."""
         task = asyncio.create_task(self._write(await directory.await_creation()))
         await asyncio.sleep(0)
         return self.rest(task)
 
     async def _write(self, path: Any) -> None:
         for _ in range(100):
-            await asyncio.sleep(0.0001)
+            await asyncio.sleep(0)
         (path / "value").write_text("written")
 
     async def load(self, directory: Any) -> None:
-        """Begin and leave it."""
+        """Start a task, and do not await it."""
         self.task = asyncio.create_task(self._write(directory))
 
 
@@ -304,7 +304,7 @@ async def _without_it() -> None:
     await asyncio.sleep(0)
 
 
-def test_the_second_phase_may_await_what_the_first_began(tmp_path: Path) -> None:
+def test_the_second_phase_may_await_a_task_of_the_first(tmp_path: Path) -> None:
     for rest in (lambda task: task, lambda task: asyncio.wait_for(task, None)):
         rest_of_it = ASYNC.save(LeavesTasks(rest), tmp_path)
         assert rest_of_it is not None
@@ -334,7 +334,7 @@ def test_a_task_without_an_await_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "value").exists()
 
 
-def test_tasks_that_are_to_end_are_no_error(tmp_path: Path) -> None:
+def test_cancelled_and_short_tasks_are_no_error(tmp_path: Path) -> None:
     async def ends_soon() -> None:
         await asyncio.sleep(0)
 
@@ -345,7 +345,7 @@ def test_tasks_that_are_to_end_are_no_error(tmp_path: Path) -> None:
     assert ASYNC.save(LeavesTasks(stop), tmp_path) is None
 
 
-def test_a_save_that_is_given_up_says_nothing_of_its_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abandoned_save_does_not_report_its_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rest = ASYNC.save(LeavesTasks(lambda task: task), tmp_path)
@@ -354,7 +354,7 @@ def test_a_save_that_is_given_up_says_nothing_of_its_tasks(tmp_path: Path, caplo
     assert caplog.records == []
 
 
-def test_the_event_loop_of_a_thread_stays(tmp_path: Path) -> None:
+def test_the_event_loop_of_the_calling_thread_is_kept(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -368,7 +368,7 @@ def test_the_event_loop_of_a_thread_stays(tmp_path: Path) -> None:
         loop.close()
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_no_thread_remains_after_a_save(tmp_path: Path) -> None:
     before = threading.active_count()
     rest = ASYNC.save(Threads(), tmp_path)
     assert rest is not None
@@ -376,8 +376,8 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_what_is_bound_to_a_context_is_there() -> None:
-    """Also if another thread must run the methods, because an event loop runs in this thread."""
+def test_methods_see_context_variables() -> None:
+    """If an event loop runs in the calling thread, another thread runs the methods. It must see the variables, too."""
     import contextvars
 
     variable = contextvars.ContextVar("variable", default=0)
@@ -392,7 +392,7 @@ def test_what_is_bound_to_a_context_is_there() -> None:
     assert asyncio.run(program()) == 3
 
 
-def test_a_directory_to_await_is_what_orbax_gives(tmp_path: Path) -> None:
+def test_an_awaitable_directory_has_the_interface_of_orbax(tmp_path: Path) -> None:
     from orbax.checkpoint._src.path.types import PathAwaitingCreation  # type: ignore[import-untyped]  # no types
 
     directory = AwaitableDirectory(tmp_path)
@@ -402,7 +402,7 @@ def test_a_directory_to_await_is_what_orbax_gives(tmp_path: Path) -> None:
     assert run(directory.await_creation) == tmp_path
 
 
-def test_what_orbax_takes_for_one_so_do_we(tmp_path: Path) -> None:
+def test_orbax_and_ckptcore_support_the_same_objects(tmp_path: Path) -> None:
     """Orbax and ckptcore both save and load the object, with the same result."""
     import orbax.checkpoint.experimental.v1 as ocp  # type: ignore[import-untyped]  # ships no types
 

@@ -1,4 +1,4 @@
-"""Iterators of Grain: as files under a name of their own, by their state within a tree."""
+"""Iterators of Grain: saved as files under a name, and as a state in a tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dataset_iterator() -> Iterator[Any]:
 
 
 def mixed_iterator() -> Iterator[Any]:
-    """Several states within one, of steps that keep some elements back."""
+    """Return an iterator with nested states, whose steps buffer some elements."""
     parts = [grain.MapDataset.range(start, start + 20).to_iter_dataset() for start in (0, 100)]
     mixed = grain.IterDataset.mix(parts, weights=[0.3, 0.7])
     made: Iterator[Any] = iter(mixed.map(lambda number: number * 2).filter(lambda number: number % 3).batch(2))
@@ -34,7 +34,7 @@ def mixed_iterator() -> Iterator[Any]:
 
 
 def loader_iterator() -> Iterator[Any]:
-    """Its state is bytes."""
+    """Return an iterator whose state is bytes."""
     sampler = grain.samplers.IndexSampler(
         40, shuffle=True, seed=3, num_epochs=2, shard_options=grain.sharding.NoSharding()
     )
@@ -72,21 +72,21 @@ def _example(name: str) -> FilesExample:
 
 
 class TestIteratorsAsFiles(FilesHandlerTests):
-    """With the coroutines that Grain gives them for Orbax."""
+    """Iterators saved by the coroutines that Grain provides for Orbax."""
 
     handler = SavesToDirectoryAsyncHandler()
     examples = tuple(_example(name) for name in MAKERS)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_under_a_name_they_are_files_and_in_a_tree_a_state(name: str) -> None:
+def test_an_iterator_is_saved_as_files_under_a_name_and_as_a_state_in_a_tree(name: str) -> None:
     made = MAKERS[name]()
     assert type(installed_plugins().dispatch_named(made).files) is SavesToDirectoryAsyncHandler
     assert type(installed_plugins().dispatch(made).checkpointable) is GetStateHandler
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_files_hold_the_position_of_when_the_save_was_called(name: str, tmp_path: Path) -> None:
+def test_the_files_contain_the_position_at_the_call_of_the_save(name: str, tmp_path: Path) -> None:
     handler = SavesToDirectoryAsyncHandler()
     made = advanced(MAKERS[name], 4)
     rest = handler.save(made, tmp_path)
@@ -100,7 +100,7 @@ def test_the_files_hold_the_position_of_when_the_save_was_called(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_within_a_tree_they_go_on(name: str, tmp_path: Path) -> None:
+def test_an_iterator_in_a_tree_resumes(name: str, tmp_path: Path) -> None:
     made = advanced(MAKERS[name], 4)
     handle = ckptcore.save_async(tmp_path / "step", {"data": made, "step": 4})
     expected = following(made)
@@ -108,4 +108,4 @@ def test_within_a_tree_they_go_on(name: str, tmp_path: Path) -> None:
     target = {"data": MAKERS[name](), "step": 0}
     ckptcore.load_into(tmp_path / "step", target)
     assert target["step"] == 4
-    assert following(target["data"]) == expected  # type: ignore[arg-type]  # an iterator
+    assert following(target["data"]) == expected  # type: ignore[arg-type]  # the value is an iterator

@@ -1,4 +1,4 @@
-"""Every sort of object that is restored in place: what the caller holds has the stored state, whatever was returned."""
+"""All kinds of objects that are restored in place: the object of the caller gets the stored state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = ckptcore.Context(durability="none")
 
 @dataclasses.dataclass
 class Plain:
-    """A dataclass that can be changed."""
+    """A mutable dataclass."""
 
     weight: Any
     count: int
@@ -37,14 +37,14 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A dataclass that cannot."""
+    """A frozen dataclass."""
 
     weight: Any
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Registered:
-    """A class that JAX knows, with attributes that can be set."""
+    """A class that is registered in JAX, with mutable attributes."""
 
     def __init__(self, weight: Any) -> None:
         self.weight = weight
@@ -58,7 +58,7 @@ class Registered:
 
 
 class Block(nnx.Module):  # type: ignore[misc,name-defined]  # Flax has no types here
-    """Parameters, statistics, random streams, a layer under two names, lists, dicts and an array without a Variable."""
+    """A module with parameters, statistics, random streams, a tied layer, lists, dicts and a plain array."""
 
     def __init__(self, rngs: Any) -> None:
         self.first = nnx.Linear(4, 8, rngs=rngs)
@@ -77,7 +77,7 @@ class Block(nnx.Module):  # type: ignore[misc,name-defined]  # Flax has no types
 
 
 def _trained(seed: int) -> Any:
-    """A module of NNX and its optimizer after a step."""
+    """Return a module of NNX and its optimizer after a step."""
     module = Block(nnx.Rngs(seed, dropout=seed + 1))
     optimizer = nnx.Optimizer(module, optax.adamw(1e-2), wrt=nnx.Param)
     inputs = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4) + seed
@@ -118,7 +118,7 @@ def _jax_state(value: Any) -> Any:
 
 
 class Sort:
-    """A sort of object."""
+    """A kind of object, with functions that create one and return its state."""
 
     def __init__(self, name: str, make: Callable[[int], Any], state: Callable[[Any], Any]) -> None:
         self.name = name
@@ -126,9 +126,9 @@ class Sort:
         self.state = state
 
     def assert_restored(self, held: Any, saved: Any, before: Any) -> None:
-        """Fail unless `held` has the state of `saved`, which is not the one it had."""
-        found, expected = self.state(held), self.state(saved)
-        jax.tree_util.tree_map(np.testing.assert_array_equal, found, expected)
+        """Assert that `held` has the state of `saved`, and that its state `before` differed."""
+        restored, expected = self.state(held), self.state(saved)
+        jax.tree_util.tree_map(np.testing.assert_array_equal, restored, expected)
         with pytest.raises(AssertionError):
             jax.tree_util.tree_map(np.testing.assert_array_equal, before, expected)
 
@@ -163,7 +163,7 @@ TREES = [
 
 
 @pytest.mark.parametrize("sort", OBJECTS, ids=lambda sort: sort.name)
-def test_load_checkpointables_restores_what_the_caller_holds(sort: Sort, tmp_path: Path) -> None:
+def test_load_checkpointables_restores_the_object_of_the_caller(sort: Sort, tmp_path: Path) -> None:
     saved = sort.make(3)
     ckptcore.save_checkpointables(tmp_path / "c", {"it": saved, "in": {"a": [{"it": sort.make(3)}]}}, context=QUICK)
     held, inner = sort.make(1), sort.make(1)
@@ -175,7 +175,7 @@ def test_load_checkpointables_restores_what_the_caller_holds(sort: Sort, tmp_pat
 
 
 @pytest.mark.parametrize("sort", OBJECTS, ids=lambda sort: sort.name)
-def test_a_checkpointer_restores_what_the_caller_holds(sort: Sort, tmp_path: Path) -> None:
+def test_a_checkpointer_restores_the_object_of_the_caller(sort: Sort, tmp_path: Path) -> None:
     saved, held = sort.make(3), sort.make(1)
     before = sort.state(held)
     with ckptcore.Checkpointer(tmp_path / "run", context=QUICK) as run:
@@ -190,7 +190,7 @@ def test_a_checkpointer_restores_what_the_caller_holds(sort: Sort, tmp_path: Pat
 
 
 @pytest.mark.parametrize("sort", [*OBJECTS, *TREES], ids=lambda sort: sort.name)
-def test_load_into_restores_what_the_caller_holds(sort: Sort, tmp_path: Path) -> None:
+def test_load_into_restores_the_object_of_the_caller(sort: Sort, tmp_path: Path) -> None:
     saved, held, alone = sort.make(3), sort.make(1), sort.make(1)
     before = sort.state(held)
     ckptcore.save(tmp_path / "c", {"a": [{"it": saved}]}, context=QUICK)
@@ -203,14 +203,14 @@ def test_load_into_restores_what_the_caller_holds(sort: Sort, tmp_path: Path) ->
     sort.assert_restored(alone, saved, before)
 
 
-def test_files_are_restored_into_what_the_caller_holds(tmp_path: Path) -> None:
+def test_files_are_restored_into_the_object_of_the_caller(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"it": Files({"a": b"1"})}, context=QUICK)
     held = Files({"b": b"2"})
     ckptcore.load_checkpointables(tmp_path / "c", into={"it": held})
     assert held.files == {"a": b"1"}
 
 
-def test_the_state_of_each_process_is_restored_into_what_the_caller_holds(tmp_path: Path) -> None:
+def test_the_state_of_each_process_is_restored_into_the_object_of_the_caller(tmp_path: Path) -> None:
     module, _ = _trained(3)
     ckptcore.save_checkpointables(tmp_path / "c", {"it": PerProcess(module)}, context=QUICK)
     held, _ = _trained(1)
@@ -227,7 +227,7 @@ def test_modules_of_nnx_keep_their_variables_and_ties(tmp_path: Path) -> None:
     assert all(map(np.array_equal, jax.tree_util.tree_leaves(optimizer), moments))
 
 
-def test_two_variables_of_nnx_that_are_one_take_one_value(tmp_path: Path) -> None:
+def test_a_variable_of_nnx_under_two_names_needs_equal_stored_values(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": nnx.Param(jnp.zeros(3)), "b": nnx.Param(jnp.ones(3))}, context=QUICK)
     shared = nnx.Param(jnp.full(3, 7.0))
     with pytest.raises(TreeMismatchError, match=r"a.value and b.value are one object in the target, but separate in"):
@@ -247,7 +247,7 @@ def test_an_abstract_module_of_nnx_stays_abstract(tmp_path: Path) -> None:
         assert all(map(np.array_equal, jax.tree_util.tree_leaves(loaded), jax.tree_util.tree_leaves(make())))
 
 
-def test_a_module_of_nnx_that_does_not_fit_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_mismatch_leaves_modules_of_nnx_unchanged(tmp_path: Path) -> None:
     first, second = nnx.Linear(2, 3, rngs=nnx.Rngs(3)), nnx.Linear(2, 4, rngs=nnx.Rngs(3))
     ckptcore.save_checkpointables(tmp_path / "c", {"a": first, "b": second}, context=QUICK)
     held = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
@@ -270,15 +270,15 @@ def test_a_module_of_nnx_that_does_not_fit_is_left_as_it_was(tmp_path: Path) -> 
         lambda: "text" * 9000,
     ],
 )
-def test_what_cannot_be_changed_is_refused_before_anything_is_read(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_an_immutable_target_is_refused_before_anything_is_read(make: Callable[[], Any], tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", make(), context=QUICK)
     file = tmp_path / "c" / "model.safetensors"
-    file.write_bytes(b"\0" * file.stat().st_size)  # a load that reads it fails
+    file.write_bytes(b"\0" * file.stat().st_size)  # a load that reads the file would fail
     with pytest.raises(TreeMismatchError, match="cannot be filled in place, and none of its containers"):
         ckptcore.load_into(tmp_path / "c", make())
 
 
-def test_values_are_replaced_in_what_holds_them(tmp_path: Path) -> None:
+def test_immutable_values_are_replaced_in_their_container(tmp_path: Path) -> None:
     saved = {"model": equinox.nn.Linear(2, 3, key=jax.random.key(3)), "state": Frozen(jnp.ones(3))}
     ckptcore.save(tmp_path / "c", saved, context=QUICK)
     ckptcore.save_checkpointables(tmp_path / "d", saved, context=QUICK)

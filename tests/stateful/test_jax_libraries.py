@@ -1,4 +1,4 @@
-"""Models and optimizers of Flax NNX, Equinox and Optax in one checkpoint with what else a run has."""
+"""Models and optimizers of Flax NNX, Equinox and Optax in one checkpoint with the other state of a run."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _train_nnx(net: Any, optimizer: Any, steps: int) -> list[bytes]:
     return losses
 
 
-def test_flax_nnx_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_flax_nnx_resumes_bit_for_bit(tmp_path: Path) -> None:
     net = _Net(nnx.Rngs(0, dropout=1))
     optimizer = nnx.Optimizer(net, optax.adamw(1e-2), wrt=nnx.Param)
     _train_nnx(net, optimizer, 3)
     with ckptcore.Checkpointer(tmp_path / "run") as run:
         run.save_checkpointables(3, {"model": nnx.split(net)[1], "optimizer": nnx.split(optimizer)[1]})
-        expected = _train_nnx(net, optimizer, 3)  # while it is written
+        expected = _train_nnx(net, optimizer, 3)  # while the save writes
 
     other = _Net(nnx.Rngs(7, dropout=8))
     other_optimizer = nnx.Optimizer(other, optax.adamw(1e-2), wrt=nnx.Param)
@@ -74,7 +74,7 @@ def _train_equinox(model: Any, state: Any, optimizer: Any, steps: int) -> tuple[
     return model, state, losses
 
 
-def test_equinox_and_optax_go_on_to_the_bit(tmp_path: Path) -> None:
+def test_equinox_and_optax_resume_bit_for_bit(tmp_path: Path) -> None:
     def new(seed: int) -> Any:
         return equinox.nn.MLP(4, 2, 8, 2, activation=jax.nn.gelu, key=jax.random.key(seed))
 
@@ -95,7 +95,7 @@ def test_equinox_and_optax_go_on_to_the_bit(tmp_path: Path) -> None:
     assert _train_equinox(loaded["model"], loaded["optimizer"], optimizer, 3)[2] == expected
 
 
-def test_optax_without_an_abstract_tree_comes_back_as_plain_containers(tmp_path: Path) -> None:
+def test_optax_states_load_as_plain_containers_without_an_abstract_tree(tmp_path: Path) -> None:
     state = optax.adam(1e-3).init({"w": jnp.ones(3)})
     ckptcore.save_checkpointables(tmp_path / "c", {"optimizer": state})
     plain = ckptcore.load_checkpointables(tmp_path / "c")["optimizer"]

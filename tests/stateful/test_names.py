@@ -1,4 +1,4 @@
-"""Objects that save themselves under names of their own, through `save_checkpointables`."""
+"""Objects that save themselves under a name of `save_checkpointables`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ grain = pytest.importorskip("grain")
 
 
 class Position:
-    """Writes one file, later."""
+    """An object that writes a file in the background."""
 
     def __init__(self, value: int) -> None:
         self.value = value
 
     def save(self, directory: Path) -> Any:
-        """Capture."""
+        """Capture the value, and return a function that writes it."""
         text = str(self.value)
 
         def write() -> None:
@@ -33,22 +33,22 @@ class Position:
         return write
 
     def load(self, directory: Path) -> None:
-        """Read."""
+        """Read the file."""
         self.value = int((directory / "deeper" / "value").read_text())
 
 
 class Meter:
-    """Has a state that is made when it is first used."""
+    """An object whose state is empty until its first use."""
 
     def __init__(self) -> None:
         self.history: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, if there is one."""
+        """Return the history, if it exists."""
         return {} if self.history is None else {"history": self.history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore the history."""
         self.history = state.get("history")
 
 
@@ -70,7 +70,7 @@ def objects() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_everything_goes_on(scheme: str, tmp_path: Path) -> None:
+def test_all_kinds_of_objects_resume(scheme: str, tmp_path: Path) -> None:
     location = str(tmp_path / "step") if scheme == "file" else f"memory://{tmp_path.name}/step"
     state = objects()
     state["params"]["w"] += 1
@@ -106,16 +106,16 @@ def test_everything_goes_on(scheme: str, tmp_path: Path) -> None:
     assert loaded["position"].value == 7
     assert loaded["meter"].history.tolist() == [0, 1, 2, 3]
     assert torch.equal(loaded["module"].weight, weight)
-    found = [
+    resumed = [
         list(itertools.islice(loaded["data"], 5)),
         loaded["numpy"].random(5).tolist(),
         [loaded["python"].gauss(0, 1) for _ in range(3)],
         torch.rand(5, generator=loaded["torch"]).tolist(),
     ]
-    assert found == expected
+    assert resumed == expected
 
 
-def test_one_of_them_alone(tmp_path: Path) -> None:
+def test_a_single_object_can_be_loaded(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "step", objects())
     target = Position(3)
     assert ckptcore.load_checkpointables(tmp_path / "step", into={"position": target}) == {"position": target}

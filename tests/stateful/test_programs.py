@@ -1,6 +1,6 @@
-"""Data loaders with worker processes, and Keras with each of its backends: in programs of their own.
+"""Data loaders with worker processes, and Keras with each backend, in separate programs.
 
-Workers are forked, which a process must not do that runs JAX's threads, and Keras takes its backend when it is
+The loaders fork workers, and a process with threads of JAX must not fork. Keras chooses its backend when it is
 imported.
 """
 
@@ -35,16 +35,16 @@ def run(program: str, directory: Path, **environment: str) -> str:
 
 
 @pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
-def test_data_loaders_go_on(tmp_path: Path) -> None:
+def test_data_loaders_resume(tmp_path: Path) -> None:
     assert len(run("torchdata_resume.py", tmp_path).splitlines()) == 12
 
 
 @pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
 def test_only_a_sampler_with_a_state_resumes_to_the_bit(tmp_path: Path) -> None:
-    """Runs that are killed in the first and in the second epoch resume as the guide says."""
+    """Runs that were killed in the first or second epoch resume as the guide describes."""
     told = dict(line.split(": ") for line in run("torchdata_samplers.py", tmp_path).splitlines())
-    found = {name: tuple(said.split()) for name, said in told.items()}
-    assert found == {
+    results = {name: tuple(said.split()) for name, said in told.items()}
+    assert results == {
         "torchdata 3": ("True", "True", "0"),
         "torchdata 8": ("True", "True", "0"),
         "torch 3": ("True", "True", "1"),
@@ -64,6 +64,6 @@ def test_only_a_sampler_with_a_state_resumes_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_keras_goes_on(backend: str, tmp_path: Path) -> None:
+def test_keras_resumes(backend: str, tmp_path: Path) -> None:
     printed = run("keras_resume.py", tmp_path, KERAS_BACKEND=backend, KERAS_HOME=str(tmp_path / "keras"))
     assert printed.split()[0] == backend

@@ -1,4 +1,4 @@
-"""Generators of random numbers go on bit for bit where they were."""
+"""Random number generators, which resume bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 def generator(kind: str, seed: int) -> np.random.Generator:
-    """One that holds half a draw back."""
+    """Return a generator that keeps the unused half of a draw."""
     made = np.random.Generator(getattr(np.random, kind)(seed))
     made.integers(0, 5, dtype=np.uint32)
     return made
@@ -35,7 +35,7 @@ def numpy_draws(made: np.random.Generator) -> object:
 
 
 def random_state(seed: int) -> np.random.RandomState:
-    """One that holds a normal draw back."""
+    """Return a generator that keeps an unused normal draw."""
     made = np.random.RandomState(seed)
     made.normal()
     return made
@@ -50,7 +50,7 @@ def random_state_draws(made: np.random.RandomState) -> object:
 
 
 def python_random(seed: int, normals: int) -> random.Random:
-    """One that holds a normal draw back where `normals` is odd."""
+    """Return a generator that keeps an unused normal draw if `normals` is odd."""
     made = random.Random(seed)
     for _ in range(normals):
         made.gauss(0, 1)
@@ -99,7 +99,7 @@ class TestPythonRandom(CheckpointableHandlerTests):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.name for example in EXAMPLES])
-def test_a_generator_goes_on(example: CheckpointableExample, tmp_path: Path) -> None:
+def test_a_generator_resumes(example: CheckpointableExample, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", {"random": example.make()})
     target = example.make_other()
     ckptcore.load_into(tmp_path / "step", {"random": target})
@@ -117,7 +117,7 @@ def test_states_of_128_bits_are_kept(tmp_path: Path) -> None:
 
 
 def _unnamed_bit_generator() -> Any:
-    """Return a type of bit generators, as another library may have it, whose state does not have its name."""
+    """Return a type of bit generators whose state lacks its name, as another library may define it."""
     base: Any = np.random.PCG64
 
     def get_state(self: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _unnamed_bit_generator() -> Any:
     return type("Unnamed", (base,), {"state": property(get_state, set_state)})
 
 
-def test_a_bit_generator_whose_state_has_no_name_goes_on(tmp_path: Path) -> None:
+def test_a_bit_generator_whose_state_has_no_name_resumes(tmp_path: Path) -> None:
     unnamed = _unnamed_bit_generator()
     made = np.random.Generator(unnamed(1))
     ckptcore.save(tmp_path / "c", {"g": made})
@@ -168,12 +168,12 @@ def test_the_error_names_both_kinds() -> None:
         handler.flatten_to_load(generator("PCG64DXSM", 1), handler.flatten(generator("PCG64", 1)))
 
 
-def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
+def test_a_generator_without_a_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="SystemRandom"):
         ckptcore.save(tmp_path / "step", {"random": random.SystemRandom()})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[example.name for example in EXAMPLES])
-def test_each_process_has_its_own(example: CheckpointableExample) -> None:
+def test_each_process_has_its_own_state_of_a_generator(example: CheckpointableExample) -> None:
     handler = installed_plugins().dispatch(example.make()).checkpointable
     assert handler is not None and handler.per_process

@@ -25,37 +25,37 @@ from ckptcore.plugins import installed_plugins
 
 
 class Keeper:
-    """Has a state dict."""
+    """An object with a state dict."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = {} if state is None else state
 
     def state_dict(self) -> Any:
-        """Its state itself."""
+        """Return the state without a copy."""
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it back."""
+        """Restore the state."""
         self.state = state
 
 
 class Iterates:
-    """Has a state of bytes."""
+    """An object with a state of bytes."""
 
     def __init__(self, position: int = 0) -> None:
         self.position = position
 
     def get_state(self) -> bytes:
-        """Its position."""
+        """Return the position."""
         return str(self.position).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Take it back."""
+        """Restore the state."""
         self.position = int(state)
 
 
 class Model:
-    """Has a state tree, and a setter that ignores unknown entries."""
+    """An object with a state tree, and a setter that ignores unknown entries."""
 
     class Optimizer:
         """An optimizer that creates its variables when it is built."""
@@ -146,7 +146,7 @@ class TestStateTree(CheckpointableHandlerTests):
     examples = (CheckpointableExample("model", lambda: _model(1.0), lambda: _model(2.0), _tree_bits),)
 
 
-def test_they_are_parts_of_a_tree(tmp_path: Path) -> None:
+def test_objects_of_all_protocols_are_parts_of_a_tree(tmp_path: Path) -> None:
     tree = {"weights": np.arange(3.0), "parts": [Keeper({"a": 1}), Iterates(7)], "model": _model(1.0)}
     ckptcore.save(tmp_path / "step", tree)
     target: Any = {"weights": np.zeros(3), "parts": [Keeper(), Iterates()], "model": _model(2.0)}
@@ -158,14 +158,14 @@ def test_they_are_parts_of_a_tree(tmp_path: Path) -> None:
     assert loaded["parts"] == [{"a": 1}, b"7"]
 
 
-def test_load_gives_the_state(tmp_path: Path) -> None:
+def test_load_returns_the_state_and_not_the_object(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Iterates(12345))
     like = Iterates()
     assert ckptcore.load(tmp_path / "step", like) == b"12345"
     assert like.position == 0
 
 
-def test_what_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
+def test_changes_during_a_save_are_not_saved(tmp_path: Path) -> None:
     held = np.arange(5.0)
     keeper = Keeper({"array": held, "list": [1], "number": 1})
     handle = ckptcore.save_async(tmp_path / "step", {"keeper": keeper})
@@ -178,11 +178,11 @@ def test_what_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
     assert (loaded["keeper"]["list"], loaded["keeper"]["number"]) == ([1], 1)
 
 
-# --- the structure and the types of what comes back
+# --- structure and types of restored states
 
 
 class Tagged(dict[str, Any]):
-    """A dict that carries something."""
+    """A dict with an additional attribute."""
 
     tag = ""
 
@@ -218,7 +218,7 @@ def _full() -> dict[Any, Any]:
     }
 
 
-def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None:
+def test_a_restored_state_has_all_types_of_the_saved_one(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     own = _full()
     own["grown"] = torch.zeros(2)
@@ -250,23 +250,23 @@ def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None
     ],
     ids=lambda value: f"{type(value).__module__}-{value.dtype}",
 )
-def test_arrays_come_back_as_they_were_saved_in_the_framework_of_the_object(
+def test_restored_arrays_have_the_saved_dtype_in_the_framework_of_the_object(
     own: Any, saved: Any, tmp_path: Path
 ) -> None:
     ckptcore.save(tmp_path / "step", Keeper({"total": saved}))
     target = Keeper({"total": own})
     ckptcore.load_into(tmp_path / "step", target)
-    found = target.state["total"]
-    assert type(found) is type(saved)
-    assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
+    restored = target.state["total"]
+    assert type(restored) is type(saved)
+    assert (restored.dtype, restored.shape) == (saved.dtype, saved.shape)
     as_numbers = (lambda array: array.to(torch.complex64).numpy()) if isinstance(saved, torch.Tensor) else np.asarray
-    assert np.array_equal(as_numbers(found), as_numbers(saved))
+    assert np.array_equal(as_numbers(restored), as_numbers(saved))
 
 
-UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # the stubs leave it out
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # the stubs lack this dtype
 
 
-def test_elements_below_a_byte_stay_what_they_are(tmp_path: Path) -> None:
+def test_dtypes_below_a_byte_are_kept(tmp_path: Path) -> None:
     def small(count: int) -> torch.Tensor:
         return torch.arange(count, dtype=torch.uint8).view(UINT4)
 
@@ -277,7 +277,7 @@ def test_elements_below_a_byte_stay_what_they_are(tmp_path: Path) -> None:
     assert target.state["packed"].view(torch.uint8).tolist() == [0, 1, 2, 3]
 
 
-def test_a_jax_array_that_changed_its_shape_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_jax_array_of_another_shape_keeps_its_devices(tmp_path: Path) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = jax.sharding.PartitionSpec("x")  # type: ignore[no-untyped-call]  # JAX says no types here
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -288,30 +288,30 @@ def test_a_jax_array_that_changed_its_shape_stays_where_it_is(tmp_path: Path) ->
     assert target.state["total"].sharding.device_set == sharding.device_set
 
 
-def test_a_random_key_is_asked_for_as_it_is(tmp_path: Path) -> None:
+def test_a_random_key_is_restored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper({"key": jax.random.key(3)}))
     target = Keeper({"key": jax.random.key(0)})
     ckptcore.load_into(tmp_path / "step", target)
     assert bool(target.state["key"] == jax.random.key(3))
 
 
-def test_an_object_without_the_state_gets_it_in_the_types_of_the_checkpoint(tmp_path: Path) -> None:
+def test_entries_that_the_object_lacks_have_the_types_of_the_checkpoint(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     target = Keeper({"none": 3, "tensor": "a str", "list": 5, "counter": [1], "numpy": None})
     ckptcore.load_into(tmp_path / "step", target)
-    found, expected = target.state, _full()
-    assert list(found) == list(expected)
+    restored, expected = target.state, _full()
+    assert list(restored) == list(expected)
     for key, kind in {"tensor": torch.Tensor, "grown": torch.Tensor, "numpy": np.ndarray, "jax": np.ndarray}.items():
-        assert type(found[key]) is kind
-        assert np.array_equal(found[key], np.asarray(expected[key]))
+        assert type(restored[key]) is kind
+        assert np.array_equal(restored[key], np.asarray(expected[key]))
     for same in ("scalar", "ordered", "tuple", "empty", "none", "flag", "big", "bytes", "text", "float", 7):
-        assert_same_tree(found[same], expected[same], str(same))
-    assert found["counter"] == dict(expected["counter"])
-    assert found["pair"] == {"left": 1, "right": "two"}
+        assert_same_tree(restored[same], expected[same], str(same))
+    assert restored["counter"] == dict(expected["counter"])
+    assert restored["pair"] == {"left": 1, "right": "two"}
 
 
-def test_arrays_of_the_object_itself_are_left_to_its_setter(tmp_path: Path) -> None:
-    """Other objects may use these arrays, and one array may be in two places."""
+def test_only_the_setter_changes_arrays_of_the_object(tmp_path: Path) -> None:
+    """Other objects may use an array, and one array may be at two paths."""
     shared = torch.zeros(3)
 
     class Sharing(Keeper):
@@ -326,7 +326,7 @@ def test_arrays_of_the_object_itself_are_left_to_its_setter(tmp_path: Path) -> N
     assert target.state["b"].tolist() == [0, 1, 2]
 
 
-def test_a_state_that_is_nothing(tmp_path: Path) -> None:
+def test_an_empty_state_is_restored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", {"keeper": Keeper({})})
     target = Keeper({"a": 1})
     ckptcore.load_into(tmp_path / "step", {"keeper": target})
@@ -346,7 +346,9 @@ def test_a_state_that_is_nothing(tmp_path: Path) -> None:
         ({"queue": slice(2)}, UnsupportedLeafError, "keeper/queue is a builtins.slice"),
     ],
 )
-def test_what_cannot_be_stored_is_named(state: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_the_error_names_an_unsupported_value_of_a_state(
+    state: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message):
         ckptcore.save(tmp_path / "step", {"keeper": Keeper(state)})
     assert list(tmp_path.iterdir()) == []
@@ -355,16 +357,16 @@ def test_what_cannot_be_stored_is_named(state: Any, error: type[Exception], mess
 # --- state trees
 
 
-def test_a_new_model_gets_its_optimizer_built(tmp_path: Path) -> None:
+def test_loading_into_a_new_model_builds_its_optimizer(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", _model(1.0))
     target = Model(w=np.zeros(3), b=np.zeros(2))
     ckptcore.load_into(tmp_path / "step", target)
     assert target.optimizer is not None and target.optimizer.built
-    found, expected = _tree_bits(target.train(3.0)), _tree_bits(_model(1.0).train(3.0))
-    assert found == expected
+    actual, expected = _tree_bits(target.train(3.0)), _tree_bits(_model(1.0).train(3.0))
+    assert actual == expected
 
 
-def test_variables_that_a_setter_would_pass_over_are_a_mismatch(tmp_path: Path) -> None:
+def test_variables_that_a_setter_would_ignore_are_a_mismatch(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", _model(1.0))
     target = Model(w=np.zeros(3), renamed=np.zeros(2)).train(1.0)
     before = _tree_bits(target)
@@ -373,25 +375,25 @@ def test_variables_that_a_setter_would_pass_over_are_a_mismatch(tmp_path: Path) 
     assert _tree_bits(target) == before
 
 
-def test_a_model_without_an_optimizer_is_told_to_be_compiled(tmp_path: Path) -> None:
+def test_the_error_about_a_model_without_an_optimizer_says_to_compile_it(tmp_path: Path) -> None:
     model = Model(w=np.zeros(3))
     model.optimizer = None
     with pytest.raises(UnsupportedLeafError, match="compile it first"):
         ckptcore.save(tmp_path / "step", model)
 
 
-# --- who is taken for what
+# --- choice of the protocol
 
 
 class WithBoth(Iterates):
-    """Has both protocols. The state dict is preferred."""
+    """An object with two protocols. The state dict is preferred."""
 
     def state_dict(self) -> dict[str, int]:
-        """Its position."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take it back."""
+        """Restore the state."""
         self.position = state["position"]
 
 
@@ -403,11 +405,11 @@ class Fields:
     cache: object = None
 
     def state_dict(self) -> dict[str, int]:
-        """Only the position."""
+        """Return only the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take it back."""
+        """Restore the state."""
         self.position = state["position"]
 
 
@@ -415,45 +417,45 @@ class KeepingDict(dict[str, int]):
     """A container with a state dict. It is saved as a container."""
 
     def state_dict(self) -> dict[str, int]:
-        """Not asked."""
+        """Fail, because it must not be called."""
         raise AssertionError
 
     load_state_dict = state_dict
 
 
 class StatesOfOthers:
-    """Has methods of these names that do something else."""
+    """An object with methods of these names and another meaning."""
 
     def get_state(self, country: str) -> str:
-        """A part of a country."""
+        """Return a part of a country."""
         return country
 
     def set_state(self, country: str, state: str) -> None:
-        """Two things to know."""
+        """Require two arguments."""
 
     state_dict = "not a method"
 
     def load_state_dict(self, state: object) -> None:
-        """Half a protocol."""
+        """Define a method without its counterpart `state_dict`."""
 
     @classmethod
     def get_state_tree(cls) -> None:
-        """A method of the class."""
+        """Define a class method."""
 
     @staticmethod
     def set_state_tree(tree: object) -> None:
-        """No method of instances."""
+        """Define a static method."""
 
 
 class Optional(abc.ABC):
-    """More parameters, with defaults."""
+    """An object whose methods have more parameters with defaults."""
 
     def state_dict(self, destination: object = None, *, keep: bool = False, **more: object) -> dict[str, int]:
-        """A state."""
+        """Return a state."""
         return {}
 
     def load_state_dict(self, state: object, strict: bool = True, *more: object) -> None:
-        """Take it back."""
+        """Restore the state."""
 
 
 @pytest.mark.parametrize(
@@ -468,10 +470,10 @@ class Optional(abc.ABC):
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_who_handles_it(value: object, handler: type) -> None:
-    found = installed_plugins().dispatch(value)
-    assert type(found.checkpointable) is handler
-    assert installed_plugins().dispatch_named(value) == found
+def test_each_object_has_the_expected_handler(value: object, handler: type) -> None:
+    handlers = installed_plugins().dispatch(value)
+    assert type(handlers.checkpointable) is handler
+    assert installed_plugins().dispatch_named(value) == handlers
 
 
 @pytest.mark.parametrize(
@@ -480,13 +482,13 @@ def test_who_handles_it(value: object, handler: type) -> None:
     + [Keeper, Keeper.state_dict, ModuleType("module"), object(), StatesOfOthers()],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_who_is_not_taken_for_one(value: object) -> None:
-    found = installed_plugins().dispatch_named(value)
-    assert found.checkpointable is None
-    assert found.files is None
+def test_other_objects_have_no_handler(value: object) -> None:
+    handlers = installed_plugins().dispatch_named(value)
+    assert handlers.checkpointable is None
+    assert handlers.files is None
 
 
-def test_what_each_process_has_for_itself() -> None:
+def test_states_of_these_protocols_belong_to_one_process() -> None:
     assert StateDictHandler().per_process
     assert GetStateHandler().per_process
     assert not StateTreeHandler().per_process
@@ -512,7 +514,7 @@ class _SaveWarns(StateDictHandler):
         return super().flatten(value)
 
 
-def test_a_load_does_not_call_what_a_derived_handler_does_in_a_save(tmp_path: Path) -> None:
+def test_a_load_does_not_call_flatten_of_a_derived_handler(tmp_path: Path) -> None:
     handler = _SaveWarns()
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={Keeper: handler}))
     ckptcore.save(tmp_path / "step", Keeper({"a": 1}), context=context)

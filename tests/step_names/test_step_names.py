@@ -1,4 +1,4 @@
-"""Steps get names, and are found by them."""
+"""Names of steps: writing, reading and finding them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMATS = st.builds(StepNameFormat, PREFIXES, st.none() | st.integers(0, 20))
         (StepNameFormat(width=4), 2**63 - 1, "9223372036854775807"),
     ],
 )
-def test_name(written: StepNameFormat, step: int, name: str) -> None:
+def test_a_format_writes_the_expected_name(written: StepNameFormat, step: int, name: str) -> None:
     assert written.name(step) == name
     assert written.parse(name) == step
     assert StepNames(written).name(step) == name
@@ -62,7 +62,7 @@ def test_other_names_are_no_steps(read: StepNameFormat, name: str) -> None:
     assert read.parse(name) is None
 
 
-def test_any_number_of_zeros_is_read_where_the_width_is_none() -> None:
+def test_without_a_width_any_number_of_zeros_is_read() -> None:
     read = StepNameFormat("step_", None)
     assert [read.parse(name) for name in ("step_7", "step_007", "step_0", "step_000", "step_" + "0" * 5000 + "7")] == [
         7,
@@ -74,33 +74,33 @@ def test_any_number_of_zeros_is_read_where_the_width_is_none() -> None:
 
 
 @given(FORMATS, STEPS)
-def test_a_name_is_read_back(written: StepNameFormat, step: int) -> None:
+def test_a_written_name_is_read(written: StepNameFormat, step: int) -> None:
     assert written.parse(written.name(step)) == step
     assert StepNames(written).find([written.name(step)]) == {step: written.name(step)}
 
 
 @given(st.integers(0, 8), st.from_regex(r"\A[0-9]{1,10}\Z"))
-def test_a_width_reads_only_what_it_writes(width: int, digits: str) -> None:
+def test_a_format_with_a_width_reads_only_names_that_it_writes(width: int, digits: str) -> None:
     read = StepNameFormat("step_", width)
     expected = int(digits) if read.name(int(digits)) == f"step_{digits}" else None
     assert read.parse(f"step_{digits}") == expected
 
 
 @given(FORMATS, st.text(max_size=12))
-def test_any_text_is_a_name_or_none(read: StepNameFormat, name: str) -> None:
+def test_any_text_is_a_valid_name_or_none(read: StepNameFormat, name: str) -> None:
     step = read.parse(name)
     assert step is None or re.fullmatch(re.escape(read.prefix) + f"0*{step}", name, re.ASCII)
 
 
 @given(FORMATS, STEPS)
-def test_a_format_is_known_by_an_example(written: StepNameFormat, step: int) -> None:
+def test_a_format_is_derived_from_an_example(written: StepNameFormat, step: int) -> None:
     example = written.name(step)
     known = StepNameFormat.of(example)
     assert known.prefix == written.prefix
     assert known.name(step) == example
 
 
-def test_formats_of_examples() -> None:
+def test_examples_have_the_expected_formats() -> None:
     assert StepNameFormat.of("step_00000010") == StepNameFormat("step_", 8)
     assert StepNameFormat.of("step_10") == StepNameFormat("step_", 0)
     assert StepNameFormat.of("0") == StepNameFormat("", 0)
@@ -147,11 +147,11 @@ def test_formats_of_examples() -> None:
         ("10.ckpt", None),
     ],
 )
-def test_names_of_others_are_read(name: str, step: int | None) -> None:
+def test_names_of_other_software_are_read(name: str, step: int | None) -> None:
     assert StepNames().parse(name) == step
 
 
-def test_the_written_format_wins_then_the_order_of_reading() -> None:
+def test_the_written_format_is_preferred_then_the_order_of_reading() -> None:
     names = ["010", "10", "0010", "step_10", "checkpoint-10", "step-10"]
     assert StepNames().find(names) == {10: "10"}
     assert StepNames.of("step_0").find(names) == {10: "step_10"}
@@ -164,41 +164,41 @@ def test_the_written_format_wins_then_the_order_of_reading() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "step_", "x"]), st.integers(0, 5), st.integers(1, 4))), st.randoms())
-def test_what_is_found_does_not_depend_on_the_order(parts: list[tuple[str, int, int]], chooser: object) -> None:
+def test_found_steps_do_not_depend_on_the_order_of_names(parts: list[tuple[str, int, int]], chooser: object) -> None:
     names = [f"{prefix}{step:0{width}d}" for prefix, step, width in parts]
-    found = StepNames().find(names)
-    assert list(found) == sorted({step for prefix, step, _ in parts if prefix != "x"})
-    assert all(StepNames().parse(name) == step for step, name in found.items())
-    chooser.shuffle(names)  # type: ignore[attr-defined]  # a random.Random
-    assert StepNames().find(iter(names)) == found
+    steps = StepNames().find(names)
+    assert list(steps) == sorted({step for prefix, step, _ in parts if prefix != "x"})
+    assert all(StepNames().parse(name) == step for step, name in steps.items())
+    chooser.shuffle(names)  # type: ignore[attr-defined]  # the value is a random.Random
+    assert StepNames().find(iter(names)) == steps
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, 2**63])
-def test_a_step_is_a_whole_number(step: int) -> None:
+def test_a_step_must_be_a_whole_number(step: int) -> None:
     with pytest.raises(ValueError, match=r"a step is a whole number from 0 to 9223372036854775807"):
         StepNames().name(step)
 
 
 @pytest.mark.parametrize("prefix", ["a/b", "/", ".", ".hidden", "a\\b", "run1", "a\nb", "a\0", "\ud800", 3, None])
-def test_bad_prefixes_are_named(prefix: str) -> None:
+def test_errors_name_invalid_prefixes(prefix: str) -> None:
     with pytest.raises(ValueError, match=r"StepNameFormat\(prefix=.*\): give printable text"):
         StepNameFormat(prefix)
 
 
 @pytest.mark.parametrize("width", [-1, True, 1.0, "8", 65])
-def test_bad_widths_are_named(width: int) -> None:
+def test_errors_name_invalid_widths(width: int) -> None:
     with pytest.raises(ValueError, match=r"StepNameFormat\(width=.*\): give a number of digits"):
         StepNameFormat("step_", width)
 
 
-def test_a_text_is_no_format() -> None:
+def test_a_text_is_refused_as_a_format() -> None:
     wrong: Any = ({"write": "step_{}"}, {"read": ["step_{}"]}, {"read": "step_{}"}, {"read": 3})
     for arguments in wrong:
         with pytest.raises(TypeError, match=r"StepNames\((read|write)=.*\): give a (list of )?StepNameFormat"):
             StepNames(**arguments)
 
 
-def test_orbax_names_alike() -> None:
+def test_names_equal_those_of_orbax() -> None:
     paths = pytest.importorskip("orbax.checkpoint.experimental.v1").path
     if not hasattr(paths, "step"):
         pytest.skip("an older version of Orbax")
@@ -212,7 +212,7 @@ def test_orbax_names_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "found", "others"),
+    ("example", "known", "others"),
     [
         ("ckpt_1000.pt", StepNameFormat("ckpt_", 0, ".pt"), {"ckpt_5.pt": 5, "ckpt_5.pth": None, "ckpt_5": None}),
         ("model.05.weights.h5", StepNameFormat("model.", 2, ".weights.h5"), {"model.12.weights.h5": 12}),
@@ -230,17 +230,19 @@ def test_orbax_names_alike() -> None:
         ("epoch=3-step=7-v1.ckpt", StepNameFormat("epoch=*-step=", 0, "-v1.ckpt"), {"epoch=4-step=8-v1.ckpt": 8}),
     ],
 )
-def test_formats_of_files(example: str, found: StepNameFormat, others: Mapping[str, int | None]) -> None:
-    assert StepNameFormat.of(example) == found
-    names = StepNames(read=[found])
-    for name, step in {example: found.parse(example), **others}.items():
-        assert (found.parse(name), names.parse(name)) == (step, step)
-    assert found.parse(example) is not None
+def test_examples_of_files_have_the_expected_formats(
+    example: str, known: StepNameFormat, others: Mapping[str, int | None]
+) -> None:
+    assert StepNameFormat.of(example) == known
+    names = StepNames(read=[known])
+    for name, step in {example: known.parse(example), **others}.items():
+        assert (known.parse(name), names.parse(name)) == (step, step)
+    assert known.parse(example) is not None
     with pytest.raises(ValueError, match="does not end in the number of a step"):
-        StepNames(found)
+        StepNames(known)
 
 
-def test_names_of_files_are_not_made() -> None:
+def test_formats_with_a_wildcard_write_no_names() -> None:
     assert StepNameFormat("ckpt_", 4, ".pt").name(7) == "ckpt_0007.pt"
     with pytest.raises(ValueError, match="matches any text"):
         StepNameFormat("epoch=*-step=").name(7)
@@ -252,7 +254,7 @@ def test_names_of_files_are_not_made() -> None:
             StepNameFormat(**arguments)
 
 
-def test_names_by_their_text_and_number() -> None:
+def test_names_are_grouped_by_their_text() -> None:
     assert numbered(["a_2", "a_10", "a_002", "b3", "4", "none", "5.txt", "a_" + "9" * 30]) == {
         "": {4: "4"},
         "a_": {2: "a_2", 10: "a_10"},

@@ -1,1 +1,1 @@
-"""Tests of the built-in storages, and of the fakes for others."""
+"""Tests of the built-in storages, and of fakes of other storages."""

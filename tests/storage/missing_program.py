@@ -1,7 +1,7 @@
-"""A program that saves, loads, resumes and deletes while system calls are missing; `missing_calls.c` is preloaded.
+"""A program that saves, loads, resumes and deletes while system calls fail. It needs `missing_calls.c` preloaded.
 
 Arguments: a directory, and rows ``CALLS:NUMBER``, with the names of calls joined by ``+`` and an error number. Prints
-one line of JSON for each row: what happened, how often the calls failed, and the warnings.
+one line of JSON for each row: the results, how often each call failed, and the warnings.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CALLS: Final = (
 
 
 def state(number: int) -> dict[str, Any]:
-    """The state that a checkpoint has: so large that it is allocated, and read directly."""
+    """Return a state. Its file is so large that the storage allocates it in advance and reads it with direct I/O."""
     return {"w": np.full(300_000, number, np.float32), "n": number}
 
 
 def check(loaded: Any, number: int) -> None:
-    """Fail unless a state was loaded."""
+    """Assert that a state was loaded."""
     assert loaded["n"] == number and (loaded["w"] == number).all()
 
 
 def run(directory: Path, context: ckptcore.Context) -> None:
-    """Two jobs, one after the other, whose older steps are deleted."""
+    """Save steps in two successive jobs, which delete older steps."""
     for first in (1, 4):
         with ckptcore.Checkpointer(directory, preservation_policy=LatestN(2), context=context) as run:
             assert run.latest == (None if first == 1 else 3)
@@ -56,7 +56,7 @@ def run(directory: Path, context: ckptcore.Context) -> None:
 
 
 def sessions(directory: Path, context: ckptcore.Context) -> None:
-    """A partial save of two sessions."""
+    """Save two sessions of a partial save, and finalize it."""
     for number in (1, 2):
         with ckptcore.partial(directory, context=context) as session:
             session.save({f"part{number}": state(number)})
@@ -65,26 +65,26 @@ def sessions(directory: Path, context: ckptcore.Context) -> None:
 
 
 def steps(directory: Path, context: ckptcore.Context) -> list[tuple[str, Callable[[], Any]]]:
-    """The tasks, in order."""
-    one = directory / "one"
-    large = {"w": np.zeros(5 << 20, np.uint8)}  # its writeback begins early
+    """Return the tasks in their order."""
+    first = directory / "one"
+    large = {"w": np.zeros(5 << 20, np.uint8)}  # so large that its writeback begins early
     return [
         ("large", lambda: ckptcore.save(directory / "large", large, context=context)),
-        ("save", lambda: ckptcore.save(one, state(1), context=context)),
-        ("load", lambda: check(ckptcore.load(one, context=context), 1)),
-        ("overwrite", lambda: ckptcore.save(one, state(2), overwrite=True, context=context)),
-        ("non-atomic", lambda: ckptcore.save(one, state(3), overwrite="non-atomic", context=context)),
-        ("load again", lambda: check(ckptcore.load(one, context=context), 3)),
-        ("open", lambda: int(ckptcore.open(one, context=context)["w"][5])),
+        ("save", lambda: ckptcore.save(first, state(1), context=context)),
+        ("load", lambda: check(ckptcore.load(first, context=context), 1)),
+        ("overwrite", lambda: ckptcore.save(first, state(2), overwrite=True, context=context)),
+        ("non-atomic", lambda: ckptcore.save(first, state(3), overwrite="non-atomic", context=context)),
+        ("load again", lambda: check(ckptcore.load(first, context=context), 3)),
+        ("open", lambda: int(ckptcore.open(first, context=context)["w"][5])),
         ("sessions", lambda: sessions(directory / "partial", context)),
         ("save_async", lambda: ckptcore.save_async(directory / "two", state(4), context=context).result()),
         ("run", lambda: run(directory / "run", context)),
-        ("delete", lambda: ckptcore.delete(one, context=context)),
+        ("delete", lambda: ckptcore.delete(first, context=context)),
     ]
 
 
 def attempt(work: Callable[[], Any]) -> str:
-    """Do something; return what happened."""
+    """Run a task. Return the text of its error, or "done"."""
     try:
         work()
     except CheckpointError as error:
@@ -95,7 +95,7 @@ def attempt(work: Callable[[], Any]) -> str:
 
 
 class _Warnings(logging.Handler):
-    """Collects warnings."""
+    """A handler that collects warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -106,11 +106,11 @@ class _Warnings(logging.Handler):
 
 
 def main() -> None:
-    """Try all rows."""
+    """Run the tasks for each row."""
     library = ctypes.CDLL(None)
     warnings = _Warnings()
     logging.getLogger("ckptcore").addHandler(warnings)
-    ColdReader.is_cold = lambda *_: True  # type: ignore[method-assign]  # what was just written is in the page cache
+    ColdReader.is_cold = lambda *_: True  # type: ignore[method-assign]  # new files are in the page cache
     for number, row in enumerate(sys.argv[2:]):
         names, _, error = row.partition(":")
         chosen = [CALLS.index(name) for name in names.split("+")]

@@ -1,4 +1,4 @@
-"""File systems that are mounted for a test, and unmounted after it. Without the permission, the test is skipped."""
+"""File systems that are mounted for a test, and unmounted after it. Tests skip if mounts are not permitted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mounts:
         return at
 
     def tmpfs(self, mib: int = 64, files: int = 0) -> Path:
-        """Mount a file system in memory, with a limit of `files`; 0: no limit."""
+        """Mount a file system in memory. `files` limits the number of files; 0 is no limit."""
         options = f"size={mib}m,nr_inodes={files}"
         return self.mount(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", options, "tmpfs")
 
@@ -65,7 +65,7 @@ class Mounts:
         return self.mount(self._directory / kind, "mount", "-o", ",".join(["loop", *options]), str(image))
 
     def overlay(self) -> Path:
-        """Mount a writable layer over a directory that has a checkpoint "lower"."""
+        """Mount a writable layer over a directory that contains the checkpoint "lower"."""
         above = self.tmpfs()
         lower, upper, work = (above / name for name in ("lower", "upper", "work"))
         for directory in (lower, upper, work):
@@ -91,7 +91,7 @@ class Mounts:
         (at := self._directory / "fuse").mkdir()
         program = [sys.executable, "-m", "tests.storage.odd_file_system", str(source), str(at), options]
         server = self._closing.enter_context(subprocess.Popen(program, cwd=_ROOT, stderr=subprocess.PIPE, text=True))
-        self._closing.callback(server.kill)  # also if the test left files open
+        self._closing.callback(server.kill)  # ends the server even if the test left files open
         self._closing.callback(subprocess.run, ["umount", "-l", str(at)], check=False)
         while not os.path.ismount(at):
             if server.poll() is not None:
@@ -107,7 +107,7 @@ class Mounts:
 
 
 class View:
-    """A mount of a directory, which goes and returns. Every kind has another lock of the directory afterwards."""
+    """A mount of a directory that a test can remove and restore. Locks of the directory do not survive this."""
 
     def __init__(self, mounts: Mounts, source: Path, path: Path, kind: str) -> None:
         self.path = path
@@ -117,11 +117,11 @@ class View:
         path.mkdir(exist_ok=True)
 
     def give(self) -> None:
-        """Mount it."""
+        """Mount the directory."""
         self._mounts.run(*self._command)
 
     def take(self) -> None:
-        """Unmount it, also while files are open."""
+        """Unmount the directory, even while files are open."""
         self._mounts.run("umount", "-l", str(self.path))
 
 

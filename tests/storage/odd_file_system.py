@@ -1,9 +1,12 @@
-"""A file system like others that cannot be mounted here: ``python -m tests.storage.odd_file_system SOURCE AT OPTIONS``.
+"""A file system that imitates others: ``python -m tests.storage.odd_file_system SOURCE AT OPTIONS``.
 
-It shows a directory through FUSE, in the foreground. Options, joined by commas: ``case`` and ``accents`` take names for
-one as exFAT and APFS do; ``names=143`` limits the bytes of a name, as eCryptfs does, and ``silent`` does not tell the
-limit. As long as there is a file ``SOURCE.stale``, paths that contain its text are stale, as on NFS after a failover.
-As long as there is a file ``SOURCE.quota``, a quota leaves no room for files and bytes.
+The program serves a directory through FUSE, in the foreground. OPTIONS are joined by commas:
+
+- ``case`` and ``accents`` treat names as equal, like exFAT and APFS.
+- ``names=143`` limits the bytes of a name, like eCryptfs. With ``silent``, `statfs` does not report the limit.
+
+While a file ``SOURCE.stale`` exists, paths that contain its text are stale, as on NFS after a failover. While a file
+``SOURCE.quota`` exists, the quota is exceeded: new files and bytes are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from fuse import FUSE, FuseOSError, Operations
 
 
 class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
-    """A directory, in which names are found as another file system finds them."""
+    """A directory that compares names as another file system does."""
 
     use_ns = True
 
@@ -34,41 +37,41 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
         return name.casefold() if self._case else name
 
     def _path(self, path: str) -> str:
-        """Return the path below the source, with the names under which its parts exist."""
+        """Return the path below the source, with the spelling of existing names."""
         if os.path.exists(stale := f"{self._source}.stale"):
             with open(stale, encoding="utf-8") as file:
                 if file.read() in path:
                     raise FuseOSError(errno.ESTALE)
-        found = self._source
+        existing = self._source
         for name in path.strip("/").split("/"):
             if len(name.encode("utf-8", "surrogateescape")) > self._limit:
                 raise FuseOSError(errno.ENAMETOOLONG)
-            if name and (self._case or self._accents) and not os.path.lexists(f"{found}/{name}"):
+            if name and (self._case or self._accents) and not os.path.lexists(f"{existing}/{name}"):
                 fold = self._fold(name)
                 try:
-                    name = next((one for one in os.listdir(found) if self._fold(one) == fold), name)
+                    name = next((entry for entry in os.listdir(existing) if self._fold(entry) == fold), name)
                 except OSError as error:
                     raise FuseOSError(error.errno) from error
-            found = f"{found}/{name}" if name else found
-        return found
+            existing = f"{existing}/{name}" if name else existing
+        return existing
 
     def _take_room(self) -> None:
         if os.path.exists(f"{self._source}.quota"):
             raise FuseOSError(errno.EDQUOT)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        found = os.lstat(self._path(path))
+        status = os.lstat(self._path(path))
         keys = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino", "st_blocks")
-        times = {key: getattr(found, f"{key}_ns") for key in ("st_atime", "st_mtime", "st_ctime")}
-        return {key: getattr(found, key) for key in keys} | times
+        times = {key: getattr(status, f"{key}_ns") for key in ("st_atime", "st_mtime", "st_ctime")}
+        return {key: getattr(status, key) for key in keys} | times
 
     def access(self, path: str, amode: int) -> int:
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
-        found = os.statvfs(self._source)
+        status = os.statvfs(self._source)
         keys = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f_files", "f_frsize")
-        return {key: getattr(found, key) for key in keys} | {"f_namemax": self._told}
+        return {key: getattr(status, key) for key in keys} | {"f_namemax": self._told}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._path(path))]
@@ -138,7 +141,7 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
 
 
 def main() -> None:
-    """Serve until it is unmounted."""
+    """Serve the file system until it is unmounted."""
     source, at, options = sys.argv[1:]
     FUSE(OddFileSystem(source, options.split(",")), at, foreground=True, nothreads=True, use_ino=True, attr_timeout=0)
 

@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class _Moments:
-    """Begins or ends faults at random moments. Thread-safe."""
+    """Random moments at which faults begin or end. Thread-safe."""
 
     def __init__(self, faults: Sequence[Fault], seed: int) -> None:
         self._faults = faults
@@ -111,7 +111,7 @@ def _state(step: int, attempt: int) -> dict[str, object]:
 
 
 def _settle(saver: Checkpointer) -> None:
-    """Wait for the deletions. Errors from a time with a fault are raised once."""
+    """Wait for the deletions. The first wait may raise errors that a fault caused earlier."""
     try:
         saver.wait()
     except CheckpointError:
@@ -131,7 +131,7 @@ def _use(saver: Checkpointer, step: int) -> bool:
 
 
 def run(place: Place, seed: int, saves: int) -> None:
-    """Save steps, and retry each one until it is saved. No step may be lost, and the run is never reopened."""
+    """Save steps in one run, and retry each step until it is saved. Assert that no step is lost."""
     moments = _Moments(place.faults, seed)
     context = dataclasses.replace(place.context, observers=[moments.pass_one])
     failed = 0
@@ -163,7 +163,7 @@ def run(place: Place, seed: int, saves: int) -> None:
         moments.hold()
     reader = CheckpointReader(place.directory, context=place.direct)
     expected = range(max(0, saves + 1 - _KEPT), saves + 1)
-    # A lease that could not be removed during a fault of its file system keeps its step until it expires.
+    # If a fault prevented the removal of a lease, the step stays until the lease expires.
     pinned = [
         int(name) for name in StepDirectory(place.directory, StepNames(), place.direct).commit_method().locks().pinned()
     ]
@@ -176,7 +176,7 @@ def run(place: Place, seed: int, saves: int) -> None:
 
 
 def _rights(directory: Path) -> Fault:
-    """Loss of the permission to create, rename and delete entries of a directory. Even root can lose it."""
+    """Return the loss of the permission to create, rename and delete entries of a directory. It also affects root."""
     return Fault("rights", lambda: _call("chattr", "+i", directory), lambda: _call("chattr", "-i", directory))
 
 
@@ -185,7 +185,7 @@ def _call(*command: object) -> None:
 
 
 def _full(directory: Path) -> Fault:
-    """Loss of free space of a file system, or of its inodes, whichever is scarcer."""
+    """Return the loss of free space or of free inodes of a file system, whichever ends first."""
     fillers: list[Path] = []
 
     def take() -> None:
@@ -206,7 +206,7 @@ def _full(directory: Path) -> Fault:
 
 
 def _mounted(mounts: Mounts, source: Path, kind: str) -> Place:
-    """Return a run in a view of a file system."""
+    """Return a run on a second mount of a file system."""
     view = mounts.view(source, kind)
     (directory := view.path / "run").mkdir()
 
@@ -236,7 +236,7 @@ def _quota_of_xfs(mounts: Mounts) -> Place:
 
 
 def _quota(mounts: Mounts) -> Place:
-    """Return a run on a file system that reports an exceeded quota. For kernels without quotas."""
+    """Return a run on a FUSE file system that reports an exceeded quota, for kernels without quotas."""
     at = mounts.odd("")
     mark = at.parent / "source.quota"
     (at / "run").mkdir()
@@ -244,7 +244,7 @@ def _quota(mounts: Mounts) -> Place:
 
 
 class _Taken:
-    """Faults of a service: the network loses requests or their answers, and an identity is refused."""
+    """Faults of a service: the network loses requests or answers, or the service refuses the credentials."""
 
     def __init__(self, refusal: HTTPAnswer) -> None:
         self._refusal = refusal

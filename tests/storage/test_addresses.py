@@ -1,4 +1,4 @@
-"""Addresses of directories in a storage: URLs that lead to where the storage itself would look."""
+"""Addresses of directories in a storage: URLs that open the same directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = StorageOptions(durable=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_address_of_a_subdirectory(name: str, tmp_path: Path) -> None:
+def test_the_address_of_a_subdirectory_opens_the_same_files(name: str, tmp_path: Path) -> None:
     inner = subdirectory(subdirectory(open_local(str(tmp_path), OPTIONS), name), "inner")
     inner.put("key", b"data")
     assert inner.address is not None

@@ -1,4 +1,4 @@
-"""Conformance tests of all our storages."""
+"""Conformance tests of all storages in the core and in `ckptcore_testing`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestLocal(_OnDisk, StorageBackendTests):
 
 
 class TestLocalDirectories(_OnDisk, AtomicDirectoriesTests):
-    """Its directories."""
+    """The directories of the durable local storage."""
 
 
 class TestLocalNotDurable(_OnDisk, StorageBackendTests):
@@ -49,7 +49,7 @@ class TestLocalNotDurable(_OnDisk, StorageBackendTests):
 
 
 class TestLocalDirectoriesNotDurable(_OnDisk, AtomicDirectoriesTests):
-    """Its directories."""
+    """The directories of the local storage without durability."""
 
     options = StorageOptions(durable=False)
 
@@ -75,7 +75,7 @@ class _InMemory:
 class TestMemory(_InMemory, StorageBackendTests):
     """The memory storage."""
 
-    def test_it_is_an_object_store(self, storage: StorageBackend) -> None:
+    def test_the_memory_storage_is_an_object_store(self, storage: StorageBackend) -> None:
         assert not isinstance(storage, AtomicDirectories)
 
 
@@ -89,12 +89,12 @@ class TestFar(StorageBackendTests):
     def open(self, directory: str) -> StorageBackend:
         return FarStorage(self.storages.open(f"memory://bucket/{directory}", StorageOptions()))
 
-    def test_it_keeps_nothing_unfinished(self, storage: StorageBackend) -> None:
+    def test_no_unfinished_upload_is_kept(self, storage: StorageBackend) -> None:
         assert storage.abort_uploads() == 0
 
 
 class TestFarAndThrottled(TestFar):
-    """The same with latency and throttling."""
+    """The simulated remote storage with latency and throttling."""
 
     examples = 2
 
@@ -108,40 +108,40 @@ class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
 
     examples = 5
 
-    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # has the same methods
         return with_faults(super().open(directory), FaultPlan())
 
 
 class TestMemoryCreates(_InMemory, NewObjectTests):
-    """The memory storage's writers of new objects."""
+    """Writers of new objects in the memory storage."""
 
 
 class TestMemoryUploads(_InMemory, UploadsTests):
-    """The memory storage's unfinished uploads."""
+    """Unfinished uploads in the memory storage."""
 
 
 class _InDirectory(_InMemory):
-    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # has the same methods
         return Subdirectory(self.storages.open("memory://bucket", StorageOptions()), directory)
 
 
 class TestDirectoryCreates(_InDirectory, NewObjectTests):
-    """A directory of a storage passes it on."""
+    """A directory of a storage passes `open_new` on to the storage."""
 
 
 class TestDirectoryUploads(_InDirectory, UploadsTests):
-    """A directory of a storage passes it on."""
+    """A directory of a storage passes `abort_uploads` on to the storage."""
 
 
 class TestFaultyUploads(_InMemory, UploadsTests):
-    """The wrapper for faults passes the call on."""
+    """The wrapper for faults passes `abort_uploads` on to the storage."""
 
-    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # has the same methods
         return with_faults(super().open(directory), FaultPlan())
 
 
 class TestFarCreates(NewObjectTests):
-    """The default of `open_new`: the writer checks for an object just before it completes its own."""
+    """The default of `open_new`: the writer checks that no object exists just before it completes its own object."""
 
     _give_storages = TestFar._give_storages
     open = TestFar.open
@@ -163,13 +163,13 @@ class TestSimulated(_Simulated, StorageBackendTests):
 
 
 class TestSimulatedDirectories(_Simulated, AtomicDirectoriesTests):
-    """Its directories."""
+    """The directories of the simulated disk."""
 
 
 class TestSimulatedWithoutFaults(_Simulated, AtomicDirectoriesTests):
-    """The wrapper keeps the directories."""
+    """The directories of the simulated disk through the wrapper for faults, without faults."""
 
-    def open(self, directory: str) -> FaultyDirectories:  # type: ignore[override]  # the other class that has both
+    def open(self, directory: str) -> FaultyDirectories:  # type: ignore[override]  # has the same methods
         storage = with_faults(super().open(directory), FaultPlan())
         assert isinstance(storage, FaultyDirectories)
         return storage

@@ -41,7 +41,7 @@ _BODY = bytes(range(256)) * 40
 
 
 class _Store(ThreadingHTTPServer):
-    """Keeps bodies by path, and notes every request as it came."""
+    """A server that stores bodies by path, and records every request."""
 
     daemon_threads = True
     block_on_close = False
@@ -130,7 +130,7 @@ _LISTS = StoreDialect(lambda request: request.path == "/list", PLAIN_HTTP.thrott
 
 @contextmanager
 def through(store: _Store, *faults: RequestFault) -> Iterator[tuple[FaultProxy, http.client.HTTPConnection]]:
-    """A proxy whose first requests meet these, and a client of it."""
+    """Yield a proxy, and a client of it. The first requests get the given faults."""
     plan = RequestsFailing(dict(enumerate(faults)))
     with (
         FaultProxy(f"http://127.0.0.1:{store.server_port}", plan, dialect=_LISTS) as proxy,
@@ -154,7 +154,7 @@ def get(client: http.client.HTTPConnection, path: str, method: str = "GET") -> t
 # --- without faults
 
 
-def test_messages_pass_as_they_are(store: _Store) -> None:
+def test_messages_pass_unchanged(store: _Store) -> None:
     with through(store) as (proxy, client):
         assert put(client, "/a%20b?x=1&y") == (201, b"PUT /a%20b?x=1&y HTTP/1.1")
         assert get(client, "/a%20b?x=1&y") == (200, _BODY)
@@ -182,7 +182,7 @@ def test_a_body_in_chunks_passes(store: _Store) -> None:
     assert store.objects == {"/a": b"in chunks"}
 
 
-def test_a_client_that_waits_to_be_asked_is_asked(store: _Store) -> None:
+def test_a_client_that_expects_100_continue_gets_it(store: _Store) -> None:
     with (
         through(store) as (proxy, _),
         socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))) as raw,
@@ -215,7 +215,7 @@ def test_many_connections_at_once(store: _Store) -> None:
     }
 
 
-def test_a_store_that_is_gone_breaks_the_connection() -> None:
+def test_the_connection_breaks_if_the_store_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
@@ -226,7 +226,7 @@ def test_a_store_that_is_gone_breaks_the_connection() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1:1/path"])
-def test_an_upstream_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_upstream_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected a URL such as http://host:port"):
         FaultProxy(url)
 
@@ -234,7 +234,7 @@ def test_an_upstream_that_is_none_is_refused(url: str) -> None:
 # --- faults
 
 
-def test_waiting_changes_nothing(store: _Store) -> None:
+def test_a_delay_does_not_change_the_answer(store: _Store) -> None:
     with through(store, Wait(0.01)) as (_, client):
         assert put(client, "/a")[0] == 201
 
@@ -258,7 +258,9 @@ def test_a_throttled_request_never_arrives(store: _Store) -> None:
         (ResetAnswer(0.9), True),
     ],
 )
-def test_a_reset(fault: RequestFault, arrives: bool, store: _Store) -> None:
+def test_a_reset_breaks_the_connection_before_or_after_the_request(
+    fault: RequestFault, arrives: bool, store: _Store
+) -> None:
     with through(store, fault) as (proxy, client):
         with pytest.raises((ConnectionError, http.client.IncompleteRead)):
             put(client, "/a", _BODY * 100)
@@ -267,7 +269,7 @@ def test_a_reset(fault: RequestFault, arrives: bool, store: _Store) -> None:
         assert proxy.log[0].faults == (fault,)
 
 
-def test_actions_are_called_at_their_moment(store: _Store) -> None:
+def test_actions_run_before_or_after_the_request(store: _Store) -> None:
     seen: list[int] = []
     look: Callable[[], None] = lambda: seen.append(len(store.seen))
     with through(store, InterruptBefore(look), InterruptAfter(look)) as (_, client):
@@ -278,7 +280,7 @@ def test_actions_are_called_at_their_moment(store: _Store) -> None:
     assert seen == [0, 1]
 
 
-def test_a_truncated_answer_can_be_told(store: _Store) -> None:
+def test_a_client_detects_a_truncated_answer(store: _Store) -> None:
     store.objects["/a"] = _BODY
     with through(store, TruncateAnswer(0.5), TruncateAnswer(1.0), TruncateAnswer(0.9)) as (_, client):
         for path, expected in (("/a", len(_BODY) // 2), ("/a", len(_BODY) - 1), ("/chunks", 0)):
@@ -288,7 +290,7 @@ def test_a_truncated_answer_can_be_told(store: _Store) -> None:
             client.close()
 
 
-def test_cut_content_cannot_be_told(store: _Store) -> None:
+def test_a_client_cannot_detect_cut_content(store: _Store) -> None:
     store.objects["/a"] = _BODY
     with through(store, CutContent(3), CutContent(10**9), CutContent(1)) as (_, client):
         assert get(client, "/a") == (200, _BODY[:-3])
@@ -296,7 +298,7 @@ def test_cut_content_cannot_be_told(store: _Store) -> None:
         assert get(client, "/chunks") == (200, b"some chunks")
 
 
-def test_a_stale_list_is_the_one_before(store: _Store) -> None:
+def test_a_stale_list_is_the_previous_list(store: _Store) -> None:
     with through(store, StaleList(), Wait(0), StaleList(), Wait(0), StaleList()) as (_, client):
         assert get(client, "/list") == (200, b""), "asked for the first time"
         put(client, "/a")
@@ -321,7 +323,7 @@ def test_a_repeated_request_arrives_again_later(store: _Store) -> None:
         assert get(client, "/a") == (200, b"old")
 
 
-def test_a_late_request_arrives_later_or_when_all_settles(store: _Store) -> None:
+def test_a_late_request_arrives_later_or_at_settle(store: _Store) -> None:
     with through(store, DeliverLater(1)) as (proxy, client):
         with pytest.raises(ConnectionError):
             put(client, "/a", b"late")
@@ -337,7 +339,7 @@ def test_a_late_request_arrives_later_or_when_all_settles(store: _Store) -> None
         assert store.objects["/b"] == b"at the end"
 
 
-def test_what_is_late_does_not_arrive_after_the_end(store: _Store) -> None:
+def test_a_late_request_does_not_arrive_after_the_proxy_ends(store: _Store) -> None:
     with through(store, DeliverLater(1000)) as (_, client), pytest.raises(ConnectionError):
         put(client, "/a", b"late")
     assert store.objects == {}
@@ -355,17 +357,17 @@ def _requests() -> list[ProxiedRequest]:
 
 def _drawn(seed: int, requests: list[ProxiedRequest], **options: object) -> dict[int, tuple[RequestFault, ...]]:
     plan = SeededFaults(seed, **options)  # type: ignore[arg-type]
-    found = {request.number: tuple(plan.faults(request, PLAIN_HTTP)) for request in requests}
-    return {number: faults for number, faults in found.items() if faults}
+    drawn = {request.number: tuple(plan.faults(request, PLAIN_HTTP)) for request in requests}
+    return {number: faults for number, faults in drawn.items() if faults}
 
 
-def test_a_seed_draws_the_same_again() -> None:
+def test_a_seed_always_draws_the_same_faults() -> None:
     requests = _requests()
     assert _drawn(1, requests) == _drawn(1, requests)
     assert _drawn(1, requests) != _drawn(2, requests)
 
 
-def test_ids_that_differ_from_run_to_run_change_nothing() -> None:
+def test_random_ids_in_paths_do_not_change_the_faults() -> None:
     requests = _requests()
     renamed = [
         ProxiedRequest(request.number, request.method, request.path.replace("0123456789abcdef", "fedcba9876543210"))
@@ -374,7 +376,7 @@ def test_ids_that_differ_from_run_to_run_change_nothing() -> None:
     assert _drawn(1, requests) == _drawn(1, renamed)
 
 
-def test_no_more_faults_come_than_were_asked_for() -> None:
+def test_the_number_and_the_kinds_of_faults_are_limited() -> None:
     spared = (Throttle,)
     assert len(_drawn(1, _requests(), rate=1.0, most=7, spared=spared)) == 7
     assert _drawn(1, _requests(), rate=0.0) == {}
@@ -389,7 +391,7 @@ def test_throttling_comes_in_bursts() -> None:
     assert any(second == first + 1 for first, second in itertools.pairwise(throttled))
 
 
-def test_each_kind_comes_for_what_it_fits() -> None:
+def test_each_kind_of_fault_is_drawn_only_for_requests_that_it_fits() -> None:
     requests = _requests() + [ProxiedRequest(400 + number, "PUT", f"/body-{number}", nbytes=9) for number in range(200)]
     drawn = _drawn(1, requests, rate=1.0, most=10_000, may_repeat=lambda request: request.method == "PUT")
     by_method: dict[str, set[type]] = {}

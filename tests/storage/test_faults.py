@@ -37,7 +37,7 @@ def directories(*faults: Fault) -> tuple[FaultyDirectories, StorageBackend, Faul
 
 
 def use(storage: StorageBackend) -> None:
-    """Six operations."""
+    """Run six operations."""
     storage.put("a", b"0123")
     writer = storage.open_writer("b", 8)
     writer.write_at(0, b"4567")
@@ -65,13 +65,13 @@ def test_operations_are_counted() -> None:
     assert (plan.bytes_written, plan.bytes_read) == (12, 5)
 
 
-def test_it_offers_directories_where_the_storage_does() -> None:
+def test_a_faulty_storage_offers_directories_if_its_storage_does() -> None:
     assert not isinstance(faulty()[0], AtomicDirectories)
     assert isinstance(directories()[0], AtomicDirectories)
 
 
 @pytest.mark.parametrize("operation", range(6))
-def test_a_failure_is_raised_once_and_nothing_was_done(operation: int) -> None:
+def test_a_failing_operation_raises_once_and_changes_nothing(operation: int) -> None:
     storage, inner, plan = faulty(FailAt(operation, StorageError("as told")))
     with pytest.raises(StorageError, match="as told"):
         use(storage)
@@ -84,7 +84,7 @@ def test_a_failure_is_raised_once_and_nothing_was_done(operation: int) -> None:
 @pytest.mark.parametrize("operation", range(6))
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_failed_process_does_nothing_more(operation: int, moment: str) -> None:
-    storage, inner, plan = faulty(CrashAt(operation, moment))  # type: ignore[arg-type]  # one of the moments
+    storage, inner, plan = faulty(CrashAt(operation, moment))  # type: ignore[arg-type]  # `moment` is a plain string
     with pytest.raises(SimulatedCrash):
         use(storage)
     assert plan.crashed
@@ -96,11 +96,11 @@ def test_a_failed_process_does_nothing_more(operation: int, moment: str) -> None
     assert len(plan.operations) == operation + 1
 
 
-def test_a_crash_is_no_exception() -> None:
+def test_a_crash_is_not_an_exception() -> None:
     assert not issubclass(SimulatedCrash, Exception)
 
 
-def test_dying_midway_does_half() -> None:
+def test_a_crash_midway_leaves_half_of_the_operation() -> None:
     storage, inner, _ = directories(CrashAt(2, "midway"))
     with pytest.raises(SimulatedCrash):
         use(storage)
@@ -141,14 +141,14 @@ def test_a_failed_process_aborts_nothing() -> None:
     assert list(inner.list()) == ["a"]
 
 
-def test_an_abort_that_fails_leaves_something() -> None:
+def test_an_abort_that_fails_leaves_the_object() -> None:
     storage, inner, _ = directories(FailAt(1, StorageError("as told")))
     writer = storage.open_writer("a", 2)
     writer.abort()
     assert list(inner.list()) == ["a"]
 
 
-def test_a_full_storage() -> None:
+def test_a_full_storage_refuses_writes() -> None:
     storage, inner, plan = faulty(FullAfter(7))
     storage.put("a", b"0123")
     with pytest.raises(StorageFullError, match="full"):
@@ -158,7 +158,7 @@ def test_a_full_storage() -> None:
     assert plan.bytes_written == 7
 
 
-def test_short_reads() -> None:
+def test_short_reads_return_less_data() -> None:
     storage, inner, _ = faulty(*[ShortReadAt(number, 3) for number in range(4)])
     inner.put("a", b"0123456789")
     assert storage.get("a", 0, 5) == b"01"
@@ -170,7 +170,7 @@ def test_short_reads() -> None:
     assert storage.get("a") == b"0123456789"
 
 
-def test_flipped_bits() -> None:
+def test_one_bit_of_a_read_or_write_is_flipped() -> None:
     storage, inner, _ = faulty(FlipBitAt(0, 9), FlipBitAt(1, 17), FlipBitAt(2, 80 + 8))
     inner.put("a", bytes(10))
     assert storage.get("a") == b"\0\2" + bytes(8)
@@ -182,7 +182,7 @@ def test_flipped_bits() -> None:
     assert inner.get("a") == bytes(10)
 
 
-def test_a_plan_counts_over_several_storages() -> None:
+def test_a_plan_counts_the_operations_of_several_storages() -> None:
     stores = MemoryStorages()
     plan = FaultPlan(CrashAt(1))
     first, second = (with_faults(stores.open(f"memory://{name}", StorageOptions()), plan) for name in "ab")

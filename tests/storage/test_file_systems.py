@@ -1,7 +1,7 @@
-"""File systems that lack what the local storage would like to have: the table of `docs/reference/file-systems.md`.
+"""File systems that lack optional system calls: the table of `docs/reference/file-systems.md`.
 
-Each row of the table is tried with a preloaded library that makes its system calls fail, with the error numbers that
-file systems, kernels and sandboxes answer. Then real file systems are mounted.
+Each row of the table has system calls. A preloaded library makes these calls fail, with the error numbers of file
+systems, kernels and sandboxes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARAMETERS: Final = [
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The result of each row. One program tries all of them."""
+    """Return the result of each row. One program runs all rows."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("needs Linux and a C compiler")
@@ -62,8 +62,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
         cwd=_ROOT, env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    return {row["row"]: row for row in found}
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
+    return {row["row"]: row for row in results}
 
 
 @pytest.mark.lives(
@@ -74,20 +74,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 )
 @pytest.mark.parametrize("row", _PARAMETERS)
 def test_everything_works_without_a_call(row: str, rows: Mapping[str, Any]) -> None:
-    found, calls = rows[row], row.partition(":")[0]
-    happened = dict(found["happened"])
+    result, calls = rows[row], row.partition(":")[0]
+    happened = dict(result["happened"])
     if calls == "exchange":
         refused = happened.pop("overwrite")
         assert refused.startswith("AtomicityError: ") and "non-atomic" in refused
         run = happened.pop("run")
         assert run.startswith("AtomicityError: ") and "non-atomic" in run, "the step that is overwritten"
     assert set(happened.values()) == {"done"}, happened
-    assert all(found["failed"]), f"not all of {calls} was tried"
-    assert [name for name in found["left"] if name != "run/.ckptcore"] == []
+    assert all(result["failed"]), f"not all of {calls} was tried"
+    assert [name for name in result["left"] if name != "run/.ckptcore"] == []
 
 
 @pytest.mark.parametrize("row", _PARAMETERS)
-def test_what_is_weaker_is_said_once_for_each_directory(row: str, rows: Mapping[str, Any]) -> None:
+def test_weaker_guarantees_are_logged_once_for_each_directory(row: str, rows: Mapping[str, Any]) -> None:
     warnings = rows[row]["warnings"]
     if "flock-directory" in row:
         assert len(warnings) == len(set(warnings)) == 2

@@ -1,4 +1,4 @@
-"""``~`` and variables in locations: the home directory, and an error, instead of directories of that name."""
+"""``~`` and variables in locations: ``~`` is the home directory, and a variable is an error."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ STATE = {"w": np.arange(3.0)}
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home directory, and another working directory."""
-    found = tmp_path / "home"
+    """Set a home directory, and another working directory. Return the home directory."""
+    directory = tmp_path / "home"
     (tmp_path / "work").mkdir()
-    found.mkdir()
-    monkeypatch.setenv("HOME", str(found))
+    directory.mkdir()
+    monkeypatch.setenv("HOME", str(directory))
     monkeypatch.chdir(tmp_path / "work")
-    return found
+    return directory
 
 
 def _run(directory: object) -> None:
-    with ckptcore.Checkpointer(directory) as checkpointer:  # type: ignore[arg-type]  # several kinds
+    with ckptcore.Checkpointer(directory) as checkpointer:  # type: ignore[arg-type]  # not always a path
         checkpointer.save(1, STATE)
 
 
@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_home_directory(way: str, home: Path) -> None:
+def test_a_tilde_is_the_home_directory(way: str, home: Path) -> None:
     WAYS[way]("~")
     assert (home / "run").is_dir() and not Path("~").exists()
     with ckptcore.CheckpointReader("~/run") as reader:
@@ -55,8 +55,8 @@ def test_the_home_directory(way: str, home: Path) -> None:
     assert CliRunner().invoke(application, ["steps", "~/run"]).exit_code == 0
 
 
-def test_users_see_the_home_directory(home: Path) -> None:
-    """In attributes, errors, events and output alike: programs use them as paths."""
+def test_users_see_the_expanded_path(home: Path) -> None:
+    """Attributes, errors, events and output have the expanded path, because programs use them as paths."""
     events = list[Event]()
     context = ckptcore.Context(observers=[events.append])
     ckptcore.save("~/c", STATE, context=context)
@@ -97,7 +97,7 @@ def test_users_see_the_home_directory(home: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("variable", ["$NOWHERE", "${NOWHERE}", "runs_$NOWHERE", "~nobody-of-that-name"])
-def test_a_variable_is_not_a_name(way: str, variable: str, home: Path) -> None:
+def test_a_location_with_a_variable_is_refused(way: str, variable: str, home: Path) -> None:
     with pytest.raises(InvalidLocationError, match="expandvars|home directory"):
         WAYS[way](variable)
     assert not {"run", variable} & {path.name for path in Path().iterdir()}
@@ -105,7 +105,7 @@ def test_a_variable_is_not_a_name(way: str, variable: str, home: Path) -> None:
         ckptcore.CheckpointReader(f"{variable}/run")
 
 
-def test_variables_in_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_with_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOMEWHERE", "run")
     for url in (
         "memory://$SOMEWHERE/run",
@@ -119,7 +119,7 @@ def test_variables_in_urls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["price_$usd", "$web", "_$folder$", "$1"])
 def test_names_with_a_dollar_sign_in_urls(name: str) -> None:
-    """They exist in object stores, and cannot be escaped."""
+    """Such names exist in object stores, and URLs cannot escape the dollar sign."""
     ckptcore.save(f"memory://dollars/{name}/step_1", STATE)
     assert ckptcore.load(f"memory://dollars/{name}/step_1")["w"].tolist() == [0, 1, 2]
 
@@ -131,8 +131,8 @@ def test_the_remedy_for_a_local_directory_with_a_dollar_sign(home: Path) -> None
     ckptcore.save("cost$team/step_1", STATE)
 
 
-def test_directories_that_have_such_names(home: Path) -> None:
-    """They are used if they exist, or if the name says that it is one."""
+def test_directories_with_special_names_can_be_used(home: Path) -> None:
+    """A name is used literally if the directory exists, if it begins with ``./``, or if it cannot be a variable."""
     ckptcore.save("./~/step_1", STATE)
     Path("cost$team").mkdir()
     ckptcore.save("cost$team/step_1", STATE)
@@ -142,8 +142,8 @@ def test_directories_that_have_such_names(home: Path) -> None:
         assert ckptcore.load(path)["w"].tolist() == [0, 1, 2]
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a container with the id of a user who has no name."""
+def test_a_missing_home_directory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a container, the id of the user may have no name and no home directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 987654321)

@@ -52,19 +52,19 @@ def storage(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStorage:
         ("file://{path}/%C3%BC", "ü"),
     ],
 )
-def test_urls(tmp_path: Path, url: str, name: str) -> None:
+def test_paths_and_urls_lead_to_a_directory(tmp_path: Path, url: str, name: str) -> None:
     storage = open_local(url.format(path=tmp_path), NOT_DURABLE)
     storage.put("a", b"1")
     assert (tmp_path / name / "a").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize("url", ["", "nul\0", "file://host/path", "file://", "file://path", "file:///nul%00"])
-def test_urls_that_are_none(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidLocationError):
         open_local(url, NOT_DURABLE)
 
 
-def test_relative_paths_are_those_of_the_time_of_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_resolved_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = open_local("a/../b", NOT_DURABLE)
     monkeypatch.chdir("/")
@@ -72,7 +72,7 @@ def test_relative_paths_are_those_of_the_time_of_opening(tmp_path: Path, monkeyp
     assert (tmp_path / "b" / "c").read_bytes() == b"1"
 
 
-def test_the_address_finds_the_same_files(tmp_path: Path) -> None:
+def test_the_address_opens_the_same_files(tmp_path: Path) -> None:
     name = "ü %41?#"
     storage = open_local(f"{tmp_path}/{name}", NOT_DURABLE)
     again = open_local(storage.address.url, NOT_DURABLE)
@@ -102,12 +102,12 @@ def test_the_whole_file_system_can_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"unknown": 1}, {"direct_io": "yes"}, {"direct_io": 1}])
-def test_options_that_are_none(tmp_path: Path, config: dict[str, object]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="direct_io"):
-        open_local(str(tmp_path), StorageOptions(config=config))  # type: ignore[arg-type]  # the point of the test
+        open_local(str(tmp_path), StorageOptions(config=config))  # type: ignore[arg-type]  # invalid on purpose
 
 
-# --- links and things that are no files -------------------------------------------------------------------------------
+# --- links, and other entries that are not files ----------------------------------------------------------------------
 
 
 def test_a_location_may_be_a_link(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_location_may_be_a_link(tmp_path: Path) -> None:
     assert list(storage.list()) == ["a/b"]
 
 
-def test_a_link_that_leads_elsewhere_later(tmp_path: Path) -> None:
+def test_a_link_to_another_target_is_followed_again(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_bytes(name.encode())
@@ -135,7 +135,7 @@ def test_a_link_that_leads_elsewhere_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["file", "directory", "relative"])
-def test_links_out_are_not_followed(tmp_path: Path, target: str, storage: LocalStorage) -> None:
+def test_links_that_lead_out_are_not_followed(tmp_path: Path, target: str, storage: LocalStorage) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"secret")
@@ -178,7 +178,7 @@ def test_links_out_are_not_followed(tmp_path: Path, target: str, storage: LocalS
     assert files_in(outside) == {"secret": b"secret"}
 
 
-def test_deleting_leaves_what_links_lead_to(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_deletion_keeps_the_targets_of_links(tmp_path: Path, storage: LocalStorage) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_bytes(b"1")
@@ -193,7 +193,7 @@ def test_deleting_leaves_what_links_lead_to(tmp_path: Path, storage: LocalStorag
     assert list((tmp_path / "directory").iterdir()) == []
 
 
-def test_put_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_put_replaces_a_link_and_not_its_target(tmp_path: Path, storage: LocalStorage) -> None:
     outside = tmp_path / "kept"
     outside.write_bytes(b"1")
     (tmp_path / "directory").mkdir()
@@ -207,7 +207,7 @@ def test_put_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path, storage: L
     assert storage.get("put") + storage.get("written") == b"23"
 
 
-def test_links_within_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
+def test_links_inside_the_storage_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
     storage.put("step/real/a", b"1")
     step = tmp_path / "directory/step"
     (step / "link").symlink_to("real")
@@ -228,7 +228,7 @@ def test_links_within_are_followed(tmp_path: Path, storage: LocalStorage) -> Non
 
 @pytest.fixture(params=[True, False], ids=["openat2", "each component"])
 def opens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to open files, whatever this system can."""
+    """Test both ways to open files, even if this system supports `openat2`."""
     if not request.param:
         for module in ("local_files", "local_directories"):
             monkeypatch.setattr(f"ckptcore.builtin.{module}.open_without_links", lambda path, flags: None)
@@ -296,8 +296,10 @@ def test_links_from_a_checkpoint_to_its_neighbours_are_not_followed(
     assert storage.get("step_2/secret") == storage.get("secret") == b"secret"
 
 
-def test_a_link_that_goes_through_another_does_not_come_out(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
-    """By its text the first stays inside; the second is shorter than its name."""
+def test_a_link_cannot_leave_the_checkpoint_through_another_link(
+    tmp_path: Path, opens: None, storage: LocalStorage
+) -> None:
+    """The text of the first link stays inside the checkpoint, but the target of the second link has fewer parts."""
     storage.put("secret", b"secret")
     storage.put("step/sub/b", b"1")
     step = tmp_path / "directory/step"
@@ -307,7 +309,7 @@ def test_a_link_that_goes_through_another_does_not_come_out(tmp_path: Path, open
         storage.get("step/a")
 
 
-def test_what_is_above_a_location_may_be_a_link(tmp_path: Path, opens: None) -> None:
+def test_a_parent_of_a_location_may_be_a_link(tmp_path: Path, opens: None) -> None:
     (tmp_path / "real/run/step/d").mkdir(parents=True)
     (tmp_path / "real/run/step/d/a").write_bytes(b"1")
     (tmp_path / "link").symlink_to("real")
@@ -319,7 +321,7 @@ def test_what_is_above_a_location_may_be_a_link(tmp_path: Path, opens: None) -> 
 
 
 def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: None) -> None:
-    """Its snapshots are links to sibling blobs."""
+    """Files of snapshots in this cache are links to blobs next to the snapshots."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
     (snapshot / "sub").mkdir(parents=True)
@@ -332,8 +334,8 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: No
     assert deep.get("sub/model.safetensors") == b"weights"
     assert deep.get("absolute") == b"weights"
     (snapshot / "absolute").unlink()
-    for opened, prefix in ((snapshot, ""), (snapshot.parent, "0123abcd/")):
-        storage = open_local(str(opened), NOT_DURABLE)
+    for location, prefix in ((snapshot, ""), (snapshot.parent, "0123abcd/")):
+        storage = open_local(str(location), NOT_DURABLE)
         assert storage.get(f"{prefix}model.safetensors") == b"weights"
         assert read_into(storage, f"{prefix}sub/model.safetensors", 7) == b"weights"
         assert list(storage.list()) == [f"{prefix}model.safetensors", f"{prefix}sub/model.safetensors"]
@@ -353,7 +355,9 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: No
         ("x/snapshots/models--a", "x/blobs/file"),
     ],
 )
-def test_nothing_else_is_taken_for_that_cache(tmp_path: Path, opens: None, directory: str, target: str) -> None:
+def test_links_of_other_directories_are_not_those_of_the_hub_cache(
+    tmp_path: Path, opens: None, directory: str, target: str
+) -> None:
     (tmp_path / directory).mkdir(parents=True)
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / target).write_bytes(b"secret")
@@ -365,7 +369,7 @@ def test_nothing_else_is_taken_for_that_cache(tmp_path: Path, opens: None, direc
 
 
 @pytest.mark.parametrize("what", ["blob", "blobs"])
-def test_the_blobs_of_that_cache_are_no_links(tmp_path: Path, opens: None, what: str) -> None:
+def test_blobs_of_the_hub_cache_must_not_be_links(tmp_path: Path, opens: None, what: str) -> None:
     repository = tmp_path / "hub/models--a"
     (repository / "snapshots/b").mkdir(parents=True)
     (tmp_path / "secrets").mkdir()
@@ -380,8 +384,8 @@ def test_the_blobs_of_that_cache_are_no_links(tmp_path: Path, opens: None, what:
         open_local(str(repository / "snapshots"), NOT_DURABLE).get("b/a")
 
 
-def test_a_checkpoint_cannot_bring_such_a_cache(tmp_path: Path, opens: None) -> None:
-    """Blobs are readable only if the user names a snapshot, not from a path inside another checkpoint."""
+def test_a_checkpoint_cannot_contain_a_hub_cache(tmp_path: Path, opens: None) -> None:
+    """Links to blobs are followed only if the user names the snapshot, not for paths inside another checkpoint."""
     inside = tmp_path / "checkpoint/models--a/snapshots/b"
     inside.mkdir(parents=True)
     (tmp_path / "blobs").mkdir()
@@ -392,13 +396,11 @@ def test_a_checkpoint_cannot_bring_such_a_cache(tmp_path: Path, opens: None) -> 
         open_local(str(tmp_path), NOT_DURABLE).get("checkpoint/models--a/snapshots/b/a")
 
 
-def test_named_pipes_and_devices_are_no_objects(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
+def test_named_pipes_and_sockets_are_not_objects(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
     storage.put("a", b"1")
     os.mkfifo(tmp_path / "directory/pipe")
-    with (
-        socket.socket(socket.AF_UNIX) as listening,
-        contextlib.chdir(tmp_path / "directory"),
-    ):  # its path may be too long
+    # A relative path, because the absolute path may be too long for a socket.
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path / "directory"):
         listening.bind("socket")
     for key in ("pipe", "socket"):
         for read in (storage.get, storage.size, storage.open_stamped, lambda key: read_into(storage, key, 1)):
@@ -408,7 +410,7 @@ def test_named_pipes_and_devices_are_no_objects(tmp_path: Path, opens: None, sto
     assert storage.list_names() == ["a"]
 
 
-def test_a_link_in_a_circle_is_an_error(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_link_to_itself_is_an_error_until_it_is_replaced(tmp_path: Path, storage: LocalStorage) -> None:
     storage.put("a", b"1")
     (tmp_path / "directory/circle").symlink_to("circle")
     with pytest.raises(StorageError):
@@ -420,7 +422,7 @@ def test_a_link_in_a_circle_is_an_error(tmp_path: Path, storage: LocalStorage) -
 # --- temporary files --------------------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_put_left_is_hidden_and_goes_with_its_directory(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_file_of_a_killed_put_is_hidden_and_deleted_with_its_directory(tmp_path: Path, storage: LocalStorage) -> None:
     storage.put("a/b", b"1")
     leftover = tmp_path / "directory/a/.ckptcore-put-0123456789abcdef"
     leftover.write_bytes(b"half")
@@ -430,7 +432,7 @@ def test_what_a_killed_put_left_is_hidden_and_goes_with_its_directory(tmp_path: 
     assert not leftover.exists()
 
 
-def test_nothing_is_written_under_the_name_of_a_temporary_file(storage: LocalStorage) -> None:
+def test_keys_with_the_names_of_temporary_files_are_refused(storage: LocalStorage) -> None:
     for write in (storage.open_writer, lambda key: storage.put(key, b"1")):
         with pytest.raises(InvalidLocationError):
             write("a/.ckptcore-put-x")
@@ -445,7 +447,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path: Path, storage: LocalStorage) 
     assert storage.list_names() == ["a/"]
 
 
-def test_a_put_at_the_key_of_a_directory(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_put_at_the_key_of_a_directory_is_refused(tmp_path: Path, storage: LocalStorage) -> None:
     storage.put("a/b", b"1")
     for condition in (None, IF_ABSENT, IfTag("x")):
         with pytest.raises(StorageError):
@@ -460,7 +462,7 @@ def test_a_put_at_the_key_of_a_directory(tmp_path: Path, storage: LocalStorage) 
 # --- writers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_holds_its_caller_to_the_size(storage: LocalStorage) -> None:
+def test_a_writer_refuses_another_size(storage: LocalStorage) -> None:
     writer = storage.open_writer("a", 10)
     for offset, data in ((8, b"123"), (-1, b"1"), (10, b"1"), (0, bytes(11))):
         with pytest.raises(ValueError, match="cannot write bytes"):
@@ -485,7 +487,7 @@ def test_nothing_is_written_after_the_end(storage: LocalStorage, end: str) -> No
     assert list(storage.list()) == (["a"] if end == "finish" else [])
 
 
-def test_abort_removes_its_own_file_only(storage: LocalStorage) -> None:
+def test_an_abort_removes_only_its_own_file(storage: LocalStorage) -> None:
     writer = storage.open_writer("a", 10)
     storage.put("a", b"of another")
     writer.abort()
@@ -493,7 +495,7 @@ def test_abort_removes_its_own_file_only(storage: LocalStorage) -> None:
 
 
 def test_abort_waits_for_writes_on_other_threads(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the number of its closed file could be that of another file when a write goes on."""
+    """Otherwise the abort would close the descriptor, and the write could continue in another file with its number."""
     writer = storage.open_writer("a", 100)
     began, go_on = threading.Event(), threading.Event()
     pwrite = os.pwrite
@@ -501,7 +503,7 @@ def test_abort_waits_for_writes_on_other_threads(storage: LocalStorage, monkeypa
     def slow(*arguments: object) -> int:
         began.set()
         assert go_on.wait(60)
-        return pwrite(*arguments)  # type: ignore[arg-type]  # what it was called with
+        return pwrite(*arguments)  # type: ignore[arg-type]  # the arguments of the call
 
     monkeypatch.setattr(os, "pwrite", slow)
     errors: list[BaseException] = []
@@ -573,7 +575,7 @@ def test_permissions_are_those_of_the_user(storage: LocalStorage, tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_to_be_full(
+def test_a_full_disk_has_its_own_error(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     storage.put("kept", b"1")
@@ -616,7 +618,7 @@ def test_other_errors_are_storage_errors_too(storage: LocalStorage, monkeypatch:
 
 
 @pytest.mark.parametrize("call", ["fsync", "fdatasync"])
-def test_what_cannot_be_made_durable_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failed_sync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     storage = open_local(str(tmp_path), StorageOptions())
 
     def fail(_: int) -> None:
@@ -683,7 +685,7 @@ def test_a_file_system_that_is_full(small_file_system: Path, known: bool) -> Non
 
 @pytest.fixture
 def small_file_system(tmp_path: Path) -> object:
-    """A tmpfs of 4 MiB."""
+    """Mount a tmpfs of 4 MiB."""
     target = tmp_path / "small"
     target.mkdir()
     if sys.platform != "linux":
@@ -698,21 +700,21 @@ def small_file_system(tmp_path: Path) -> object:
 
 
 def read_into(storage: LocalStorage, key: str, nbytes: int) -> bytes:
-    """Read the first bytes of an object the fast way."""
+    """Read the first bytes of an object with `get_into`."""
     memory = bytearray(nbytes)
     storage.get_into(key, [(0, memoryview(memory))])
     return bytes(memory)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    """Everything that is there, temporary files too."""
+    """Return the content of all files, including temporary files."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 # --- held files -------------------------------------------------------------------------------------------------------
 
 
-def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_file(
+def test_the_stamp_of_a_held_file_appears_after_some_time_and_changes_with_the_file(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.put("data", b"first" * 100)
@@ -736,10 +738,10 @@ def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_fi
     assert held.stamp() != stamp and held.size() == 7
 
 
-def test_a_link_to_itself_is_no_object(storage: LocalStorage, tmp_path: Path) -> None:
+def test_a_link_to_itself_is_not_listed(storage: LocalStorage, tmp_path: Path) -> None:
     storage.put("directory/object", b"data")
-    (found,) = tmp_path.rglob("object")
-    (found.parent / "loop").symlink_to("loop")
+    (path,) = tmp_path.rglob("object")
+    (path.parent / "loop").symlink_to("loop")
     assert list(storage.list()) == ["directory/object"]
     assert list(storage.list_names("directory")) == ["object"]
 
@@ -759,7 +761,7 @@ def test_a_relative_location_without_a_working_directory_is_refused(
 
 
 def test_a_file_system_without_new_directories_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as /proc, where `os.mkdir` reports a missing parent. A save there once never ended."""
+    """In /proc, `os.mkdir` reports that the parent is missing. This must not become an endless loop."""
 
     def refuse(path: str, *_: object) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

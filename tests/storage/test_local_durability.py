@@ -1,4 +1,4 @@
-"""In which order the local storage asks the system to make things durable, seen from its system calls."""
+"""The order of the system calls with which the local storage makes files and names durable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.protocols import IF_ABSENT, StorageOptions
 
-_RENAME_EXCHANGE = 2  # of Linux, for renameat2
+_RENAME_EXCHANGE = 2  # a flag of renameat2 on Linux
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name open files")
 
 
 class Calls:
-    """The calls that matter for durability, with the paths they are about."""
+    """A record of the system calls that matter for durability, with their paths."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = str(directory)
@@ -32,8 +32,8 @@ class Calls:
 
     def _short(self, path: str) -> str:
         path = path.replace(self.directory, "", 1) or "/"
-        head, found, tail = path.partition(".ckptcore-put-")
-        return head + "TEMPORARY" if found and len(tail) == 16 else path
+        head, separator, tail = path.partition(".ckptcore-put-")
+        return head + "TEMPORARY" if separator and len(tail) == 16 else path
 
     def _of_descriptor(self, name: str, call: Callable[[int], None]) -> Callable[[int], None]:
         def recorded(descriptor: int) -> None:
@@ -69,7 +69,7 @@ class Calls:
         return find_recorded
 
     def take(self) -> list[str]:
-        """Return the calls since the last time."""
+        """Return the calls since the last `take`."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -85,7 +85,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 @pytest.mark.parametrize("condition", [None, IF_ABSENT], ids=["replacing", "if absent"])
-def test_put(storage: LocalStorage, calls: Calls, condition: Any) -> None:
+def test_a_put_syncs_the_file_and_its_directories(storage: LocalStorage, calls: Calls, condition: Any) -> None:
     storage.put("a/b", b"1", condition=condition)
     assert calls.take() == [
         "mkdir /new",
@@ -106,7 +106,7 @@ def test_put(storage: LocalStorage, calls: Calls, condition: Any) -> None:
     ], "what is durable already is not synced again"
 
 
-def test_a_writer(storage: LocalStorage, calls: Calls) -> None:
+def test_a_writer_syncs_the_file_and_its_directories(storage: LocalStorage, calls: Calls) -> None:
     storage.put("a", b"1")
     calls.take()
     writer = storage.open_writer("b/c/d", 9 << 20)
@@ -116,7 +116,7 @@ def test_a_writer(storage: LocalStorage, calls: Calls) -> None:
     assert calls.take() == ["sync /new/root/b/c/d", "sync /new/root/b/c", "sync /new/root/b", "sync /new/root"]
 
 
-def test_a_directory_that_is_made_anew_is_synced_anew(storage: LocalStorage, calls: Calls) -> None:
+def test_a_directory_that_is_created_again_is_synced_again(storage: LocalStorage, calls: Calls) -> None:
     storage.put("a/b", b"1")
     storage.delete(["a/b"])
     calls.take()
@@ -125,14 +125,14 @@ def test_a_directory_that_is_made_anew_is_synced_anew(storage: LocalStorage, cal
     assert calls.take()[-2:] == ["sync /new/root/a", "sync /new/root"]
 
 
-def test_a_directory_that_a_failed_process_made_is_synced(tmp_path: Path, calls: Calls) -> None:
+def test_a_directory_of_a_failed_process_is_synced(tmp_path: Path, calls: Calls) -> None:
     (tmp_path / "new/root/a").mkdir(parents=True)
     calls.take()
     open_local(f"{tmp_path}/new/root", StorageOptions()).put("a/b", b"1")
     assert calls.take()[2:] == ["sync /new/root/a", "sync /new/root", "sync /new"]
 
 
-def test_sync(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
+def test_sync_covers_files_and_their_directories(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "new/root/a/b").mkdir(parents=True)
     (tmp_path / "new/root/a/b/c").write_bytes(b"1")
     (tmp_path / "new/root/d").write_bytes(b"1")
@@ -143,8 +143,8 @@ def test_sync(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
     assert set(seen[2:]) == {"sync /new/root/a/b", "sync /new/root/a", "sync /new/root", "sync /new"}
 
 
-def test_a_commit(storage: LocalStorage, calls: Calls) -> None:
-    """The order that makes a commit by rename safe: files, names within, then the name itself."""
+def test_a_commit_syncs_in_a_safe_order(storage: LocalStorage, calls: Calls) -> None:
+    """A commit by rename is safe only in this order: files, names inside the directory, name of the directory."""
     lock = storage.lock_directory("hidden")
     assert lock is not None
     with lock:
@@ -173,7 +173,7 @@ def test_a_commit(storage: LocalStorage, calls: Calls) -> None:
     assert calls.take() == ["sync /new/root"]
 
 
-def test_nothing_is_synced_where_nothing_need_be_durable(tmp_path: Path, calls: Calls) -> None:
+def test_a_storage_without_durability_syncs_nothing(tmp_path: Path, calls: Calls) -> None:
     storage = open_local(str(tmp_path / "root"), StorageOptions(durable=False))
     storage.put("a/b", b"1")
     writer = storage.open_writer("a/c", 5 << 20)

@@ -50,7 +50,9 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
-def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_the_storage_works_without_atomic_renames(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(*_: object) -> int:
         ctypes.set_errno(number)
         return -1
@@ -59,15 +61,17 @@ def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.Monke
     check_without_atomic_renames(storage)
 
 
-def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_storage_works_without_functions_of_the_system(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     check_without_atomic_renames(storage)
 
 
-def test_a_run_that_is_set_back_replaces_steps_by_two_renames(
+def test_a_run_replaces_steps_by_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Keras and TorchTitan save like this."""
+    """Keras and TorchTitan save the same steps again."""
     monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     with ckptcore.Checkpointer(tmp_path) as run:
         for number in (1, 2, 3):
@@ -92,7 +96,7 @@ def check_without_atomic_renames(storage: LocalStorage) -> None:
     assert {key: storage.get(key) for key in storage.list()} == {"c/d": b"2", "e/b": b"1"}
 
 
-def test_exchange_says_other_errors_as_they_are(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_raises_other_errors_unchanged(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         ctypes.set_errno(errno.EACCES)
         return -1
@@ -137,8 +141,8 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
     assert list(storage.list()) == []
 
 
-def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In gVisor, neither `statx` nor /proc returns the numbers."""
+def test_a_system_that_does_not_number_its_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In gVisor, neither `statx` nor /proc returns the number of a mount."""
 
     def without_number(path: str, *arguments: Any, **options: Any) -> Any:
         return io.BytesIO(b"flags:\t0100000\n") if "fdinfo" in path else open(path, *arguments, **options)
@@ -150,10 +154,10 @@ def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0] * 3
 
 
-def test_a_link_whose_reply_was_lost_is_not_made_twice(
+def test_a_hard_link_whose_reply_was_lost_is_recognized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: LocalStorage
 ) -> None:
-    """On NFS, the request can be sent again, and then finds the link that it created."""
+    """NFS may send the request twice. The second request fails, because the first one created the link."""
     link = os.link
 
     def lost(source: str, path: str) -> None:
@@ -175,24 +179,24 @@ def test_a_link_whose_reply_was_lost_is_not_made_twice(
 # --- opening without links --------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_opened_without_links_where_there_are_none(tmp_path: Path) -> None:
+def test_only_a_path_without_links_is_opened_directly(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/a").write_bytes(b"bytes")
     (tmp_path / "d/link").symlink_to("a")
     (tmp_path / "e").symlink_to("d")
-    found = local_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
-    if found is None:
+    descriptor = local_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
+    if descriptor is None:
         pytest.skip("this system does not open files so")
     try:
-        assert os.read(found, 9) == b"bytes" and not os.get_inheritable(found)
+        assert os.read(descriptor, 9) == b"bytes" and not os.get_inheritable(descriptor)
     finally:
-        os.close(found)
+        os.close(descriptor)
     for path in ("d/link", "e/a", "e/link", "absent", "d/a\0b", "d/a/b"):
         assert local_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
 
 
 @pytest.mark.parametrize("can_without_links", [True, False])
-def test_real_paths_are_those_of_python(
+def test_real_paths_equal_those_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_without_links: bool
 ) -> None:
     if not can_without_links:
@@ -243,7 +247,7 @@ def test_a_system_that_cannot_open_without_links(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("can_without_links", [True, False])
-def test_links_are_looked_at_either_way(
+def test_links_are_checked_with_and_without_openat2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_without_links: bool
 ) -> None:
     if not can_without_links:
@@ -271,12 +275,12 @@ def test_links_are_looked_at_either_way(
         storage.get("absent")
 
 
-# --- past the page cache ----------------------------------------------------------------------------------------------
+# --- reads that bypass the page cache ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def cold_file() -> Iterator[Path]:
-    # Not the directory for temporary files, which may be in memory, where reads cannot bypass a cache.
+    # Do not use the directory for temporary files. It may be in memory, where direct reads do not exist.
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".cold-") as directory:
         path = Path(directory) / "data"
         path.write_bytes(pattern(SIZE))
@@ -300,8 +304,8 @@ def open_cold(path: Path) -> ColdReader:
     ),
     shift=st.integers(0, 4096) | st.sampled_from([0, 8, 64, 512, 4096]),
 )
-def test_the_bytes_are_the_same(cold_file: Path, start: int, sizes: list[int], shift: int) -> None:
-    """This holds for any alignment of the offset and of the memory. The caller reads the remaining bytes."""
+def test_direct_reads_return_the_bytes_of_the_file(cold_file: Path, start: int, sizes: list[int], shift: int) -> None:
+    """The offset and the memory can have any alignment. A read may be short, and then the caller reads the rest."""
     reader = open_cold(cold_file)
     data = pattern(SIZE)
     memory = np.zeros(sum(sizes) + 10_000, np.uint8)
@@ -337,7 +341,7 @@ def test_a_cold_file_is_read_whole_by_the_storage(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_disk_that_takes_no_direct_reads(cold_file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_disk_that_refuses_direct_reads(cold_file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     open_cold(cold_file)
     storage = open_local(str(cold_file.parent), StorageOptions())
     preadv = os.preadv
@@ -354,7 +358,7 @@ def test_a_disk_that_takes_no_direct_reads(cold_file: Path, monkeypatch: pytest.
     def refuse(descriptor: int, *arguments: object) -> int:
         if descriptor in direct:
             raise OSError(number, os.strerror(number))
-        return preadv(descriptor, *arguments)  # type: ignore[arg-type]  # what it was called with
+        return preadv(descriptor, *arguments)  # type: ignore[arg-type]  # the arguments of the call
 
     monkeypatch.setattr(os, "open", open_file)
     monkeypatch.setattr(os, "preadv", refuse)
@@ -367,14 +371,14 @@ def test_a_disk_that_takes_no_direct_reads(cold_file: Path, monkeypatch: pytest.
     assert direct, "it was tried"
 
 
-def test_what_is_in_the_cache_is_not_called_cold(cold_file: Path) -> None:
+def test_bytes_in_the_cache_are_not_cold(cold_file: Path) -> None:
     reader = open_cold(cold_file)
     cold_file.read_bytes()
     assert not reader.is_cold(0, 1 << 20)
     assert not reader.is_cold(0, 100), "nor what is too small to be worth it"
 
 
-def test_another_file_in_its_place_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_replaced_another_is_not_read_in_its_place(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).write_bytes(bytes(1 << 20))
     assert local_files.open_cold_reader(str(tmp_path / "one"), os.stat(tmp_path / "other")) is None

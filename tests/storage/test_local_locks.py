@@ -83,7 +83,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_not_keep_the_lock_of_its_failed_parent(tmp_path: Path) -> None:
-    """Else the workers of a data loader would keep a restarted trainer from saving."""
+    """Otherwise the workers of a data loader would prevent a restarted trainer from saving."""
     storage = open_local(str(tmp_path), StorageOptions())
     with subprocess.Popen(
         [sys.executable, "-c", _FORKING_HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -91,12 +91,12 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_failed_parent(tmp_path: Pa
         assert process.stdout is not None
         child = int(process.stdout.readline())
         process.wait()
-        os.kill(child, 0)  # it lives
+        os.kill(child, 0)  # the child is alive
         assert is_free(storage)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_that_ends_lets_nothing_go(tmp_path: Path) -> None:
+def test_a_forked_child_that_ends_does_not_release_locks(tmp_path: Path) -> None:
     storage = open_local(str(tmp_path), StorageOptions())
     lock = storage.lock_directory("a")
     assert lock is not None
@@ -127,24 +127,25 @@ print(lock is not None and storage.lock_directory("a") is None)
 
 
 _FORKS_IN_A_PUT = """
-import os, sys, threading
+import errno, os, sys, threading
 from ckptcore.builtin import local
-from ckptcore.errors import ConditionFailedError
-from ckptcore.protocols import IfTag, StorageOptions
+from ckptcore.errors import StorageError
+from ckptcore.protocols import StorageOptions
 storage = local.open_local(sys.argv[1], StorageOptions())
 storage.put("a", b"1")
-check = local._check_tag
-def fork_and_check(*arguments):
+rename = os.rename
+def fork_and_fail(*paths):
     if os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
-    check(*arguments)
-local._check_tag = fork_and_check
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+os.rename = fork_and_fail
 try:
-    storage.put("a", b"2", condition=IfTag("another"))
-except ConditionFailedError:
-    pass
-local._check_tag = check
+    storage.put("a", b"2")
+except StorageError:
+    failed = True
+os.rename = rename
+assert failed
 again = threading.Thread(target=storage.put, args=("a", b"3"), daemon=True)
 again.start()
 again.join(30)
@@ -195,7 +196,7 @@ print(storage.get("written"))
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs fork and /proc")
 def test_a_forked_child_has_no_file_of_its_parent_open(tmp_path: Path) -> None:
-    """Else it would keep the space of files that its parent deletes."""
+    """Otherwise files that the parent deletes would still take space on the disk."""
     ended = subprocess.run(
         [sys.executable, "-c", _FORKS_WITH_OPEN_FILES, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -213,7 +214,7 @@ def test_a_forked_child_has_no_file_of_its_parent_open(tmp_path: Path) -> None:
         ("ocfs2", "rw,data=ordered", True),
         ("ocfs2", "rw,localflocks", False),
         ("gfs2", "rw,localflocks", False),
-        ("fuseblk", "rw", True),  # a disk of this machine
+        ("fuseblk", "rw", True),  # a local disk
         ("nfs", "rw,vers=3,local_lock=all", False),
         ("nfs4", "rw,vers=4.2,local_lock=none", False),
         ("cifs", "rw", False),
@@ -224,5 +225,5 @@ def test_a_forked_child_has_no_file_of_its_parent_open(tmp_path: Path) -> None:
         ("a type of the future", "rw,flock", False),
     ],
 )
-def test_only_locks_that_reach_all_hosts_are_trusted(kind: str, options: str, reach: bool) -> None:
+def test_only_locks_that_all_hosts_see_are_trusted(kind: str, options: str, reach: bool) -> None:
     assert locks_reach_all_hosts(kind, options.split(",")) == reach

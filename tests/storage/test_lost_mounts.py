@@ -1,9 +1,11 @@
-"""Full disks, and mounts that go and return: a run is opened, goes on, and creates nothing where its mount is gone."""
+"""Full disks, and mounts that disappear and return. A run continues, and creates nothing while its mount is gone."""
 
 from __future__ import annotations
 
+import logging
 import shutil
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,12 +38,12 @@ def test_a_run_is_opened_loaded_and_pruned_on_a_full_disk(
     with ckptcore.Checkpointer(directory / "run", metadata={"name": "a"}) as run:
         for step in (1, 2, 3):
             run.save(step, state(step))
-    shutil.copytree(directory / "run" / "1", directory / "copied" / "1")  # without the files of an owner
+    shutil.copytree(directory / "run" / "1", directory / "copied" / "1")  # this run has no owner files
     shutil.copytree(directory / "run" / "1", directory / "copied" / "2")
     fill(directory)
     with ckptcore.Checkpointer(directory / "run", metadata={"name": "a"}) as run:
         check(run.load(), 3)
-        if kind != "bindfs":  # a lease takes room
+        if kind != "bindfs":  # bindfs has leases, and a lease needs space
             with pytest.raises(ckptcore.errors.DirectoryInUseError):
                 ckptcore.Checkpointer(directory / "run")
         run.delete(1)
@@ -63,7 +65,7 @@ def test_a_run_is_opened_loaded_and_pruned_on_a_full_disk(
 
 @pytest.mark.parametrize("place", ["below", "itself"])
 @pytest.mark.parametrize("kind", ["bind", "bindfs"])
-def test_a_run_goes_on_when_its_mount_is_back(
+def test_a_run_continues_when_its_mount_returns(
     kind: str, place: str, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = mounts.disk("ext4", 24)
@@ -89,11 +91,11 @@ def test_a_run_goes_on_when_its_mount_is_back(
         assert run.steps == (5, 6, 7)
         with pytest.raises(ckptcore.errors.DirectoryInUseError):
             ckptcore.Checkpointer(directory)
-    assert sum("is not there" in record.message for record in caplog.records) == 2  # once for each time
+    assert sum("is not there" in record.message for record in caplog.records) == 2  # one line for each loss
 
 
 @pytest.mark.parametrize("kind", ["bind", "bindfs"])
-def test_a_save_leaves_nothing_below_a_mount_point_if_the_mount_goes(kind: str, mounts: Mounts) -> None:
+def test_a_save_leaves_nothing_below_a_mount_point_if_the_mount_disappears(kind: str, mounts: Mounts) -> None:
     view = mounts.view(mounts.disk("ext4", 24), kind)
     left = iter(range(4))
 
@@ -114,7 +116,7 @@ def test_a_save_leaves_nothing_below_a_mount_point_if_the_mount_goes(kind: str, 
 
 @pytest.mark.parametrize("name", ["a", "below/b"])
 def test_a_plain_save_creates_nothing_below_a_mount_that_is_gone(name: str, mounts: Mounts) -> None:
-    """Also in a directory that this process has not used yet."""
+    """This also holds in a directory that this process has not used yet."""
     view = mounts.view(mounts.tmpfs())
     context = ckptcore.Context(durability="none")
     ckptcore.save(view.path / "a", state(1), context=context)
@@ -129,8 +131,8 @@ def test_a_plain_save_creates_nothing_below_a_mount_that_is_gone(name: str, moun
 
 
 @pytest.mark.parametrize("later", ["bind", "bindfs"])
-def test_another_file_system_at_the_place_is_tried_again(later: str, mounts: Mounts) -> None:
-    """It exchanges directories and has locks, and the one before it did not; or the reverse."""
+def test_the_abilities_of_a_file_system_are_tested_again_after_a_mount(later: str, mounts: Mounts) -> None:
+    """The new file system can exchange directories and has locks, and the old one does not, or the reverse."""
     source = mounts.disk("ext4", 24)
     kinds = ["bindfs", "bind"] if later == "bind" else ["bind", "bindfs"]
     events: list[Event] = []
@@ -159,7 +161,7 @@ def test_another_file_system_at_the_place_is_tried_again(later: str, mounts: Mou
     "an owner loses the run to a process that opened it before the owner came back",
 )
 def test_a_lock_of_an_old_mount_does_not_own_the_directory(mounts: Mounts) -> None:
-    """Overlayfs has other locks after it was mounted again, also while files of the old mount are open."""
+    """After overlayfs was mounted again, its locks are new, even while files of the old mount are open."""
     view = mounts.overlay()
     names = {"lowerdir": "lower", "upperdir": "upper", "workdir": "work"}
     layers = ",".join(f"{option}={view.parent}/tmpfs/{name}" for option, name in names.items())
@@ -182,18 +184,40 @@ def test_a_lock_of_an_old_mount_does_not_own_the_directory(mounts: Mounts) -> No
     check(ckptcore.CheckpointReader(view / "run").load(), 3)
 
 
-def test_mounts_are_told_apart_without_statx(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux 5.7 and older."""
+def test_mounts_are_distinguished_without_statx(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 5.8 does not return mount ids from `statx`."""
     view = mounts.view(mounts.tmpfs())
     (view.path / "below").mkdir()
     for _ in range(2):
-        found = [limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")]
-        assert [limits.is_mount_point for limits in found] == [True, False, False]
-        assert found[0].mount != found[1].mount == found[2].mount
+        limits_of_paths = [
+            limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")
+        ]
+        assert [limits.is_mount_point for limits in limits_of_paths] == [True, False, False]
+        assert limits_of_paths[0].mount != limits_of_paths[1].mount == limits_of_paths[2].mount
         monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
 
 
-def test_uploads_go_on_when_the_far_tier_is_back(mounts: Mounts, tmp_path: Path) -> None:
+class _UploadFailures(logging.Handler):
+    """A handler that sets `came` when an upload fails."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("cannot upload a step"):
+            self.came.set()
+
+
+@pytest.fixture
+def failures() -> Iterator[_UploadFailures]:
+    handler = _UploadFailures()
+    logging.getLogger("ckptcore").addHandler(handler)
+    yield handler
+    logging.getLogger("ckptcore").removeHandler(handler)
+
+
+def test_uploads_continue_when_the_far_tier_returns(mounts: Mounts, failures: _UploadFailures, tmp_path: Path) -> None:
     view = mounts.view(mounts.disk("ext4", 24))
     tiers = TieredDirectory(NearTier(tmp_path / "near", preservation_policy=LatestN(9)), view.path / "far")
     with ckptcore.Checkpointer(tiers) as run:
@@ -201,8 +225,7 @@ def test_uploads_go_on_when_the_far_tier_is_back(mounts: Mounts, tmp_path: Path)
         tiers.wait_for_uploads(60)
         view.take()
         run.save_blocking(2, state(2))
-        while tiers.uploads.error is None:
-            time.sleep(0.01)
+        assert failures.came.wait(60) and tiers.uploads.error is not None
         view.give()
         tiers.wait_for_uploads(60)
         run.save_blocking(3, state(3))

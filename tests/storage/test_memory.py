@@ -1,4 +1,4 @@
-"""Memory storage."""
+"""The memory storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = StorageOptions()
         ("memory://name/%61/b", "c"),
     ],
 )
-def test_urls(url: str, key: str) -> None:
+def test_urls_of_subdirectories_lead_to_the_same_objects(url: str, key: str) -> None:
     storages = MemoryStorages()
     storages.open("memory://name", OPTIONS).put("a/b/c", b"1")
     assert storages.open(url, OPTIONS).get(key) == b"1"
@@ -30,12 +30,12 @@ def test_urls(url: str, key: str) -> None:
 @pytest.mark.parametrize(
     "url", ["memory://", "memory:///a", "name", "memory://name/../a", "memory://name//a", "file:///a"]
 )
-def test_urls_that_are_none(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidLocationError):
         MemoryStorages().open(url, OPTIONS)
 
 
-def test_stores_are_apart() -> None:
+def test_stores_with_other_names_are_separate() -> None:
     storages = MemoryStorages()
     storages.open("memory://one", OPTIONS).put("a", b"1")
     for other in (storages.open("memory://other", OPTIONS), MemoryStorages().open("memory://one", OPTIONS)):
@@ -59,7 +59,7 @@ def test_every_put_changes_the_tag() -> None:
     assert storage.put("a", b"1") != storage.put("a", b"1")
 
 
-def test_nothing_is_there_before_finish() -> None:
+def test_an_object_does_not_exist_before_finish() -> None:
     storage = MemoryStorages().open("memory://name", OPTIONS)
     writer = storage.open_writer("a", 2)
     writer.write_at(0, b"12")
@@ -70,16 +70,16 @@ def test_nothing_is_there_before_finish() -> None:
     assert storage.get("a") == b"12", "an abort after finish undoes nothing"
 
 
-def test_what_was_read_or_put_is_a_copy() -> None:
+def test_a_put_copies_its_bytes() -> None:
     storage = MemoryStorages().open("memory://name", OPTIONS)
     memory = bytearray(b"12")
-    storage.put("a", memory)  # type: ignore[arg-type]  # what a careless caller does
+    storage.put("a", memory)  # type: ignore[arg-type]  # bytes are expected
     memory[:] = b"34"
     assert storage.get("a") == b"12"
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_writer_finds_gaps(known: bool) -> None:
+def test_a_writer_detects_gaps(known: bool) -> None:
     storage = MemoryStorages().open("memory://name", OPTIONS)
     writer = storage.open_writer("a", 10 if known else None)
     writer.write_at(0, b"012")
@@ -96,7 +96,7 @@ def test_a_writer_finds_gaps(known: bool) -> None:
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (9, 2), (11, 0), (0, 11)])
-def test_a_writer_holds_its_caller_to_the_size(offset: int, nbytes: int) -> None:
+def test_a_writer_refuses_bytes_outside_of_its_size(offset: int, nbytes: int) -> None:
     writer = MemoryStorages().open("memory://name", OPTIONS).open_writer("a", 10)
     with pytest.raises(ValueError, match="cannot write bytes"):
         writer.write_at(offset, bytes(nbytes))

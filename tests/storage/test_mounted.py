@@ -1,4 +1,4 @@
-"""Real file systems, mounted for the test: all of them work, also when they are full, or can only be read."""
+"""Real file systems that are mounted for the test: they work, also if they are full or read-only."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_everything_works(kind: str, mounts: Mounts) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_checkpoints_are_replaced_as_well_as_it_can(
+def test_checkpoints_are_replaced_as_the_file_system_permits(
     kind: str, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two checkpoints in one directory share its warning."""
+    """There is one warning for the directory, not one for each checkpoint."""
     directory = _KINDS[kind](mounts) / "here"
     for number in (1, 2, 3):
         for name in ("one", "other"):
@@ -93,7 +93,7 @@ def test_checkpoints_are_replaced_as_well_as_it_can(
     '`overwrite=True` is refused before anything is written; `overwrite="non-atomic"` deletes the old one in place',
 )
 def test_a_checkpoint_of_a_lower_layer_is_replaced_and_deleted(mounts: Mounts) -> None:
-    """Its directory cannot be renamed."""
+    """The directory of the checkpoint cannot be renamed."""
     lower = mounts.overlay() / "lower"
     check(ckptcore.load(lower), 1)
     with pytest.raises(ckptcore.errors.AtomicityError, match="Nothing was changed"):
@@ -119,7 +119,7 @@ def _tmpfs_of_few_files(mounts: Mounts) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "xfs", "ext4"])
-def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) -> None:
+def test_everything_but_saves_works_on_a_full_disk(kind: str, mounts: Mounts) -> None:
     if kind == "ext4":
         directory = mounts.disk("ext4", 24)
     else:
@@ -140,7 +140,7 @@ def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) 
     assert ckptcore.verify(directory / "old").ok
     check(ckptcore.CheckpointReader(directory / "run").load(), 2)
     check(run.load(), 2)
-    run.delete(1)  # what the error advises
+    run.delete(1)  # as the error advises
     run.wait()
     ckptcore.delete(directory / "other")
     ckptcore.save(directory / "old", state(3), overwrite=True)
@@ -152,7 +152,7 @@ def test_a_full_disk_lets_everything_but_saves_go_on(kind: str, mounts: Mounts) 
     assert run.steps == (2, 3)
 
 
-def test_what_can_only_be_read_is_read(mounts: Mounts) -> None:
+def test_checkpoints_on_a_read_only_file_system_can_be_read(mounts: Mounts) -> None:
     directory = mounts.tmpfs()
     ckptcore.save(directory / "old", state(1))
     with ckptcore.Checkpointer(directory / "run") as run:

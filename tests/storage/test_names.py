@@ -1,4 +1,4 @@
-"""Names that a file system takes for one, names that it does not allow, and places that it does not rename."""
+"""Names that a file system treats as equal or refuses, and directories that it cannot rename."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def _objects(location: Path, *names: str) -> None:
 
 _PAIRS: Final = [("W", "w"), ("\N{LATIN SMALL LETTER E WITH ACUTE}", "e\N{COMBINING ACUTE ACCENT}")]
 _SAVES: Final[dict[str, Callable[[Path, str, str], object]]] = {
-    "zarr": lambda at, one, two: _save(at, {one: _ONE, two: _TWO}, layout="zarr"),
-    "zarr3": lambda at, one, two: _save(at, {"in": {one: _ONE, two: _TWO}}, layout="zarr3"),
-    "objects": lambda at, one, two: _objects(at, one, two),
-    "zarr3 of an object": lambda at, one, two: ckptcore.save_checkpointables(
-        at, {"model": {one: _ONE, two: _TWO}}, layout="zarr3", context=_FAST
+    "zarr": lambda at, first, second: _save(at, {first: _ONE, second: _TWO}, layout="zarr"),
+    "zarr3": lambda at, first, second: _save(at, {"in": {first: _ONE, second: _TWO}}, layout="zarr3"),
+    "objects": lambda at, first, second: _objects(at, first, second),
+    "zarr3 of an object": lambda at, first, second: ckptcore.save_checkpointables(
+        at, {"model": {first: _ONE, second: _TWO}}, layout="zarr3", context=_FAST
     ),
-    "an object and the root": lambda at, one, two: _objects(at, "Checkpoint.json", one),
+    "an object and the root": lambda at, first, second: _objects(at, "Checkpoint.json", first),
 }
 
 
 @pytest.fixture(params=["ext4", "xfs", "fuse"])
 def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
-    """A directory whose file system takes names for one."""
+    """Return a directory whose file system treats different names as equal."""
     if request.param == "ext4":
         at = mounts.disk("ext4", 64, make=("-O", "casefold", "-E", "encoding=utf8"))
         (directory := at / "folded").mkdir()
@@ -77,29 +77,29 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
 )
 @pytest.mark.parametrize("kind", _SAVES)
 def test_names_that_are_one_are_refused_before_anything_is_written(kind: str, merging: Path) -> None:
-    for one, two in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
-        if "xfs" in str(merging) and not one.isascii():
-            continue  # it folds only ASCII
+    for first, second in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
+        if "xfs" in str(merging) and not first.isascii():
+            continue  # XFS ignores the case of ASCII letters only
         with pytest.raises(NameCollisionError, match=r"treats the names .* and .* as equal.*Nothing was written"):
-            _SAVES[kind](merging / "c", one, two)
+            _SAVES[kind](merging / "c", first, second)
         assert os.listdir(merging) == []
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
-def test_names_inside_files_are_no_names_of_files(layout: str, merging: Path) -> None:
+def test_names_inside_files_may_be_equal(layout: str, merging: Path) -> None:
     _save(merging / "c", {"W": _ONE, "w": _TWO}, layout=layout)
     loaded = ckptcore.load(merging / "c")
     assert loaded["W"].tolist() == [1] * 3 and loaded["w"].tolist() == [0] * 3
 
 
-def test_files_of_an_object_that_are_one_are_refused(merging: Path) -> None:
+def test_files_of_an_object_with_equal_names_are_refused(merging: Path) -> None:
     files = Files({"Readme": b"one", "readme": b"two"})
     with pytest.raises(NameCollisionError, match="'Readme' and 'files/readme'|'files/Readme' and 'files/readme'"):
         ckptcore.save_checkpointables(merging / "c", {"files": files}, context=_FAST)
     assert os.listdir(merging) == []
 
 
-def test_copies_and_conversions_are_refused(merging: Path, tmp_path: Path) -> None:
+def test_copies_and_conversions_with_equal_names_are_refused(merging: Path, tmp_path: Path) -> None:
     _save(tmp_path / "zarr", {"W": _ONE, "w": _TWO}, layout="zarr3")
     _objects(tmp_path / "several", "Model", "model")
     _save(tmp_path / "one", {"W": _ONE, "w": _TWO})
@@ -113,7 +113,7 @@ def test_copies_and_conversions_are_refused(merging: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_exports_are_refused_before_the_save_commits(within: bool, merging: Path) -> None:
+def test_exports_with_equal_names_are_refused_before_the_save_commits(within: bool, merging: Path) -> None:
     state = {"model": {"W": _ONE, "w": _TWO}}
     location = merging / ("c/hf" if within else "hf")
     export = Export(location=location, subtree="model", layout="zarr3")
@@ -125,7 +125,7 @@ def test_exports_are_refused_before_the_save_commits(within: bool, merging: Path
 
 
 @pytest.mark.parametrize("names", [("C",), ("hf", "HF")])
-def test_exports_whose_locations_are_one_are_refused_before_the_save_commits(
+def test_exports_with_equal_locations_are_refused_before_the_save_commits(
     names: tuple[str, ...], merging: Path
 ) -> None:
     exports = [Export(location=merging / name) for name in names]
@@ -134,7 +134,7 @@ def test_exports_whose_locations_are_one_are_refused_before_the_save_commits(
     assert os.listdir(merging) == []
 
 
-def test_sessions_are_refused(merging: Path) -> None:
+def test_sessions_with_equal_names_are_refused(merging: Path) -> None:
     with ckptcore.partial(merging / "c", layout="zarr3", context=_FAST) as session:
         session.save({"W": _ONE})
     with (
@@ -175,8 +175,8 @@ def test_a_base_or_a_member_is_not_deleted_by_another_spelling(merging: Path) ->
     assert ckptcore.verify(merging / "several").ok
 
 
-def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
-    """No name tells the leader, so files are created exclusively."""
+def test_two_processes_that_write_the_same_name_are_refused(tmp_path: Path) -> None:
+    """The leader cannot see this from the names, so every file is created exclusively."""
     location = resolve_location(tmp_path / "c", runtime_of(_FAST).storages, to_write=True)
     claim = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")
     transaction = location.commit_method.begin(location, claim, overwrite=False)
@@ -211,7 +211,7 @@ def test_long_names_are_refused_by_the_path_that_was_given(options: str, mounts:
     assert os.listdir(directory) == [fits]
 
 
-def test_names_of_any_file_system_are_refused_early(tmp_path: Path) -> None:
+def test_a_long_name_is_refused_on_every_file_system(tmp_path: Path) -> None:
     with pytest.raises(InvalidLocationError, match="allows at most 228"):
         _save(tmp_path / ("n" * 229), {"w": _ONE})
     _save(tmp_path / ("n" * 228), {"w": _ONE})
@@ -276,8 +276,8 @@ for refused in [
 """
 
 
-def test_a_locale_without_accents(tmp_path: Path) -> None:
-    """Only names of files that need them are refused."""
+def test_a_locale_that_cannot_encode_accents(tmp_path: Path) -> None:
+    """Only names of files with accents are refused."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", _WITHOUT_ACCENTS, str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

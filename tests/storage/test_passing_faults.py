@@ -1,4 +1,4 @@
-"""Space, inodes, quotas, rights, mounts, the network and identities go and return: a run loses nothing, and goes on."""
+"""Runs that temporarily lose space, inodes, quotas, permissions, mounts, the network or credentials, but no step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_a_short_run(kind: str, mounts: Mounts) -> None:
+def test_a_short_run_loses_no_step(kind: str, mounts: Mounts) -> None:
     run(PLACES[kind](mounts), 1, 25)
 
 

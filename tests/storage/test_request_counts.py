@@ -1,4 +1,4 @@
-"""The number of requests of a checkpoint on a far storage, and how many of them run at once."""
+"""The number of requests of a checkpoint on a far storage, and how many requests run at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_TO_LOAD = 10
 
 
 class Far:
-    """A plugin with a storage that is far."""
+    """A plugin with a far storage."""
 
     def __init__(self, **options: Any) -> None:
         self.storage = FarStorage(**options)
@@ -44,9 +44,8 @@ def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: in
     far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
     state = small_arrays(1000)
     ckptcore.save(LOCATION, state, layout=layout, context=far.context)
-    assert (
-        far.storage.count("put", "begin", "part", "complete") <= most_written
-    )  # the claim, two puts that are refused, and the root with them
+    # Includes the claim, two puts that test conditions and are refused, and the root.
+    assert far.storage.count("put", "begin", "part", "complete") <= most_written
     assert far.storage.count("delete", "abort") == 0
     far.storage.forget()
     loaded = ckptcore.load(LOCATION, context=far.context)
@@ -55,7 +54,7 @@ def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: in
 
 
 @pytest.mark.parametrize("root", ["root of ours", "none, as of other software"])
-def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> None:
+def test_many_objects_are_written_and_read_at_once(root: str) -> None:
     far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.05, concurrency=16)
     state = small_arrays(60)
     ckptcore.save(LOCATION, state, layout="zarr3", context=far.context)
@@ -68,11 +67,11 @@ def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> No
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
 
-def test_one_large_state_is_sent_in_parts_without_a_whole_copy() -> None:
+def test_a_large_state_is_uploaded_in_parts_without_a_whole_copy() -> None:
     far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.05, concurrency=16)
     state = {f"w{number}": np.random.default_rng(number).random((3 << 17) + number) for number in range(6)}
     ckptcore.save(LOCATION, state, context=far.context)
-    assert far.storage.peak_held_bytes <= 1 << 20  # of small objects: the claim and the root
+    assert far.storage.peak_held_bytes <= 1 << 20  # only small objects: the claim and the root
     nbytes = far.storage.size("bucket/run/model.safetensors")
     assert far.storage.count("part") == -(-nbytes // (1 << 20))
     assert 8 < far.storage.peak_at_once <= 16
@@ -82,7 +81,7 @@ def test_one_large_state_is_sent_in_parts_without_a_whole_copy() -> None:
     assert 8 < far.storage.peak_at_once <= 16
 
 
-def test_small_objects_are_not_asked_for_their_sizes_and_large_ones_are() -> None:
+def test_sizes_are_requested_only_for_large_objects() -> None:
     far = Far(part_bytes=1 << 20, request_bytes=1 << 20)
     state = {**small_arrays(40), "large": np.zeros(3 << 20, np.uint8)}
     ckptcore.save(LOCATION, state, layout="zarr3", context=far.context)
@@ -95,7 +94,7 @@ def test_small_objects_are_not_asked_for_their_sizes_and_large_ones_are() -> Non
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3", "dcp", "ocdbt"])
 @pytest.mark.parametrize("left", [0, 700, None])
-def test_a_small_object_that_is_cut_off_or_gone_is_told_with_the_arrays_in_it(
+def test_the_error_for_a_truncated_or_missing_object_names_its_arrays(
     layout: str, verify: bool, left: int | None
 ) -> None:
     far = Far(part_bytes=8 << 20, request_bytes=8 << 20)

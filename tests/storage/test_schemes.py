@@ -1,4 +1,4 @@
-"""Storages of a scheme: the plugin that names it, or one that opens all other schemes."""
+"""Schemes of URLs: a plugin opens the schemes that it lists, and another plugin may open all other schemes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.protocols import LeafHandler, StorageBackend, StorageOpener, Stora
 
 
 class Owner:
-    """Names one scheme."""
+    """A plugin that lists one scheme."""
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
@@ -29,7 +29,7 @@ class Owner:
 
 
 class Fallback:
-    """Opens what begins with ``any``, and would open ``owned`` and ``memory`` too; remembers what it was asked."""
+    """A plugin for schemes that begin with ``any``, ``owned`` or ``memory``. It records the schemes of all requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -44,7 +44,7 @@ class Fallback:
         return self.memory.open(f"memory://{url.replace('://', '-')}", options)
 
 
-def test_a_scheme_that_no_plugin_names_is_opened() -> None:
+def test_a_fallback_opens_a_scheme_that_no_plugin_lists() -> None:
     fallback = Fallback()
     context = Context(plugins=PluginOptions(extra=[fallback]))
     ckptcore.save("any+thing://store/step_1", {"w": np.arange(3)}, context=context)
@@ -53,23 +53,23 @@ def test_a_scheme_that_no_plugin_names_is_opened() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["owned", "memory", "file"])
-def test_a_scheme_that_a_plugin_names_is_its_own(scheme: str) -> None:
+def test_a_scheme_that_a_plugin_lists_never_gets_to_the_fallback(scheme: str) -> None:
     fallback, owner = Fallback(), Owner()
     plugins = installed_plugins().with_plugins([fallback, owner], {})
-    found = plugins.storage(scheme)
-    assert found != fallback.open
+    opener = plugins.storage(scheme)
+    assert opener != fallback.open
     assert fallback.asked == []
     if scheme == "owned":
-        assert found == owner.open
+        assert opener == owner.open
 
 
-def test_two_answers_are_a_conflict() -> None:
+def test_two_fallbacks_for_a_scheme_are_a_conflict() -> None:
     plugins = installed_plugins().with_plugins([Fallback(), Fallback()], {})
     with pytest.raises(PluginConflictError, match=r"any:// .* uninstall one"):
         plugins.storage("any")
 
 
-def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unknown_scheme_lists_the_installed_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = installed_plugins().with_plugins([Fallback()], {})
     with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*Installed: .*file://.*memory://"):
         plugins.storage("no-such-scheme")
@@ -79,10 +79,10 @@ def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("location", [Path("s3://bucket/run"), "s3:/bucket/run", Path("file:///tmp/run"), "GS:/bucket"])
-def test_a_url_that_lost_a_slash_is_no_directory(
+def test_a_url_that_lost_a_slash_is_refused(
     location: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that keeps its URLs as paths would save to the disk of its machine, which is gone when the job ends."""
+    """`pathlib` removes a slash from URLs. Otherwise such a program would save to its local disk."""
     monkeypatch.chdir(tmp_path)
     for use in (lambda: ckptcore.save(location, {"w": 1}), lambda: ckptcore.Checkpointer(location)):
         with pytest.raises(InvalidLocationError, match=r"give '(s3|file|GS)://.* as a str"):

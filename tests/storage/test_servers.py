@@ -1,4 +1,4 @@
-"""Servers for tests: they answer before they are used, and end with who started them."""
+"""Servers for tests. A server answers before a test uses it, and ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 PARENT = """
-import sys, pathlib, time
+import sys, pathlib, signal
 from ckptcore_testing.servers import serve
 from tests.storage.test_servers import command
 with serve(command, pathlib.Path(sys.argv[1])) as server:
     print(server.url, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 
 def command(port: int) -> ServerCommand:
-    """A server that says its process."""
+    """Return the command of a server that answers with its process id."""
     return ServerCommand([sys.executable, "-c", SERVER, str(port)], {})
 
 
@@ -72,7 +72,7 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for_end(pid)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_the_error_for_a_server_that_does_not_start_has_its_output(tmp_path: Path) -> None:
     def broken(port: int) -> ServerCommand:
         return ServerCommand([sys.executable, "-c", "import sys; sys.exit('no such option')"], {})
 
@@ -80,9 +80,9 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         pass
 
 
-def test_a_server_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_in_time_is_an_error(tmp_path: Path) -> None:
     def deaf(port: int) -> ServerCommand:
-        return ServerCommand([sys.executable, "-c", "import time; time.sleep(600)"], {})
+        return ServerCommand([sys.executable, "-c", "import signal; signal.pause()"], {})
 
     with pytest.raises(RuntimeError, match="not ready after"), serve(deaf, tmp_path, timeout_seconds=0.3):
         pass

@@ -1,4 +1,4 @@
-"""The simulated disk loses what a real one may lose, and nothing else: else tests on it would prove nothing."""
+"""The simulated disk loses exactly what a real disk may lose. Otherwise the tests that use it would prove nothing."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def contents(storage: SimulatedStorage) -> dict[str, bytes]:
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_synced_survives_and_nothing_else_must() -> None:
+def test_only_synced_bytes_and_names_survive_for_sure() -> None:
     disk, file = SimulatedDisk(), DiskFile()
     disk.change("create", (disk.root, "a", file))
     disk.write("write", file, 0, b"1" * 5000)
     assert {tuple(state) for state in states(disk)} == {(), ("a",)}
     disk.sync_directory("sync", disk.root)
-    found = [state["a"] for state in states(disk)]
-    assert found[0] == b"", "its name survives, its bytes need not"
-    assert b"1" * 5000 in found
-    assert bytes(5000) in found
-    assert any(0 < data.count(b"1") < 5000 for data in found), "pages survive one by one"
+    survivors = [state["a"] for state in states(disk)]
+    assert survivors[0] == b"", "its name survives, its bytes need not"
+    assert b"1" * 5000 in survivors
+    assert bytes(5000) in survivors
+    assert any(0 < data.count(b"1") < 5000 for data in survivors), "pages survive one by one"
     disk.sync_file("sync", file)
     assert states(disk) == [{"a": b"1" * 5000}] * 63
     disk.write("write", file, 0, b"2" * 5000)
@@ -79,24 +79,24 @@ def test_a_rename_survives_whole_or_not_at_all() -> None:
 
 
 def test_changes_of_one_name_survive_in_their_order() -> None:
-    disk, one, other = SimulatedDisk(), DiskFile(), DiskFile()
+    disk, file, other = SimulatedDisk(), DiskFile(), DiskFile()
     directory = DiskDirectory()
-    disk.sync_file("sync", one)
+    disk.sync_file("sync", file)
     disk.write("write", other, 0, b"other")
     disk.sync_file("sync", other)
     disk.change("make", (disk.root, "d", directory))
     disk.sync_directory("sync", disk.root)
-    disk.change("create", (directory, "a", one))
-    disk.change("rename away", (directory, "a", None), (disk.root, "b", one))
+    disk.change("create", (directory, "a", file))
+    disk.change("rename away", (directory, "a", None), (disk.root, "b", file))
     disk.sync_directory("sync", disk.root)
     assert states(disk) == [{"b": b""}] * 63, "the creation that came before does not come back"
     disk.change("create", (disk.root, "b", other))
     disk.change("remove", (disk.root, "b", None))
-    disk.change("create", (disk.root, "b", one))
+    disk.change("create", (disk.root, "b", file))
     assert {state.get("b") for state in states(disk)} == {b"", b"other", None}
 
 
-def test_a_survivor_is_a_disk_of_its_own() -> None:
+def test_a_surviving_disk_is_independent_of_the_old_disk() -> None:
     disk = SimulatedDisk()
     open_simulated(disk, "disk://a", DURABLE).put("b", b"1")
     after = next(disk.after_power_loss(random.Random(0)))
@@ -107,7 +107,7 @@ def test_a_survivor_is_a_disk_of_its_own() -> None:
     assert states(after) == [{"a/b": b"2", "a/c": b"3"}] * 63
 
 
-# --- the storage on it ------------------------------------------------------------------------------------------------
+# --- the storage on the disk ------------------------------------------------------------------------------------------
 
 
 def put(storage: SimulatedStorage) -> None:
@@ -121,25 +121,25 @@ def write(storage: SimulatedStorage) -> None:
 
 
 @pytest.mark.parametrize("action", [put, write])
-def test_what_durable_calls_returned_from_survives(action: Callable[[SimulatedStorage], None]) -> None:
+def test_changes_of_durable_calls_survive(action: Callable[[SimulatedStorage], None]) -> None:
     disk = SimulatedDisk()
     action(open_simulated(disk, "disk://a/b", DURABLE))
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
 
 @pytest.mark.parametrize("action", [put, write])
-def test_what_was_not_durable_may_be_lost(action: Callable[[SimulatedStorage], None]) -> None:
+def test_changes_without_durability_may_be_lost(action: Callable[[SimulatedStorage], None]) -> None:
     disk = SimulatedDisk()
     storage = open_simulated(disk, "disk://a/b", NOT_DURABLE)
     action(storage)
-    found = states(disk)
-    assert {} in found
-    assert {"a/b/x/y": b""} in found, "a name without its bytes"
+    survivors = states(disk)
+    assert {} in survivors
+    assert {"a/b/x/y": b""} in survivors, "a name without its bytes"
     open_simulated(disk, "disk://a/b", DURABLE).sync(["x/y"])
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
 
-def test_a_put_is_the_old_or_the_new_at_every_step() -> None:
+def test_a_put_leaves_the_old_or_the_new_object_at_every_step() -> None:
     dry = SimulatedDisk()
     open_simulated(dry, "", DURABLE).put("x/y", b"old")
     first = len(dry.steps)
@@ -158,7 +158,7 @@ def test_a_put_is_the_old_or_the_new_at_every_step() -> None:
 
 
 def commit(storage: SimulatedStorage, *, careful: bool) -> None:
-    """Overwrite a directory as a commit by exchange does, or carelessly."""
+    """Overwrite a directory, as a commit by exchange does. Without `careful`, leave out its syncs."""
     storage.put("hidden/part", b"new part")
     storage.put("hidden/root", b"new part")
     if careful:
@@ -168,8 +168,8 @@ def commit(storage: SimulatedStorage, *, careful: bool) -> None:
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_a_commit_without_syncs_is_found_out(careful: bool) -> None:
-    """The test of the tests: the disk tells a good protocol from a bad one."""
+def test_a_commit_without_syncs_is_detected(careful: bool) -> None:
+    """The simulated disk distinguishes a safe protocol from an unsafe protocol."""
     dry = SimulatedDisk()
     options = DURABLE if careful else NOT_DURABLE
 
@@ -192,16 +192,16 @@ def test_a_commit_without_syncs_is_found_out(careful: bool) -> None:
         else:
             assert step == len(dry.steps)
         for after in disk.after_power_loss(random.Random(step), 10):
-            found = open_simulated(after, "", DURABLE)
+            survivor = open_simulated(after, "", DURABLE)
             try:
-                broken += found.get("final/root") not in (b"old part", b"new part")
-                broken += found.get("final/root") != found.get("final/part")
+                broken += survivor.get("final/root") not in (b"old part", b"new part")
+                broken += survivor.get("final/root") != survivor.get("final/part")
             except ObjectNotFoundError:
                 broken += 1
     assert (broken == 0) is careful
 
 
-def test_a_lock_is_gone_when_power_is_back() -> None:
+def test_a_power_loss_releases_locks() -> None:
     disk = SimulatedDisk()
     assert open_simulated(disk, "", DURABLE).lock_directory("a") is not None
     assert open_simulated(disk, "", DURABLE).lock_directory("a") is None

@@ -1,4 +1,4 @@
-"""Stale handles of a network file system: they say nothing about a checkpoint, so that no reader takes an older one."""
+"""Stale handles of a network file system. They are no sign of damage, so readers do not fall back to an older step."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def test_a_file_is_opened_again_by_its_path(tmp_path: Path, monkeypatch: pytest.
     assert failed
 
 
-def test_a_file_that_was_replaced_is_not_read_in_place_of_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_replaced_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"old")
     file = LocalFile("a", str(tmp_path / "a"), str(tmp_path))
     (tmp_path / "b").write_bytes(b"new")

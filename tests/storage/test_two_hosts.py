@@ -1,4 +1,4 @@
-"""Two hosts that see one directory through file systems whose locks do not reach the other host: leases protect it."""
+"""Two hosts with a shared directory, on file systems without locks between hosts. Leases protect the directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPTIONS: Final = StorageOptions(durable=False)
 
 
 class Hosts(NamedTuple):
-    """One directory as two hosts see it, and as the server that exports it does."""
+    """Paths of the same directory: on two hosts, and on the server that exports it."""
 
     one: Path
     two: Path
@@ -41,7 +41,7 @@ class Hosts(NamedTuple):
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Two views through FUSE, whose kernel has separate locks for each."""
+    """Mount two views through FUSE. The kernel keeps separate locks for each view."""
     with ExitStack() as closing:
         mounts = Mounts(tmp_path, closing)
         (server := tmp_path / "server").mkdir()
@@ -76,26 +76,26 @@ def test_a_requeued_job_does_not_open_next_to_the_old_one(first: str, second: st
 
 
 @pytest.mark.parametrize("place", ["two", "server"])
-def test_a_save_leaves_the_running_save_of_another_host(place: str, hosts: Hosts) -> None:
-    """Also if they save to one location: the one that commits first wins."""
+def test_a_save_does_not_delete_the_running_save_of_another_host(place: str, hosts: Hosts) -> None:
+    """Both hosts save to one location. The first commit wins."""
 
     def at(path: Path) -> Location:
         store = open_local(str(path), _OPTIONS)
         return Location(f"{path}/a", store, "a", f"file:{path}/a", support=StorageSupport(clock=FakeClock()))
 
-    one, two = at(hosts.one), at(getattr(hosts, place))
-    running = one.commit_method.begin(one, new_claim(new_save_id()), False)
+    first, second = at(hosts.one), at(getattr(hosts, place))
+    running = first.commit_method.begin(first, new_claim(new_save_id()), False)
     running.store.put("w", b"1")
-    other = two.commit_method.begin(two, new_claim(new_save_id()), False)
+    other = second.commit_method.begin(second, new_claim(new_save_id()), False)
     other.store.put("w", b"2")
-    two.commit_method.sweep(two)
+    second.commit_method.sweep(second)
     running.commit(b"root", {})
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
         other.commit(b"other", {})
-    assert one.store.get("w") == b"1"
+    assert first.store.get("w") == b"1"
 
 
-def test_a_step_that_another_host_has_pinned_stays(hosts: Hosts) -> None:
+def test_a_step_that_another_host_has_pinned_is_kept(hosts: Hosts) -> None:
     with Checkpointer(hosts.one / "run", preservation_policy=LatestN(1)) as run:
         run.save_blocking(1, state(1))
         with CheckpointReader(hosts.two / "run").pin(1):
@@ -110,7 +110,7 @@ def test_a_step_that_another_host_has_pinned_stays(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize(("owner", "reader"), [("server", "two"), ("two", "server")])
-def test_a_step_that_another_host_has_pinned_stays_for_the_server(owner: str, reader: str, hosts: Hosts) -> None:
+def test_the_server_and_a_host_keep_the_pinned_steps_of_each_other(owner: str, reader: str, hosts: Hosts) -> None:
     with Checkpointer(getattr(hosts, owner) / "run", preservation_policy=LatestN(1)) as run:
         run.save_blocking(1, state(1))
         with CheckpointReader(getattr(hosts, reader) / "run").pin(1):
@@ -119,7 +119,7 @@ def test_a_step_that_another_host_has_pinned_stays_for_the_server(owner: str, re
             assert run.steps == (1, 2)
 
 
-def test_the_owner_that_did_not_renew_its_lease_loses(hosts: Hosts) -> None:
+def test_an_owner_that_did_not_renew_its_lease_loses_the_run(hosts: Hosts) -> None:
     clock = FakeClock()
     process = clock.process()
     old = commit_method(open_local(str(hosts.one / "run"), _OPTIONS)).locks("run", clock=process).own()

@@ -1,10 +1,9 @@
-"""A far tier on a local S3 server: steps lost near are loaded from it, and network faults lose nothing."""
+"""A far tier on a local S3 server. Steps that the near tier lost are loaded from it, and network faults lose none."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ _LARGE = 7 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server that this module has to itself."""
+    """Start a server for this module alone."""
     with s3_server(tmp_path_factory.mktemp("s3")) as running:
         yield running
 
@@ -47,7 +46,7 @@ def _context(server: S3Server, **options: Any) -> Context:
     return Context(storage={"s3": {**server.options, "part_bytes": 5 << 20, **options}})
 
 
-def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
+def test_steps_lost_from_the_near_tier_are_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
     far, context = f"s3://{server.create_bucket()}/run", _context(server)
     near = tmp_path / "near"
     with Checkpointer(
@@ -69,13 +68,17 @@ def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -
         assert ckptcore.verify(f"{far}/{step}", context=context).ok
 
 
-class _Weather:
-    """Faults by a seed, and an outage between `begin` and `end`."""
+class _FaultsAndOutage:
+    """Random faults by a seed, and an outage between `begin` and `end`.
+
+    Attributes:
+        refused: released for each request during the outage.
+    """
 
     def __init__(self, plan: RequestPlan) -> None:
         self._plan = plan
         self._away = threading.Event()
-        self.met = threading.Event()
+        self.refused = threading.Semaphore(0)
 
     def begin(self) -> None:
         """Make the service unavailable."""
@@ -88,7 +91,7 @@ class _Weather:
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
         if self._away.is_set():
-            self.met.set()
+            self.refused.release()
             return (InterruptBefore(lambda: None),)
         return self._plan.faults(request, dialect)
 
@@ -99,12 +102,12 @@ def _large(step: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3Server, seed: int) -> None:
+def test_throttling_resets_and_an_outage_lose_no_step(tmp_path: Path, server: S3Server, seed: int) -> None:
     bucket = server.create_bucket()
     far, near = f"s3://{bucket}/run", tmp_path / "near"
-    # What arrives later than its answer is a matter of commits, which have tests of their own.
+    # Requests that are repeated or delivered late affect only commits, which have their own tests.
     plan = SeededFaults(seed, rate=0.15, most=60, spared=(RepeatLater, DeliverLater))
-    weather = _Weather(plan)
+    weather = _FaultsAndOutage(plan)
     with FaultProxy(server.server.url, weather, dialect=DIALECT) as proxy:
         context = _context(server, endpoint=proxy.url, retries=3, first_wait=0.01)
         tier = NearTier(near, preservation_policy=LatestN(2), max_waiting=20)
@@ -113,11 +116,11 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
                 run.save(step, _large(step))
                 run.wait()
             weather.begin()
-            for step in range(6, 9):  # no save waits for the far tier
+            for step in range(6, 9):  # saves do not wait for the far tier
                 run.save(step, _large(step))
                 run.wait()
-            assert weather.met.wait(60)
-            time.sleep(0.5)
+            for _ in range(4):  # a request and its three retries
+                assert weather.refused.acquire(timeout=60)
             assert CheckpointReader(near).latest == 8
             weather.end()
             tiers.wait_for_uploads(300)

@@ -1,4 +1,4 @@
-"""torch.distributed processes, each a host with a near directory: one is replaced, one killed, the job shrinks."""
+"""Jobs of torch.distributed in which each process is a host with a near directory, and hosts are lost or killed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.jobs.processes import run_job
 
 _PROGRAM: Final = "tests.tiers.torch_hosts"
 
-pytestmark = [pytest.mark.slow, pytest.mark.system]  # a job takes seconds to start; `test_hosts` has jobs of threads
+pytestmark = [pytest.mark.slow, pytest.mark.system]  # a job takes seconds to start; faster tests use threads
 
 
-def test_hosts_come_and_go(tmp_path: Path) -> None:
+def test_a_job_resumes_after_hosts_were_lost_or_removed(tmp_path: Path) -> None:
     assert run_job(_PROGRAM, "save", tmp_path, size=3) == [[1, 2]] * 3
     assert CheckpointReader(tmp_path / "far").steps == (1, 2)
     shutil.rmtree(tmp_path / "host-1")
@@ -27,17 +27,17 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
     assert (reader.load()["w"] == 22).all()
 
 
-def test_a_job_goes_on_after_a_host_was_killed_in_a_save(tmp_path: Path) -> None:
+def test_a_job_resumes_after_a_host_was_killed_in_a_save(tmp_path: Path) -> None:
     run_job(_PROGRAM, "save", tmp_path, size=2)
     with pytest.raises(AssertionError, match=r"ended with \[-9, -9\]|ended with \[1, -9\]"):
         run_job(_PROGRAM, "die", tmp_path, size=2)
-    found = run_job(_PROGRAM, "load", tmp_path, size=2)
-    assert found in ([[2, 2]] * 2, [[3, 3]] * 2)
-    assert CheckpointReader(tmp_path / "far").latest == found[0][0] + 10
+    restored = run_job(_PROGRAM, "load", tmp_path, size=2)
+    assert restored in ([[2, 2]] * 2, [[3, 3]] * 2)
+    assert CheckpointReader(tmp_path / "far").latest == restored[0][0] + 10
 
 
 @pytest.mark.parametrize("layout", ["dcp", "safetensors"])
-def test_replicas_load_near_where_nothing_was_uploaded(tmp_path: Path, layout: str) -> None:
+def test_replicas_are_loaded_from_near_tiers_if_nothing_was_uploaded(tmp_path: Path, layout: str) -> None:
     with pytest.raises(AssertionError, match=r"ended with \[-9, -9, -9, -9\]"):
         run_job(_PROGRAM, "die saved", tmp_path, size=4, layouts=[layout])
     assert run_job(_PROGRAM, "load trained", tmp_path, size=4, layouts=[layout]) == [2] * 4

@@ -1,4 +1,4 @@
-"""A near tier uploads updates whole: whether their bases ever come to the far one is for its policies to say."""
+"""Updates in a near tier. They are uploaded as whole checkpoints, because policies may never upload their bases."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
         ({"max_waiting": 1}, LatestN(5)),
     ],
 )
-def test_an_update_is_whole_in_the_far_tier(options: Any, policy: Any, tmp_path: Path) -> None:
+def test_an_update_is_a_whole_checkpoint_in_the_far_tier(options: Any, policy: Any, tmp_path: Path) -> None:
     near, far = new_place("file", tmp_path), new_place("memory", tmp_path)
     ckptcore.save(f"{near}/1", _STATE)
     ckptcore.save(f"{near}/2", {"n": 2}, strategy=ckptcore.Update(f"{near}/1"))
-    found = []
+    whole_steps = []
     for _ in range(2):
         with Checkpointer(TieredDirectory(NearTier(near, **options), far), preservation_policy=policy) as run:
             run.wait()
             assert run.load()["n"] == 2
-        found.append(objects_at(f"{far}/2"))
-    assert found[0] == found[1], "what was uploaded once is not uploaded again"
+        whole_steps.append(objects_at(f"{far}/2"))
+    assert whole_steps[0] == whole_steps[1], "what was uploaded once is not uploaded again"
     for step in (2, 1):
         ckptcore.delete(f"{near}/{step}")
     if 1 in CheckpointReader(far).steps:

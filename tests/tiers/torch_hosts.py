@@ -1,10 +1,10 @@
-"""Programs of torch.distributed for tests of near tiers: each process is a host."""
+"""Programs of torch.distributed for tests of near tiers. Each process is a host."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -52,21 +52,26 @@ def _load(place: Place) -> list[Any]:
         tensor = state["w"]
         assert isinstance(tensor, DTensor)
         assert bool((tensor.to_local() == state["step"]).all())
-        found = [run.restored_step, state["step"]]
+        steps = [run.restored_step, state["step"]]
         run.save(state["step"] + 10, _state(state["step"] + 10, place))
-        return found
+        return steps
 
 
 def _die_with_a_host(place: Place) -> None:
-    """Save a step that is not uploaded when the second host is killed; the launcher kills the others with it."""
+    """Save a step, then kill this process. The second host dies first, and the others after its death."""
     run = _open(place)
+    pids: list[int] = [0] * place.size
+    dist.all_gather_object(pids, os.getpid())
+    second = os.pidfd_open(pids[1])
+    dist.barrier()
     run.save(3, _state(3, place))
-    time.sleep(0.0 if place.rank == 1 else 0.3)
+    if place.rank != 1:
+        select.select([second], [], [], 60)  # readable once the process has ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _open_never_uploading(place: Place) -> Checkpointer:
-    """A run of two processes on each host, of which no step is uploaded."""
+    """Open a run with two processes on each host that uploads no step."""
     near = NearTier(
         place.directory / f"host-{place.rank // 2}" / "run", seen_by="host", upload_policy=SpecificSteps([])
     )
@@ -75,7 +80,7 @@ def _open_never_uploading(place: Place) -> Checkpointer:
 
 
 def _trained(place: Place, steps: int) -> dict[str, Any]:
-    """Return the state of a data-parallel job after `step` steps, with arrays that only some ranks hold."""
+    """Return the state of a data-parallel job after `steps` steps, with arrays that only some ranks hold."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(31, 17), torch.nn.BatchNorm1d(17)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -95,7 +100,7 @@ def _trained(place: Place, steps: int) -> dict[str, Any]:
 
 
 def _die_saved(place: Place) -> None:
-    """Save two steps, and be killed once the second is committed on all hosts and before anything is uploaded."""
+    """Save two steps. Kill this process once the second step is committed on all hosts, before any upload."""
     run = _open_never_uploading(place)
     for steps in (1, 2):
         run.save(steps, _trained(place, steps))
@@ -105,17 +110,17 @@ def _die_saved(place: Place) -> None:
 
 
 def _load_trained(place: Place) -> Any:
-    """Load what the job had that was killed: every element is what it was."""
+    """Load the state of the killed job, and compare every element."""
     with _open_never_uploading(place) as run:
-        found = run.load_into(_trained(place, 1))
+        loaded = run.load_into(_trained(place, 1))
         restored = run.restored_step
     expected = _trained(place, 2)
     for name in ("across", "within"):
-        assert torch.equal(found.pop(name).to_local(), expected.pop(name).to_local())
-    ours, theirs = (tree_flatten(state)[0] for state in (found, expected))
+        assert torch.equal(loaded.pop(name).to_local(), expected.pop(name).to_local())
+    ours, theirs = (tree_flatten(state)[0] for state in (loaded, expected))
     assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    for leaf, expected_leaf in zip(ours, theirs, strict=True):
+        assert torch.equal(leaf, expected_leaf) if isinstance(leaf, torch.Tensor) else leaf == expected_leaf
     return restored
 
 

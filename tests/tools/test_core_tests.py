@@ -1,4 +1,4 @@
-"""Tests that need what is not installed skip with ``-p tools.core_tests``; others fail as usual."""
+"""The pytest plugin ``tools.core_tests``: tests that need a missing package skip, others fail as usual."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_missing_packages_skip(tmp_path: Path) -> None:
     assert "test_of_a_bug" in run.stdout.partition("short test summary")[2]
 
 
-def test_an_error_says_what_it_needs() -> None:
+def test_the_missing_package_is_read_from_an_error() -> None:
     assert needs(ModuleNotFoundError("No module named 'torch'", name="torch")) == "torch"
     assert needs(CheckpointError("run pip install 'ckptcore[s3]'")) == "pip install 'ckptcore[s3]'"
     assert needs(ExceptionGroup("ranks failed", [ValueError(), ModuleNotFoundError(name="jax")])) == "jax"

@@ -1,4 +1,4 @@
-"""Counts of code are right for small samples, and cover the whole project."""
+"""The tool that counts code: correct counts for samples, and a report about the whole project."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_empty_file_has_no_lines() -> None:
     assert count_source("") == Count(files=1, short=1)
 
 
-def test_a_long_file_is_not_short() -> None:
+def test_a_long_file_is_not_counted_as_short() -> None:
     assert count_source("x = 1\n" * 100) == Count(files=1, lines=100, code=100)
 
 
@@ -59,26 +59,26 @@ def test_files_are_counted_by_package(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('__all__ = ["a", "b"]\n', encoding="utf-8")
-    one = Count(1, 1, 1, 1)
+    single = Count(1, 1, 1, 1)
     assert count_packages(tmp_path) == {
-        "ckptcore (modules)": one,
-        "ckptcore.save": one + one,
-        "ckptcore_x": one,
-        "tests of plugins": one,
-        "tests": one,
+        "ckptcore (modules)": single,
+        "ckptcore.save": single + single,
+        "ckptcore_x": single,
+        "tests of plugins": single,
+        "tests": single,
     }
     assert public_names(tmp_path) == ["a", "b"]
 
 
 def test_the_report_covers_the_core(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     files = sum(
-        count["files"] for name, count in found["packages"].items() if name.startswith(("ckptcore.", "ckptcore "))
+        count["files"] for name, count in report["packages"].items() if name.startswith(("ckptcore.", "ckptcore "))
     )
     assert files == len(core_sources())
-    assert "save" in found["public_names"]
-    assert "ckptcore" in found["modules_of_a_save_and_a_load"]
+    assert "save" in report["public_names"]
+    assert "ckptcore" in report["modules_of_a_save_and_a_load"]
 
 
 def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,10 +88,10 @@ def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -
     assert lines["everything"] == ["everything", "2", "1", "250", "1,190", "0", "0"]
 
 
-def test_the_note_has_the_rooms_of_the_core() -> None:
+def test_the_design_note_lists_the_packages_of_the_core() -> None:
     root = Path(__file__).parents[2]
     note = (root / "docs" / "design" / "small-core.md").read_text(encoding="utf-8")
     rows = rooms_table(count_packages(root)).splitlines()
     assert len(rows) == len(ROOMS) + 3
-    for row in rows:  # numbers may be older than the code
+    for row in rows:  # the numbers may be of an older version
         assert row.split("|")[1] in note and row.split("|")[3] in note, "run python -m tools.count --write"

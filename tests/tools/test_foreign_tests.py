@@ -1,4 +1,4 @@
-"""Results of the tests of replaced libraries: the tables of the page, the reasons of failures, the count of calls."""
+"""Results of the tests of replaced libraries: tables on the page, reasons for failures, and counts of calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_elsewhere():
 """
 
 
-def test_the_tables_of_the_page_are_those_of_the_stored_results() -> None:
+def test_the_page_has_the_tables_of_the_stored_results() -> None:
     page = NOTE.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- table: (\w+) -->", page)) == RESULTS.keys()
     assert fill_tables(page, RESULTS) == page, "write the tables with python -m tools.foreign_tests"
@@ -48,7 +48,7 @@ def test_the_page_gives_a_reason_for_each_test_that_passes_only_with_the_library
     section = NOTE.read_text(encoding="utf-8").partition(f"<!-- table: {library} -->")[2].partition("\n## ")[0]
     rows = section.partition("| test | reason |")[2]
     listed = set(re.findall(r"`(test_\w+)`", rows))
-    failed = {name.partition(".")[2] for one in RESULTS[library].files.values() for name in one.failed}
+    failed = {name.partition(".")[2] for file in RESULTS[library].files.values() for name in file.failed}
     assert listed == {re.sub(r"\d+$", "", name.partition("[")[0]) for name in failed}
 
 

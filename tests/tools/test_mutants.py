@@ -1,4 +1,4 @@
-"""Mutants are found, named by what they change, and noticed by tests or not."""
+"""The tool for mutants: it finds and names mutants, and reports whether tests detect them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _kinds(mutants: list[Mutant]) -> list[tuple[str, str, str]]:
     return sorted((function, kind, text) for function, kind, text, _ in parts)
 
 
-def test_changes_are_inside_functions(tmp_path: Path) -> None:
+def test_mutants_change_only_code_inside_functions(tmp_path: Path) -> None:
     mutants = list(find_mutants(_project(tmp_path), ["package"]))
     take = "Claim.take"
     assert _kinds(mutants) == [
@@ -67,7 +67,7 @@ def test_changes_are_inside_functions(tmp_path: Path) -> None:
     ]
 
 
-def test_each_mutant_changes_the_code_in_its_own_way(tmp_path: Path) -> None:
+def test_no_two_mutants_make_the_same_change(tmp_path: Path) -> None:
     mutants = find_mutants(_project(tmp_path), ["package/claims.py"])
     changed = {mutated_source(_SOURCE, mutant.index) for mutant in mutants}
     assert len(changed) == len(mutants)
@@ -77,7 +77,7 @@ def test_each_mutant_changes_the_code_in_its_own_way(tmp_path: Path) -> None:
         mutated_source(_SOURCE, len(mutants))
 
 
-def test_names_depend_neither_on_the_file_nor_on_lines(tmp_path: Path) -> None:
+def test_names_of_mutants_do_not_depend_on_files_or_lines(tmp_path: Path) -> None:
     before = find_mutants(_project(tmp_path), ["package"])
     (tmp_path / "package" / "claims.py").unlink()
     (tmp_path / "package" / "transaction.py").write_text("# moved\n\n" + _SOURCE, encoding="utf-8")
@@ -86,7 +86,7 @@ def test_names_depend_neither_on_the_file_nor_on_lines(tmp_path: Path) -> None:
     assert {mutant.path for mutant in after} == {"package/transaction.py"}
 
 
-def test_equal_changes_have_a_number(tmp_path: Path) -> None:
+def test_mutants_with_equal_names_are_numbered(tmp_path: Path) -> None:
     _project(tmp_path)
     (tmp_path / "package" / "other.py").write_text(_SOURCE, encoding="utf-8")
     names = [mutant.name for mutant in find_mutants(tmp_path, ["package"])]
@@ -100,10 +100,10 @@ def test_results_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     after = {"both": Result("killed", 1.0, "new.py"), "lost": Result("survived", 1.0, "new.py")}
     after |= {"late": Result("killed", 1.0, "new.py"), "never": Result("survived", 1.0, "new.py")}
     assert compare(before, after) == (["lost"], ["gone"])
-    for name, found in (("before", before), ("after", after)):
+    for name, results in (("before", before), ("after", after)):
         report = {
             "mutants": {
-                key: {"outcome": of.outcome, "seconds": of.seconds, "path": of.path} for key, of in found.items()
+                key: {"outcome": of.outcome, "seconds": of.seconds, "path": of.path} for key, of in results.items()
             }
         }
         (tmp_path / name).write_text(json.dumps(report), encoding="utf-8")
@@ -147,11 +147,11 @@ def test_waits():
         ("unused | arithmetic | size + 1 | 0", "survived"),
     ],
 )
-def test_mutants_are_noticed_in_processes_that_tests_start_too(tmp_path: Path, name: str, outcome: str) -> None:
+def test_mutants_also_apply_to_processes_that_tests_start(tmp_path: Path, name: str, outcome: str) -> None:
     (tmp_path / "limits.py").write_text(_LIMITS, encoding="utf-8")
     (tmp_path / "test_limits.py").write_text(_TESTS, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers = slow\n", encoding="utf-8")
-    # In a process of its own, because a fork inherits what this one has imported.
+    # Run in a new process, because a forked one would inherit imported modules.
     program = (
         "import sys; from pathlib import Path; from tools.mutants import find_mutants, try_mutant\n"
         "root = Path(sys.argv[1]); mutants = {mutant.name: mutant for mutant in find_mutants(root, ['limits.py'])}\n"

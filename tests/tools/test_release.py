@@ -24,7 +24,7 @@ def requires(project: Path) -> set[str]:
     return {Requirement(text).name for text in table["dependencies"]}
 
 
-def test_a_distribution_comes_after_those_that_it_requires() -> None:
+def test_a_distribution_is_released_after_its_requirements() -> None:
     places = release.projects()
     names = list(places)
     assert names[0] == "ckptcore"
@@ -33,7 +33,7 @@ def test_a_distribution_comes_after_those_that_it_requires() -> None:
         assert requires(places[name]) & set(names) <= set(names[:position])
 
 
-def test_a_version_is_that_of_the_project_and_of_our_distributions() -> None:
+def test_the_version_is_set_in_projects_and_requirements() -> None:
     text = release.with_version(PROJECT, "1.2.3", ["ckptcore", "ckptcore-tools"])
     assert tomllib.loads(text)["project"] == {
         "name": "ckptcore-view",

@@ -1,4 +1,4 @@
-"""The tool that compares loads of other software's files with what their owners read."""
+"""The tool that loads files of other software, and compares the results with those of their own libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYMBOLS = ("equal", "read", "refused", "different", "unnamed")
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A file that is read, one that is no checkpoint and has a name, and a folder with another one."""
+    """Create a readable file, a recognized file that is no checkpoint, and a folder with another readable file."""
     (tmp_path / "inside").mkdir()
     safetensors.numpy.save_file({"w": np.arange(3.0)}, tmp_path / "model.safetensors")
     safetensors.numpy.save_file({"b": np.arange(4)}, tmp_path / "inside" / "other.safetensors")
@@ -38,14 +38,14 @@ def test_each_file_has_a_line(directory: Path, capsys: pytest.CaptureFixture[str
     )
 
 
-def test_bytes_that_no_error_names_fail(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_an_unrecognized_kind_fails(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "inside" / "noise").write_bytes(bytes(range(128, 256)))
     assert strangers.main([str(directory / "inside"), "--only", "unnamed"]) == 1
     assert results(capsys.readouterr().out) == {"noise": "unnamed"}
 
 
 @pytest.mark.parametrize("other", [{"w": np.arange(3.0) + 1}, {"w": np.arange(3)}, {"v": np.arange(3.0), "w": 1}])
-def test_a_different_reading_of_the_owner_fails(
+def test_a_result_that_differs_from_that_of_the_own_library_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
 ) -> None:
     monkeypatch.setattr(strangers, "read_as_owner", lambda path, metadata: ("owner", other))
@@ -53,7 +53,9 @@ def test_a_different_reading_of_the_owner_fails(
     assert (line.result, line.detail.startswith("owner: ")) == ("different", True)
 
 
-def test_without_a_reader_the_copy_is_compared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_compared_if_the_own_library_is_not_installed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, metadata: object) -> tuple[str, object]:
         raise NotReadError("it is not installed")
 
@@ -62,7 +64,7 @@ def test_without_a_reader_the_copy_is_compared(directory: Path, monkeypatch: pyt
     assert (line.result, line.detail) == ("read", "complete; it is not installed")
 
 
-def test_equal_trees_of_other_containers_and_numbers() -> None:
+def test_trees_of_other_containers_and_number_types_are_equal() -> None:
     first = strangers.flatten({"a": [1, (2.0, {3})], "b": {}, "nan": float("nan")})
     second = strangers.flatten({"b": [], "a": (np.int64(1), [np.float64(2), [3]]), "nan": np.float64("nan")})
     assert strangers.difference(first, second) == ""

@@ -1,4 +1,4 @@
-"""The tool that tests other versions: which interpreter it takes, what it installs, and that its tests exist."""
+"""The tool that tests other versions: its choice of interpreters, its installations and its list of tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_interpreters_are_found_in_order(tmp_path: Path) -> None:
     assert find_interpreter("3.99", nowhere) == str(python)
 
 
-def test_requirements_are_those_of_all_distributions_needed() -> None:
+def test_requirements_include_those_of_all_needed_distributions() -> None:
     ours, others = requirements(["ckptcore[transformers]"])
     assert {"ckptcore", "ckptcore-integrations", "ckptcore-torch"} <= set(ours)
     assert any(text.startswith("transformers>=") for text in others)
@@ -62,21 +62,28 @@ def test_every_distribution_is_installed_and_tested(kind: str) -> None:
 
 
 @pytest.mark.parametrize("given", [[], ["--"], ["--", "-x", "--workers"]])
-def test_arguments_for_pytest_follow_two_dashes(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make test-versions` passes the dashes also without arguments."""
+def test_arguments_for_pytest_follow_two_dashes(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`make test-versions` passes the two dashes even without arguments."""
     commands: list[list[str]] = []
+    for path in (ROOT / "pyproject.toml", ROOT / "plugins", *ROOT.glob("constraints*.txt")):
+        (tmp_path / path.name).symlink_to(path)
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if command[1:3] == ["-m", "venv"]:
+            (Path(command[-1]) / "lib" / "python3" / "site-packages").mkdir(parents=True, exist_ok=True)
+        elif command[1:3] == ["-m", "pytest"]:
+            commands.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
     monkeypatch.setattr(versions, "find_interpreter", lambda python: "python")
-    monkeypatch.setattr(versions, "_prepare", lambda run, interpreter: Path("python"))
-    monkeypatch.setattr(versions, "_describe", lambda python: [])
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
     assert versions.main(["short", "--workers", "3", *given]) == 0
     for command, tried in zip(commands, runs_of("short"), strict=True):
-        assert command == ["python", "-m", "pytest", "-n", "3", *tried.part.tests, *given[1:]]
+        assert command[1:] == ["-m", "pytest", "-n", "3", *tried.part.tests, *given[1:]]
+        assert Path(command[0]).is_relative_to(tmp_path)
     commands.clear()
     assert versions.main(["newest", "--pythons", "3.13"]) == 0
     assert len(commands) == 1

@@ -1,4 +1,4 @@
-"""The lint of words: what it finds, what it leaves, and that its exceptions are few and in use."""
+"""The lint of words: its findings, text that it accepts, and its exceptions, which must be few and in use."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ PYTHON = Path("made_up.py")
         ('"""A module.\n\nThe header lies in the file."""\n', 3, "lies in"),
     ],
 )
-def test_finds_a_word_in_python(source: str, line: int, text: str) -> None:
+def test_a_word_in_python_is_found(source: str, line: int, text: str) -> None:
     [finding] = check_python(PYTHON, source)
     assert (finding.line, finding.text) == (line, text)
 
 
-def test_leaves_identifiers_and_plain_prose() -> None:
+def test_identifiers_and_plain_prose_are_accepted() -> None:
     source = '"""Return the chunks of an array."""\n\nbeside = 1\nwhatever = beside  # is used twice\n'
     assert not list(check_python(PYTHON, source))
 
 
-def test_reads_comments_and_docstrings_of_tests_but_not_their_data() -> None:
+def test_in_tests_only_comments_and_docstrings_are_read() -> None:
     source = '"""Files beside it."""\nLOCATION = "nobody"\n\n\ndef made():\n    return LOCATION  # beside\n'
     findings = list(check_python(Path("tests/test_x.py"), source))
     assert [(finding.line, finding.text) for finding in findings] == [(1, "beside"), (6, "beside")]
 
 
-def test_finds_a_module_by_name() -> None:
+def test_a_word_in_the_name_of_a_module_is_found() -> None:
     [finding] = check_python(Path("somewhere/utils.py"), "")
     assert finding.text == "utils"
 
 
-def test_reads_only_the_text_of_a_page() -> None:
+def test_only_the_text_of_a_page_is_read() -> None:
     page = "# Title\n\n```python\nbeside = 1\n```\n\nThe `beside` option.\nFiles beside others.\n"
     [finding] = check_markdown(Path("page.md"), page)
     assert (finding.line, finding.text) == (8, "beside")
 
 
-def test_fails_if_there_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fails_after_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "good.md").write_text("Plain words.\n")
     assert main([str(tmp_path)]) == 0
     (tmp_path / "bad.md").write_text("It is told.\n")
@@ -62,5 +62,5 @@ def test_exceptions_are_few_and_in_use() -> None:
     assert len(EXCEPTIONS) <= 20
     for place in EXCEPTIONS:
         path = Path(place.split(":")[0])
-        found = (check_python if path.suffix == ".py" else check_markdown)(path, path.read_text(encoding="utf-8"))
-        assert place in {f"{path}: {finding.text}" for finding in found}
+        findings = (check_python if path.suffix == ".py" else check_markdown)(path, path.read_text(encoding="utf-8"))
+        assert place in {f"{path}: {finding.text}" for finding in findings}

@@ -1,3 +1,3 @@
-"""The toy distributions' own tests run where they are installed: see test_strangers.py."""
+"""Excludes the tests of the toy distributions, which run only where these are installed: see test_toy_plugins.py."""
 
 collect_ignore_glob = ["toy_*"]

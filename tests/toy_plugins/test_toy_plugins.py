@@ -1,4 +1,4 @@
-"""Plugins that the core does not know are installed, found and tested with no line of ours changed."""
+"""Plugins that the core does not know. They are installed, found and tested without a change of our code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = "test_any_combination_of_samples_works or gs or s3 or fsspec"
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with copies of the toys' sources, and `site` where they are installed."""
+    """Return a directory with copies of the toy plugins, and `site`, into which they are installed."""
     directory = tmp_path_factory.mktemp("strangers")
     for toy in TOYS:
         shutil.copytree(
@@ -40,7 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_tests(installed: Path, *arguments: str) -> dict[str, str]:
-    """Run pytest with the toys installed; the outcome of each test by its name."""
+    """Run pytest with the toy plugins installed. Return the outcome of each test by its name."""
     report = installed / "report.xml"
     environment = {**os.environ, "PYTHONPATH": str(installed / "site")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
@@ -55,15 +55,15 @@ def run_tests(installed: Path, *arguments: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("toy", [pytest.param(toy, marks=[pytest.mark.slow] * (toy == "toy_layout")) for toy in TOYS])
-def test_a_stranger_passes_the_tests_of_its_kind(installed: Path, toy: str) -> None:
+def test_a_toy_plugin_passes_its_conformance_tests(installed: Path, toy: str) -> None:
     outcomes = run_tests(installed, str(installed / toy / "tests"))
     assert list(outcomes.values()).count("passed") > 8
     assert "failure" not in outcomes.values()
 
 
 @pytest.mark.slow
-def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
-    """A cut through the matrix; the whole of it is the slow test below."""
+def test_toy_plugins_take_part_in_the_matrix(installed: Path) -> None:
+    """Run a part of the matrix. The next test runs all combinations."""
     outcomes = run_tests(installed, str(MATRIX), "--slow", "--full", "-k", f"({CUT}) and not ({LONG})")
     passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
     for pair in (
@@ -81,7 +81,7 @@ def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_pass_the_full_matrix(installed: Path, full: bool) -> None:
+def test_toy_plugins_pass_the_full_matrix(installed: Path, full: bool) -> None:
     outcomes = run_tests(
         installed, str(MATRIX), "--slow", "-k", "toy or scroll" if full else "(toy or scroll) and file"
     )
@@ -89,8 +89,8 @@ def test_strangers_pass_the_full_matrix(installed: Path, full: bool) -> None:
     assert sum("toyframe" in name for name in outcomes) > (500 if full else 50)
 
 
-def test_without_them_the_matrix_has_no_strangers() -> None:
-    """The tests above depend on the installation alone."""
+def test_without_the_installation_the_matrix_has_no_toy_plugins() -> None:
+    """Show that only the installation adds the toy plugins to the matrix."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", str(ROOT / "pyproject.toml"), str(MATRIX)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.search("-safetensors-file", listed)
@@ -98,12 +98,12 @@ def test_without_them_the_matrix_has_no_strangers() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("toy_*/**/*.py")), ids=lambda path: str(path.relative_to(HERE)))
-def test_strangers_know_only_public_modules(path: Path) -> None:
+def test_toy_plugins_import_only_public_modules(path: Path) -> None:
     assert internal_imports(path) == []
 
 
-def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
-    """The test above can fail."""
+def test_an_import_of_an_internal_module_is_detected(tmp_path: Path) -> None:
+    """Show that the test above can fail."""
     source = tmp_path / "nosy.py"
     source.write_text(
         "from ckptcore.model import Box\nimport ckptcore.saving.save\n"
@@ -116,7 +116,7 @@ def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_of_ours_mentions_the_strangers() -> None:
+def test_our_code_does_not_mention_the_toy_plugins() -> None:
     mentioned = [
         str(path)
         for folder in ("ckptcore", "plugins")

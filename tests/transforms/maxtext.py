@@ -1,11 +1,13 @@
-"""MaxText's conversion of Hugging Face decoders, and its model, in NumPy, one layer at a time.
+"""MaxText's conversion of Hugging Face decoders, and its model, written in NumPy, one layer at a time.
 
-Sources, all of AI-Hypercomputer/maxtext: ``checkpoint_conversion/utils/param_mapping.py`` (reshapes, the order of a
-head's elements, what queries are scaled by), ``checkpoint_conversion/to_maxtext.py`` (layers are stacked along
-``param_scan_axis``, which is 1), ``checkpoint_conversion/standalone_scripts/ llama_or_mistral_ckpt.py`` (only of Llama
-3.1 are heads put in another order), ``layers/embeddings.py`` (both rotary embeddings), ``models/llama2.py``,
-``mistral.py``, ``qwen2.py`` and ``qwen3.py`` (only Qwen's divide queries as they run), ``common/checkpointing.py``
-(``params/params`` on the disk).
+Sources in AI-Hypercomputer/maxtext:
+
+- ``checkpoint_conversion/utils/param_mapping.py``: reshapes, the order of elements in a head, the scale of queries.
+- ``checkpoint_conversion/to_maxtext.py``: layers are stacked along ``param_scan_axis``, which is 1.
+- ``checkpoint_conversion/standalone_scripts/llama_or_mistral_ckpt.py``: only Llama 3.1 has another order in heads.
+- ``layers/embeddings.py``: both rotary embeddings.
+- ``models/llama2.py``, ``mistral.py``, ``qwen2.py`` and ``qwen3.py``: only Qwen divides queries at run time.
+- ``common/checkpointing.py``: the path ``params/params`` in checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ SCAN_AXIS = 1
 
 @dataclass(frozen=True)
 class Family:
-    """The format of one family in MaxText.
+    """The format of one family of models in MaxText.
 
     Attributes:
-        pairs: whether a rotated pair of a head's elements is side by side.
-        scaled: whether kernels of queries are divided by the root of a head's elements, and not the queries.
+        pairs: True if the two elements of a rotated pair are adjacent in a head.
+        scaled: True if the kernels of queries, and not the queries, are divided by the root of `head_dim`.
     """
 
     pairs: bool
@@ -33,7 +35,7 @@ class Family:
 
 
 def maxtext_tree(state: Mapping[str, Any], head_dim: int, family: Family) -> dict[str, Any]:
-    """The tree of a checkpoint of MaxText, from arrays by their names at Hugging Face."""
+    """Return the tree of a MaxText checkpoint, from arrays by their Hugging Face names."""
     layers = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("model.layers."))
 
     def stacked(name: str, of_one: Any) -> Any:
@@ -90,7 +92,7 @@ def maxtext_tree(state: Mapping[str, Any], head_dim: int, family: Family) -> dic
 
 
 def maxtext_logits(tree: Mapping[str, Any], tokens: Any, head_dim: int, family: Family, epsilon: float) -> Any:
-    """Return the logits of MaxText's decoder; rotary embeddings as in Llama, unscaled, base 10,000."""
+    """Return the logits of MaxText's decoder. Rotary embeddings are those of Llama, unscaled, with base 10,000."""
     weights = tree["params"]["params"]
     decoder, embedding = weights["decoder"], weights["token_embedder"]["embedding"]
     x = embedding[tokens]
@@ -134,7 +136,7 @@ def _attention(own: Any, x: Any, head_dim: int, family: Family, epsilon: float) 
 
 
 def _turned(x: Any, pairs: bool) -> Any:
-    """Rotary embeddings: ``RotaryEmbedding`` of halves, or ``LLaMARotaryEmbedding`` of pairs."""
+    """Apply rotary embeddings: ``RotaryEmbedding`` to halves, or ``LLaMARotaryEmbedding`` to pairs."""
     head_dim = x.shape[-1]
     angles = np.arange(len(x))[:, None, None] / 10000 ** (2 * np.arange(head_dim // 2) / head_dim)
     first, second = (x[..., ::2], x[..., 1::2]) if pairs else np.split(x, 2, axis=-1)

@@ -1,4 +1,4 @@
-"""Decoders as transformers writes them, of random weights."""
+"""Decoders with random weights, written by transformers."""
 
 # mypy: allow-untyped-calls
 
@@ -24,18 +24,18 @@ def publish(
     dtype: str = "float32",
     biases: bool = False,
 ) -> Any:
-    """Write a model into a directory; heads together are larger than the embedding, and share keys.
+    """Write a model to a directory. All heads together are larger than the embedding, and two heads share each key.
 
     Args:
-        directory: where to.
-        kind: what its class begins with, as ``"Llama"``.
-        head_dim: elements of a head.
-        tied: whether logits are made by the embedding.
-        dtype: of the weights.
-        biases: whether projections have some where that is an option.
+        directory: the directory to write to.
+        kind: the prefix of the model's class, such as ``"Llama"``.
+        head_dim: the number of elements of a head.
+        tied: True if the embedding also produces the logits.
+        dtype: the dtype of the weights.
+        biases: True if projections have biases, for families with this option.
 
     Returns:
-        the model.
+        The model.
     """
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(

@@ -1,4 +1,4 @@
-"""Ready-made maps give what other software expects, and take it back bit-equal."""
+"""Ready-made maps produce the format of other software. Their inverses restore the original bit for bit."""
 
 # mypy: allow-untyped-calls
 
@@ -35,7 +35,7 @@ LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 3, 16, 4, 2, 16, 24,
 def _llama(
     *, tied: bool = False, dtype: str = "float32", head_dim: int = HEAD_DIM, biases: str = "", norms: bool = False
 ) -> dict[str, Any]:
-    """A model as Transformers names it; `biases` are the first letters of the projections that have one."""
+    """Return a Llama with the names of Transformers. `biases` are the first letters of projections with a bias."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, EMBED),
@@ -62,8 +62,8 @@ def _llama(
     }
 
 
-def _there_and_back(state: dict[str, Any], transforms: list[Transform], tmp_path: Path) -> Any:
-    """Apply a map and its inverse."""
+def _round_trip(state: dict[str, Any], transforms: list[Transform], tmp_path: Path) -> Any:
+    """Apply a map and its inverse, and compare. Return the mapped tree."""
     ckptcore.save(tmp_path / "first", state)
     made = ckptcore.load(tmp_path / "first", transforms=transforms)
     ckptcore.save(tmp_path / "second", made)
@@ -74,9 +74,9 @@ def _there_and_back(state: dict[str, Any], transforms: list[Transform], tmp_path
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_llama_is_scanned(tied: bool, tmp_path: Path) -> None:
+def test_llama_maps_to_a_scanned_tree(tied: bool, tmp_path: Path) -> None:
     state = _llama(tied=tied, dtype="bfloat16")
-    made = _there_and_back(state, llama_to_scanned(), tmp_path)
+    made = _round_trip(state, llama_to_scanned(), tmp_path)
     kernel = made["layers"]["mlp"]["gate_proj"]["kernel"]
     expected = np.stack([state[f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(LAYERS)])
     assert_same_tree(kernel, expected)
@@ -86,12 +86,12 @@ def test_llama_is_scanned(tied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "language_model.", "vlm.text."])
 @pytest.mark.parametrize(("biases", "norms"), [("qkv", False), ("qkvogud", False), ("", True)])
-def test_what_is_built_like_llama_is_scanned(biases: str, norms: bool, prefix: str, tmp_path: Path) -> None:
-    """Qwen 2, Llama with biases everywhere, Qwen 3; alone, or as part of another model."""
+def test_models_like_llama_map_to_a_scanned_tree(biases: str, norms: bool, prefix: str, tmp_path: Path) -> None:
+    """The models are Qwen 2, Llama with all biases, and Qwen 3, each alone or as part of another model."""
     state = {prefix + name: array for name, array in _llama(biases=biases, norms=norms).items()}
     if prefix:
         state["vision.layers.0.kernel"] = np.ones((2, 3))
-    made = _there_and_back(state, llama_to_scanned(prefix), tmp_path)
+    made = _round_trip(state, llama_to_scanned(prefix), tmp_path)
     layer = f"{prefix}model.layers.1"
     if prefix:
         assert_same_tree(made["vision.layers.0.kernel"], np.ones((2, 3)))
@@ -110,7 +110,7 @@ def test_what_is_built_like_llama_is_scanned(biases: str, norms: bool, prefix: s
 
 
 def _bert(layers: int = 12) -> dict[str, Any]:
-    """An encoder with heads, as Transformers names it."""
+    """Return an encoder with the names of Transformers."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         f"embeddings.{table}_embeddings.weight": (9, EMBED) for table in ("word", "position")
@@ -129,16 +129,18 @@ def _bert(layers: int = 12) -> dict[str, Any]:
         for name, shape in dense.items():
             shapes |= {f"encoder.layer.{layer}.{name}.weight": shape, f"encoder.layer.{layer}.{name}.bias": shape[:1]}
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes |= dict.fromkeys([f"encoder.layer.{layer}.{name}.{one}" for one in ("weight", "bias")], (EMBED,))
-    shapes |= dict.fromkeys([f"embeddings.LayerNorm.{one}" for one in ("weight", "bias")], (EMBED,))
+            shapes |= dict.fromkeys(
+                [f"encoder.layer.{layer}.{name}.{parameter}" for parameter in ("weight", "bias")], (EMBED,)
+            )
+    shapes |= dict.fromkeys([f"embeddings.LayerNorm.{parameter}" for parameter in ("weight", "bias")], (EMBED,))
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("prefix", ["bert.", "roberta.", "model.bert."])
-def test_an_encoder_with_heads_is_scanned_and_its_heads_stay(prefix: str, tmp_path: Path) -> None:
+def test_an_encoder_maps_to_a_scanned_tree_and_task_heads_are_kept(prefix: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {prefix + name: array for name, array in _bert().items()}
     heads = {"cls.predictions.transform.dense.weight": np.ones((3, 2)), "classifier/kernel": np.ones((3, 2))}
-    made = _there_and_back({**state, **heads}, bert_to_scanned(prefix), tmp_path)
+    made = _round_trip({**state, **heads}, bert_to_scanned(prefix), tmp_path)
     assert_same_tree({name: made.pop(name) for name in heads}, heads)
     for key in prefix.split(".")[:-1]:
         made = made[key]
@@ -150,7 +152,7 @@ def test_an_encoder_with_heads_is_scanned_and_its_heads_stay(prefix: str, tmp_pa
 
 
 @pytest.mark.parametrize("prefix", ["bert", ".", "a..", "*.", "a/b.", "{x}."])
-def test_what_is_no_prefix_is_refused(prefix: str) -> None:
+def test_invalid_prefixes_are_refused(prefix: str) -> None:
     for make in (
         bert_to_scanned,
         llama_to_scanned,
@@ -161,7 +163,7 @@ def test_what_is_no_prefix_is_refused(prefix: str) -> None:
             make(prefix)
 
 
-def test_maps_are_found_by_name_and_the_other_way_round() -> None:
+def test_maps_and_their_inverses_are_found_by_name() -> None:
     assert find_map("bert-to-scanned") == bert_to_scanned()
     assert find_map("maxtext-to-llama", 128, rope_type="default") == inverse(llama_to_maxtext(128, "default"))
     assert find_map("qwen-to-maxtext", 128, "text.") == qwen_to_maxtext(128, "text.")
@@ -182,8 +184,8 @@ def test_maps_are_found_by_name_and_the_other_way_round() -> None:
                 find_map(name, **needed, **{option: given[option]})
 
 
-def test_what_a_map_does_not_know_of_a_model_is_refused(tmp_path: Path) -> None:
-    """Old checkpoints of Llama have frequencies in each layer; the report names what is dropped."""
+def test_arrays_that_a_map_does_not_handle_are_refused(tmp_path: Path) -> None:
+    """Old checkpoints of Llama have frequencies in each layer. If they are dropped, the report lists them."""
     state = _llama()
     odd = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(LAYERS)}
     ckptcore.save(tmp_path / "old", {**state, **odd})
@@ -206,7 +208,7 @@ def test_what_a_map_does_not_know_of_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-def test_minilm_goes_to_a_scanned_jax_tree_to_orbax_and_back_bit_equal(tmp_path: Path) -> None:
+def test_minilm_has_an_exact_round_trip_through_a_scanned_tree_and_orbax(tmp_path: Path) -> None:
     original = load_file(model_directory() / "model.safetensors")
     scanned = bert_to_scanned()
     told = ckptcore.metadata(model_directory() / "model.safetensors", transforms=scanned)

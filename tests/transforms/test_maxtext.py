@@ -1,4 +1,4 @@
-"""Maps to MaxText equal its own converter's result, bit for bit, and the models compute the same."""
+"""Maps to MaxText equal the result of MaxText's converter bit for bit, and the models compute the same logits."""
 
 # mypy: allow-untyped-calls
 
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, Family, Callable[[int, str], list[Transform]]]] = {
 
 
 def _assert_same(tree: Any, expected: Any) -> None:
-    """Equal bits under equal keys, in any order."""
+    """Assert that two trees have equal keys in any order, and equal arrays bit for bit."""
     assert_same_tree(_in_order(tree), _in_order(expected))
 
 
@@ -54,7 +54,7 @@ def _in_order(node: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_those_of_its_own_converter_and_come_back(
+def test_weights_equal_those_of_the_converter_and_have_an_exact_round_trip(
     name: str, tied: bool, dtype: str, tmp_path: Path
 ) -> None:
     kind, family, make = MODELS[name]
@@ -70,8 +70,8 @@ def test_weights_are_those_of_its_own_converter_and_come_back(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
-def test_what_is_converted_is_restored_as_maxtext_does(tmp_path: Path) -> None:
-    """By the call of ``load_params_from_path`` in ``common/checkpointing.py``, of the parameters of a train state."""
+def test_maxtext_restores_a_converted_checkpoint(tmp_path: Path) -> None:
+    """The test makes the call of ``load_params_from_path`` in ``common/checkpointing.py``."""
     publish(tmp_path / "published", "Llama")
     ckptcore.copy(
         tmp_path / "published", tmp_path / "maxtext", layout="ocdbt", transforms=llama_to_maxtext(HEAD_DIM, "llama3.1")
@@ -87,7 +87,7 @@ def test_what_is_converted_is_restored_as_maxtext_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_maxtext_computes_what_transformers_compute(name: str, tmp_path: Path) -> None:
+def test_maxtext_and_transformers_compute_equal_logits(name: str, tmp_path: Path) -> None:
     kind, family, make = MODELS[name]
     model = publish(tmp_path, kind)
     expected = logits(model)
@@ -99,8 +99,8 @@ def test_maxtext_computes_what_transformers_compute(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_queries_are_rounded_where_the_root_is_no_power_of_two(dtype: str, tmp_path: Path) -> None:
-    """As MaxText's converter rounds them, once each way; all else comes back as it was."""
+def test_queries_are_rounded_if_the_root_is_no_power_of_two(dtype: str, tmp_path: Path) -> None:
+    """They are rounded like in MaxText's converter, once in each direction. All other arrays are restored exactly."""
     head_dim, root = 8, math.sqrt(8)
     publish(tmp_path / "published", "Llama", head_dim=head_dim, dtype=dtype)
     state = load_file(tmp_path / "published" / "model.safetensors")
@@ -121,7 +121,7 @@ def test_queries_are_rounded_where_the_root_is_no_power_of_two(dtype: str, tmp_p
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_that_begin_with_something_are_of_a_part_of_another_model(name: str, tmp_path: Path) -> None:
+def test_a_prefix_maps_a_part_of_another_model(name: str, tmp_path: Path) -> None:
     kind, family, make = MODELS[name]
     publish(tmp_path / "published", kind)
     state = load_file(tmp_path / "published" / "model.safetensors")
@@ -134,8 +134,7 @@ def test_names_that_begin_with_something_are_of_a_part_of_another_model(name: st
 
 
 SHARDED = {
-    # By path the axis of which a process of tensor parallelism has a part: outputs of a kernel, which are rows of what
-    # is stored.
+    # Values are the axes that tensor parallelism divides: outputs of a kernel, which are the rows of the stored array.
     "token_embedder/embedding": 0,
     "decoder/logits_dense/kernel": 1,
     "decoder/layers/self_attention/query/kernel": 2,
@@ -148,7 +147,7 @@ SHARDED = {
 }
 
 
-def test_a_rank_reads_its_part_of_what_is_mapped(tmp_path: Path) -> None:
+def test_a_rank_reads_only_its_part_of_mapped_arrays(tmp_path: Path) -> None:
     embed, head_dim, mlp = 256, 32, 512
     rows = {"q_proj": 8 * head_dim, "k_proj": 4 * head_dim, "v_proj": 4 * head_dim, "gate_proj": mlp, "up_proj": mlp}
     rng = np.random.default_rng(0)
@@ -182,18 +181,18 @@ def test_a_rank_reads_its_part_of_what_is_mapped(tmp_path: Path) -> None:
     assert len(boxes) == len(SHARDED)
     needed = 0
     for path, box in boxes.items():
-        found: Any = loaded
+        leaf: Any = loaded
         expected: Any = whole
         for key in path:
-            found, expected = found[key], expected[key]
-        (shard,) = found.shards
+            leaf, expected = leaf[key], expected[key]
+        (shard,) = leaf.shards
         assert np.array_equal(shard.elements, expected[box.slices])
         needed += shard.elements.nbytes
     assert needed <= report.bytes_read <= 1.1 * needed
 
 
-def test_a_padded_vocabulary_is_taken_back(tmp_path: Path) -> None:
-    """As MaxText pads it: with rows of zeros, and columns of them where logits have a kernel of their own."""
+def test_the_inverse_removes_the_padding_of_a_vocabulary(tmp_path: Path) -> None:
+    """MaxText pads the embedding with rows of zeros, and a separate kernel of logits with columns of zeros."""
     publish(tmp_path / "published", "Qwen3")
     state = load_file(tmp_path / "published" / "model.safetensors")
     weights = "params/params"
@@ -246,7 +245,9 @@ def test_a_model_of_another_family_is_refused(
         ({}, None),
     ],
 )
-def test_heads_are_as_large_as_a_config_says(config: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+def test_the_size_of_heads_is_checked_against_the_config(
+    config: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
     publish(tmp_path, "Llama")
     (tmp_path / "config.json").write_text(json.dumps(config))
     transforms = llama_to_maxtext(HEAD_DIM, "default")
@@ -257,7 +258,7 @@ def test_heads_are_as_large_as_a_config_says(config: dict[str, Any], told: str |
         ckptcore.load(tmp_path, transforms=transforms)
 
 
-def test_on_the_way_back_too(tmp_path: Path) -> None:
+def test_the_inverse_refuses_a_model_of_another_family(tmp_path: Path) -> None:
     publish(tmp_path / "published", "Qwen2")
     made = ckptcore.load(tmp_path / "published", transforms=qwen_to_maxtext(HEAD_DIM))
     ckptcore.save(tmp_path / "maxtext", {**made, "step": 3, "opt_state": {"mu": np.ones(2)}})
@@ -267,10 +268,10 @@ def test_on_the_way_back_too(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "maxtext", transforms=inverse(llama_to_maxtext(HEAD_DIM, "default")))
 
 
-def test_the_kind_of_rotary_embeddings_is_told_and_never_guessed() -> None:
+def test_the_kind_of_rotary_embeddings_must_be_given() -> None:
     with pytest.raises(TransformError, match="rope_type='yarn'.*'default' or 'llama3.1'"):
-        llama_to_maxtext(HEAD_DIM, "yarn")  # type: ignore[arg-type]  # that is what is tested
+        llama_to_maxtext(HEAD_DIM, "yarn")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="rope_type"):
-        llama_to_maxtext(HEAD_DIM)  # type: ignore[call-arg]  # that is what is tested
+        llama_to_maxtext(HEAD_DIM)  # type: ignore[call-arg]  # wrong on purpose
     pairs, halves = (describe(llama_to_maxtext(HEAD_DIM, rope)) for rope in ("llama3.1", "default"))
     assert pairs != halves

@@ -1,4 +1,4 @@
-"""Random chains of transforms of random trees, loaded onto random shardings over the devices of JAX."""
+"""Random chains of transforms on random trees, loaded onto random shardings of JAX devices."""
 
 # mypy: allow-untyped-calls
 
@@ -46,7 +46,7 @@ def test_random_chains_are_loaded_onto_random_shardings(data: st.DataObject) -> 
 
 
 def _keys(tree: Any, path: str) -> tuple[Any, str]:
-    """The container that has what is at a path, and its key there; keys may have a ``/`` in them."""
+    """Return the container of the value at a path, and its key in it. Keys may contain ``/``."""
     if path in tree:
         return tree, path
     first, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""Scanned trees fit the modules of Flax NNX as they are, and these compute what Hugging Face's models compute."""
+"""Scanned trees load into modules of Flax NNX, which compute the same logits as the models of Hugging Face."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -74,7 +74,7 @@ class _Layer(nnx.Module):
 
 
 class _Decoder(nnx.Module):
-    """Layers that one scan runs: each of their arrays has an axis before its own."""
+    """A decoder whose layers run in one scan. Each array of the layers has an additional first axis."""
 
     def __init__(self, kind: str, biases: bool, tied: bool, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=LAYERS)
@@ -102,14 +102,16 @@ class _Decoder(nnx.Module):
     ("kind", "biases", "tied"),
     [("Llama", False, False), ("Llama", True, True), ("Qwen2", False, True), ("Qwen3", False, False)],
 )  # fmt: skip
-def test_modules_of_nnx_compute_what_transformers_compute(kind: str, biases: bool, tied: bool, tmp_path: Path) -> None:
+def test_modules_of_nnx_and_transformers_compute_equal_logits(
+    kind: str, biases: bool, tied: bool, tmp_path: Path
+) -> None:
     model = publish(tmp_path, kind, biases=biases, tied=tied)
     decoder = nnx.eval_shape(lambda: _Decoder(kind, biases, tied, nnx.Rngs(0)))
     asked = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
     loaded = ckptcore.load(
         tmp_path, asked, transforms=llama_to_scanned()
-    )  # nothing is missing, more, or of another shape
+    )  # no array is missing, unexpected or of another shape
     nnx.update(decoder, loaded)
     with jax.default_matmul_precision("float32"):
-        found = np.asarray(nnx.jit(lambda module: module(TOKENS))(decoder))
-    assert np.allclose(found, logits(model), rtol=1e-3, atol=1e-3)
+        actual = np.asarray(nnx.jit(lambda module: module(TOKENS))(decoder))
+    assert np.allclose(actual, logits(model), rtol=1e-3, atol=1e-3)

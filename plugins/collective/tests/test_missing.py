@@ -1,4 +1,4 @@
-"""The core without this distribution: shared loads are an error that names it, and other loads work."""
+"""The core without ckptcore-collective: shared loads raise an error that names the distribution. Other loads work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ckptcore.errors import CheckpointError, MissingDistributionError, RankFaile
 from ckptcore.protocols import Coordinator
 
 
-def test_the_core_alone_names_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_shared_loads_names_the_missing_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.startswith("ckptcore_collective.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ckptcore_collective", None)
@@ -41,7 +43,7 @@ def test_the_core_alone_names_the_distribution(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("load", [ckptcore.load, ckptcore.load_checkpointables])
-def test_one_rank_without_the_distribution_fails_all(
+def test_a_rank_without_the_distribution_fails_the_load_of_all_ranks(
     load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckptcore.save_checkpointables(tmp_path / "several", {"model": {"w": np.ones(3)}})

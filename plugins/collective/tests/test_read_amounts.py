@@ -1,4 +1,4 @@
-"""Bytes that loads read: each stored byte once per job, verified, and as many as reports say."""
+"""Bytes that shared loads read. A job reads and verifies each stored byte once, and reports give correct numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = 4
 
 
 class CountedFiles:
-    """A plugin: ``counted:///PATH`` is a local directory, of which all that is read but the root is counted."""
+    """A plugin: ``counted:///PATH`` is a local directory. It counts the bytes read from all objects except the root."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -68,13 +68,13 @@ def _many() -> dict[str, Any]:
 
 
 def _few() -> dict[str, Any]:
-    """Five large ones, whose rows end in no good place."""
+    """Five large arrays whose rows do not end at block boundaries."""
     rng = np.random.default_rng(1)
     return {f"w{number}": rng.integers(0, 7, (1300 + 37 * number, 4099), np.int32) for number in range(5)}
 
 
 def _read(directory: Path, wanted: Sequence[Any], expected: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Bytes that were read for a load by all ranks, and how many each sent."""
+    """Load on all ranks. Return the bytes that all ranks read together, and the bytes that each rank sent."""
     files = CountedFiles()
     network, job = ThreadNetwork(RANKS, timeout_seconds=120), ThreadJob(RANKS, timeout_seconds=120)
 
@@ -85,8 +85,8 @@ def _read(directory: Path, wanted: Sequence[Any], expected: Mapping[str, Any]) -
             ),
             plugins=PluginOptions(extra=[files]),
         )
-        found = ckptcore.load(f"counted://{directory}", wanted[coordinator.rank], context=context)
-        for name, array in found.items():
+        loaded = ckptcore.load(f"counted://{directory}", wanted[coordinator.rank], context=context)
+        for name, array in loaded.items():
             if isinstance(array, ShardedArray):
                 (shard,) = array.shards
                 assert shard.elements is not None and np.array_equal(shard.elements, expected[name][shard.box.slices])
@@ -94,7 +94,7 @@ def _read(directory: Path, wanted: Sequence[Any], expected: Mapping[str, Any]) -
                 assert np.array_equal(array, expected[name])
 
     job.run(load)
-    return files.nbytes, [sum(nbytes for rank, _, nbytes in network.sent if rank == one) for one in range(RANKS)]
+    return files.nbytes, [sum(nbytes for rank, _, nbytes in network.sent if rank == own) for own in range(RANKS)]
 
 
 def _check(directory: Path, state: Mapping[str, Any], layout: str | Layout) -> None:
@@ -122,10 +122,10 @@ def test_each_layout_is_read_once(make: Any, layout: str | Layout, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", [Zarr3Layout, OcdbtLayout])
-def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_path: Path) -> None:
-    """Each rank wants rows that end in the middle of a chunk."""
+def test_a_compressed_chunk_that_two_ranks_request_parts_of_is_read_once(layout: Any, tmp_path: Path) -> None:
+    """Each rank requests rows that end in the middle of a chunk."""
     rng = np.random.default_rng(2)
-    # Bytes that cannot be compressed, in chunks of 250 rows: much more than a block of 1 MiB.
+    # Random bytes do not compress, so a chunk of 250 rows takes much more than a block of 1 MiB.
     state = {"w": rng.integers(0, 1 << 32, (1000, 4000), np.uint32)}
     ckptcore.save(
         tmp_path / "saved",
@@ -139,13 +139,13 @@ def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_pat
         for low, high in itertools.pairwise(bounds)
     ]
     nbytes, sent = _read(tmp_path / "saved", wanted, state)
-    assert nbytes <= state["w"].nbytes + (RANKS * 3 << 20), "a few blocks for each rank, and no chunk twice"
+    assert nbytes <= state["w"].nbytes + (RANKS * 3 << 20), "each rank may read a few blocks twice, but no chunk"
     assert sum(sent) > 0
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
-def test_a_report_tells_what_the_system_counts(layout: str, tmp_path: Path) -> None:
-    """Cast rows of a stack: only their bytes, the root and the chunk places are read."""
+def test_a_report_agrees_with_the_bytes_that_the_system_counts(layout: str, tmp_path: Path) -> None:
+    """Load some rows of stacked arrays with a cast. The load reads only their bytes, the root and the chunk places."""
 
     def counted() -> int:
         return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
@@ -167,8 +167,10 @@ def test_a_report_tells_what_the_system_counts(layout: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [100, 1000])
-def test_arrays_in_one_place_are_put_together_once(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty arrays have the same place. Each that was added copied those before it: 80,000 took 96 s."""
+def test_reads_of_arrays_at_one_place_are_merged_once(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty arrays have the same place in the file. Merging them one by one took 96 s for 80,000 arrays."""
     targets: list[int] = []
 
     def counted_read(*arguments: Any) -> ChunkRead:

@@ -1,4 +1,4 @@
-"""Shares of a read are planned alike by every rank: each element comes once to whoever wants it, and is read once."""
+"""Plans of a shared read: all ranks make the same plan, read each element once and deliver it to each requester."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {
     leaf: ArraySpec(shape, dtype)
     for leaf, (shape, dtype) in enumerate(zip(SHAPES, ("float32", "int8") * 3, strict=False))
-}  # as many as there are shapes
+}
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[RequestedBoxes]:
-    """Requests of some ranks: boxes of some arrays, often shared."""
+    """Generate the requests of up to four ranks: boxes of some arrays. Several ranks often request the same box."""
     known = {
         leaf: draw(st.lists(strategies.boxes(spec.shape, allow_empty=True), min_size=1, max_size=4))
         for leaf, spec in SPECS.items()
@@ -59,7 +59,7 @@ def _plans(
 
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 64, 1 << 20]), st.sampled_from([None, 30, 200]))
-def test_each_element_comes_once_to_who_wants_it_and_is_read_once(
+def test_each_element_is_read_once_and_delivered_once_to_each_requester(
     wanted: list[RequestedBoxes], data: st.DataObject, message: int, round_bytes: int | None
 ) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=6))
@@ -89,7 +89,7 @@ def test_each_element_comes_once_to_who_wants_it_and_is_read_once(
 
 
 @given(requests(), st.data(), st.sampled_from([8, 1 << 20]))
-def test_members_find_the_same_messages_in_the_same_order(
+def test_members_plan_the_same_messages_in_the_same_order(
     wanted: list[RequestedBoxes], data: st.DataObject, message: int
 ) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=2, max_size=5))
@@ -113,8 +113,8 @@ def _sent(plan: SharedPlan) -> list[Message]:
     return [message for part in plan.rounds for message in part.messages if len(message.members) > 1]
 
 
-def test_what_all_want_is_read_in_equal_shares() -> None:
-    """Of 40 arrays of different sizes every one of 8 ranks reads an eighth, to within one message."""
+def test_ranks_read_equal_shares_of_arrays_that_all_request() -> None:
+    """Each of 8 ranks reads an eighth of 40 arrays of different sizes. The shares differ by at most one message."""
     specs = {leaf: ArraySpec((64 + leaf, 100), "float32") for leaf in range(40)}
     request = {leaf: (Box.whole(spec.shape),) for leaf, spec in specs.items()}
     sizes = MessageSizes(message=1 << 14)
@@ -124,10 +124,10 @@ def test_what_all_want_is_read_in_equal_shares() -> None:
     assert sum(reads) == total
     assert max(reads) - min(reads) <= sizes.message
     first = [message.reader for message in plans[0].rounds[0].messages[:8]]
-    assert sorted(first) == list(range(8)), "all read from the beginning"
+    assert sorted(first) == list(range(8)), "each rank reads one of the first 8 messages"
 
 
-def test_who_reads_much_alone_reads_less_for_others() -> None:
+def test_a_rank_that_reads_much_for_itself_reads_less_for_others() -> None:
     specs = {0: ArraySpec((1280,), "int8"), **{leaf: ArraySpec((128,), "int8") for leaf in range(1, 11)}}
     shared = {leaf: (Box.whole((128,)),) for leaf in range(1, 11)}
     wanted = [{0: (Box.whole((1280,)),), **shared}, shared]
@@ -143,8 +143,8 @@ def _read_bytes(plan: SharedPlan, rank: int, specs: Mapping[int, ArraySpec]) -> 
     return sum(item.box.size * specs[item.leaf].numpy_dtype.itemsize for item in items)
 
 
-def test_what_one_rank_requests_is_read_in_place_and_not_sent() -> None:
-    """As in a load of sharded arrays: no message at all."""
+def test_boxes_that_one_rank_requests_are_read_in_place_and_not_sent() -> None:
+    """A load of sharded arrays without replicas sends no messages."""
     specs = {0: ArraySpec((8, 8), "float32")}
     wanted: list[RequestedBoxes] = [{0: (Box((2 * rank, 0), (2 * rank + 2, 8)),)} for rank in range(4)]
     for rank in range(4):
@@ -154,8 +154,8 @@ def test_what_one_rank_requests_is_read_in_place_and_not_sent() -> None:
         assert [item.box for item in part.direct] == list(wanted[rank][0])
 
 
-def test_replicas_of_shards_get_them_from_each_other_only() -> None:
-    """2 x 2: ranks 0 and 2 have the first half, 1 and 3 the second."""
+def test_only_ranks_with_the_same_shard_send_it_to_each_other() -> None:
+    """A mesh of 2 x 2: ranks 0 and 2 hold the first half of the array, ranks 1 and 3 the second half."""
     specs = {0: ArraySpec((8, 8), "float32")}
     halves: list[RequestedBoxes] = [{0: (Box((0, 0), (4, 8)),)}, {0: (Box((4, 0), (8, 8)),)}]
     plans = [
@@ -167,7 +167,7 @@ def test_replicas_of_shards_get_them_from_each_other_only() -> None:
     assert readers == {0: 1, 2: 1}
 
 
-def test_a_round_has_no_more_than_it_may() -> None:
+def test_rounds_do_not_exceed_their_limit() -> None:
     specs = {leaf: ArraySpec((10,), "int8") for leaf in range(7)}
     request = {leaf: (Box.whole((10,)),) for leaf in specs}
     plan = plan_shares(specs, [request], {0: 0, 1: 0}, 0, MessageSizes(round=25), _unknown)
@@ -184,7 +184,7 @@ def test_boxes_that_do_not_overlap_are_not_cut(data: st.DataObject) -> None:
 
 
 def test_many_shards_are_planned_quickly() -> None:
-    """Not each is compared with each: 4000 would be 16 million pairs of every array."""
+    """Planning does not compare all pairs of boxes: 4000 boxes would need 16 million comparisons for each array."""
     boxes = {Box((0, 2 * number), (9, 2 * number + 2)): frozenset([number]) for number in range(4000)}
     compared = 0
 
@@ -199,7 +199,7 @@ def test_many_shards_are_planned_quickly() -> None:
 
 
 @given(strategies.boxes((9, 7, 5)), st.integers(1, 400))
-def test_pieces_of_a_box_make_it_up(box: Box, most: int) -> None:
+def test_pieces_cover_each_element_of_a_box_once(box: Box, most: int) -> None:
     pieces = list(cut_box(box, 4, most))
     counts = np.zeros((9, 7, 5), int)
     for piece in pieces:
@@ -210,23 +210,23 @@ def test_pieces_of_a_box_make_it_up(box: Box, most: int) -> None:
 
 @st.composite
 def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[Chunk]]:
-    """ChunksOf of all arrays, one behind the other in one object."""
+    """Generate the chunks of all arrays, stored one after another in one object."""
     offset = draw(st.integers(0, 40))
-    found: dict[int, list[Chunk]] = {}
+    chunks: dict[int, list[Chunk]] = {}
     for leaf, spec in SPECS.items():
         boxes = [box for box in draw(strategies.partitions(spec.shape)) if box.size]
-        found[leaf] = []
+        chunks[leaf] = []
         for box in boxes:
-            found[leaf].append(Chunk("file", offset, box, is_plain))
+            chunks[leaf].append(Chunk("file", offset, box, is_plain))
             offset += box.size * spec.numpy_dtype.itemsize + draw(st.sampled_from([0, 4]))
-    return found
+    return chunks
 
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 200]), st.booleans())
-def test_where_arrays_lie_changes_only_who_reads_and_sends(
+def test_places_of_chunks_change_only_which_rank_reads_and_sends(
     wanted: list[RequestedBoxes], data: st.DataObject, message: int, is_plain: bool
 ) -> None:
-    """Each wanted element still comes once to who wants it, and is read once by one."""
+    """Each requested element is still read by one rank, once, and is delivered once to each requester."""
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
     tiles = data.draw(stored(is_plain))
     sizes = MessageSizes(message=message, block=16)
@@ -246,7 +246,7 @@ def test_where_arrays_lie_changes_only_who_reads_and_sends(
             for box in wanted[of[rank]].get(leaf, ()):
                 mine[box.slices] = True
             assert (got[leaf][mine] == 1).all() and (got[leaf] <= 1).all()
-            assert is_plain <= (not got[leaf][~mine].any()), "ranks receive only what they request"
+            assert is_plain <= (not got[leaf][~mine].any()), "a rank received elements that it did not request"
     for leaf, spec in SPECS.items():
         everyone = np.zeros(spec.shape, int)
         for number in set(of):
@@ -256,7 +256,7 @@ def test_where_arrays_lie_changes_only_who_reads_and_sends(
 
 
 @given(requests(), st.data())
-def test_what_is_only_read_whole_is_read_by_one(wanted: list[RequestedBoxes], data: st.DataObject) -> None:
+def test_each_encoded_chunk_is_read_by_one_rank(wanted: list[RequestedBoxes], data: st.DataObject) -> None:
     of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
     tiles = data.draw(stored(is_plain=False))
     plans = _plans(wanted, of, MessageSizes(), lambda leaf: tiles[leaf])
@@ -281,7 +281,7 @@ def test_what_is_only_read_whole_is_read_by_one(wanted: list[RequestedBoxes], da
     "boxes",
     [
         (Box((0,), (1,)), Box((0,), (2,))),
-        (Box((0,), (1,)), Box((0,), (2,)), Box((3,), (10,)), Box((10,), (12,))),  # the third is in both chunks
+        (Box((0,), (1,)), Box((0,), (2,)), Box((3,), (10,)), Box((10,), (12,))),  # the third box is in both chunks
     ],
 )
 def test_a_chunk_is_read_once_for_overlapping_boxes_of_one_rank(boxes: tuple[Box, ...]) -> None:
@@ -293,8 +293,8 @@ def test_a_chunk_is_read_once_for_overlapping_boxes_of_one_rank(boxes: tuple[Box
         assert sum(any(chunk.box.intersect(item.box) for item in items) for items in reads) <= 1
 
 
-def test_a_rank_that_requests_a_part_of_an_encoded_chunk_is_sent_all_requested_parts() -> None:
-    """Two ranks want halves of three tiles: that in the middle is read by one, and the others into place or alone."""
+def test_requesters_of_an_encoded_chunk_receive_all_requested_parts_of_it() -> None:
+    """Two ranks request the halves of three chunks. One rank reads the middle chunk and sends both parts of it."""
     specs = {0: ArraySpec((12,), "int8")}
     wanted: list[RequestedBoxes] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]
     tiles = [Chunk("file", 9 * number, Box((4 * number,), (4 * number + 4,)), False) for number in range(3)]

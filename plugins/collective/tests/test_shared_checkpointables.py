@@ -1,4 +1,4 @@
-"""Several checkpointables, and steps, that the ranks of a job load together."""
+"""Shared loads of several checkpointables, and of the steps of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTRA = {"e": np.arange(200)}
 
 
 class Counter:
-    """An object with a state of its own."""
+    """A checkpointable with one array."""
 
     def __init__(self) -> None:
         self.state = np.zeros(50)
@@ -58,7 +58,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_all_of_it(saved: Path) -> None:
+def test_checkpointables_of_all_kinds(saved: Path) -> None:
     def load(context: Context) -> None:
         counter = Counter()
         wanted = {"extra": None, "own": PerProcess(None), "model": None}
@@ -72,8 +72,8 @@ def test_all_of_it(saved: Path) -> None:
     assert {members for _, members, _ in network.sent} == {(0, 1)}
 
 
-def test_ranks_that_want_different_names(saved: Path) -> None:
-    """Each has one that the other does not want, in another order."""
+def test_ranks_may_request_different_names(saved: Path) -> None:
+    """Rank 1 first requests a checkpointable that rank 0 does not request."""
 
     def load(context: Context) -> dict[str, Any]:
         names = ["extra", "model"] if runtime_of(context).job().rank else ["model"]
@@ -86,7 +86,7 @@ def test_ranks_that_want_different_names(saved: Path) -> None:
     assert len(network.sent) == 1, "only one rank requests extra"
 
 
-def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
+def test_a_wrong_name_on_one_rank_fails_all_ranks(saved: Path) -> None:
     def load(context: Context) -> Exception:
         with pytest.raises((CheckpointNotFoundError, RankFailedError)) as caught:
             ckptcore.load_checkpointables(
@@ -98,8 +98,8 @@ def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
     assert "modell" in str(first) and "modell" in str(second)
 
 
-def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) -> None:
-    """No rank waits for the next message."""
+def test_an_object_that_rejects_its_state_fails_all_ranks(saved: Path) -> None:
+    """The other ranks also raise the error: none waits for the next message of the failed rank."""
 
     class Refusing(Counter):
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) 
     assert _run(2, load)[0][1] == "TreeMismatchError"
 
 
-def test_steps(tmp_path: Path) -> None:
-    """The newest is damaged where one rank reads it: all go to the one before."""
+def test_all_ranks_fall_back_to_an_older_step(tmp_path: Path) -> None:
+    """Only one rank reads the damaged part of the newest step."""
 
     def save(context: Context) -> None:
         with Checkpointer(tmp_path, context=context) as checkpointer:
@@ -136,7 +136,7 @@ def test_steps(tmp_path: Path) -> None:
     assert _run(2, load)[0] == [(1.0, 1), (1.0, 1)]
 
 
-def test_a_step_that_is_not_there_for_one_is_not_there_for_all(tmp_path: Path) -> None:
+def test_a_missing_step_fails_on_all_ranks(tmp_path: Path) -> None:
     def load(context: Context) -> None:
         with Checkpointer(tmp_path, context=context) as checkpointer:
             checkpointer.save(1, {"w": np.ones(10)})

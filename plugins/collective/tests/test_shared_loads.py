@@ -1,4 +1,4 @@
-"""Loads that the ranks of a job share: all get what is stored, and of each stored byte one rank reads."""
+"""Shared loads: every rank of a job gets the stored values, and each stored byte is read by one rank."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("memory", [MemoryOptions(), MemoryOptions(load_bytes=1000, exchange_bytes=800)])
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
-def test_every_rank_gets_the_whole(tmp_path: Path, layout: str, memory: MemoryOptions) -> None:
+def test_every_rank_gets_the_whole_tree(tmp_path: Path, layout: str, memory: MemoryOptions) -> None:
     ckptcore.save(tmp_path / "saved", STATE, layout=layout)
     loaded, network = _run(3, lambda context: ckptcore.load(tmp_path / "saved", context=context), memory=memory)
-    for found in loaded:
-        assert_same_tree(found, STATE)
+    for tree in loaded:
+        assert_same_tree(tree, STATE)
     assert {members for _, members, _ in network.sent} == {(0, 1, 2)}
     if memory.load_bytes is not None:
         assert {rank for rank, _, _ in network.sent} == {0, 1, 2}
         assert max(nbytes for _, _, nbytes in network.sent) <= 128 + 64, (
-            "elements of 100 bytes, aligned, after 64 of its own"
+            "100 bytes of elements, padded to 128, after a head of 64 bytes"
         )
 
 
-def test_in_place_as_anew(saved: Path) -> None:
-    """Memory of the target is read and received into."""
+def test_loads_into_existing_arrays(saved: Path) -> None:
+    """Ranks read, and receive messages, directly into the memory of the target."""
 
     def into(context: Context) -> dict[str, Any]:
         target = {name: np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else 0 for name, leaf in STATE.items()}
@@ -83,20 +83,20 @@ def test_in_place_as_anew(saved: Path) -> None:
         assert target["w"] is kept
         return target
 
-    for found in _run(2, into)[0]:
-        assert_same_tree(found, STATE)
+    for tree in _run(2, into)[0]:
+        assert_same_tree(tree, STATE)
 
 
-def test_overlapping_parts_are_cut_at_each_other(saved: Path) -> None:
-    """Of 64 rows each of three ranks wants 32 that begin 16 after those of the one before."""
+def test_overlapping_requests_are_split_at_their_boundaries(saved: Path) -> None:
+    """Each of three ranks requests 32 of 64 rows, from row 16 * rank."""
 
     def load(context: Context) -> None:
         rank = runtime_of(context).job().rank
         box = Box((16 * rank, 0), (16 * rank + 32, 48))
         wanted: dict[str, Any] = dict.fromkeys(STATE, ckptcore.PLACEHOLDER)
         wanted["w"] = ShardedArray((64, 48), np.dtype(np.float32), [ArrayShard(box)])
-        (found,) = ckptcore.load(saved, wanted, context=context)["w"].shards
-        assert found.box == box and np.array_equal(found.elements, STATE["w"][box.slices])
+        (shard,) = ckptcore.load(saved, wanted, context=context)["w"].shards
+        assert shard.box == box and np.array_equal(shard.elements, STATE["w"][box.slices])
 
     _, network = _run(3, load)
     assert {members for _, members, _ in network.sent} == {(0, 1), (1, 2)}
@@ -111,31 +111,31 @@ def test_overlapping_parts_are_cut_at_each_other(saved: Path) -> None:
         ("all", set()),
     ],
 )
-def test_who_reads_for_whom(saved: Path, reads: Any, expected: set[tuple[int, ...]]) -> None:
+def test_groups_of_ranks_that_share_reads(saved: Path, reads: Any, expected: set[tuple[int, ...]]) -> None:
     loaded, network = _run(4, lambda context: ckptcore.load(saved, context=context), reads=reads)
-    for found in loaded:
-        assert_same_tree(found, STATE)
+    for tree in loaded:
+        assert_same_tree(tree, STATE)
     assert {members for _, members, _ in network.sent} == expected
 
 
-def test_hosts_are_groups(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_share_reads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "odd" if int(threading.current_thread().name[-1]) % 2 else "even")
     _, network = _run(4, lambda context: ckptcore.load(saved, context=context), reads="per_node")
     assert {members for _, members, _ in network.sent} == {(0, 2), (1, 3)}
 
 
 def _errors(size: int, work: Callable[[Context], Any], **options: Any) -> list[Exception]:
-    """By rank what each raised."""
+    """Run the work on each rank. Return the errors that the ranks raised, in order of ranks."""
 
     def run(context: Context) -> Exception:
-        with pytest.raises(Exception) as caught:  # the tests look at it
+        with pytest.raises(Exception) as caught:  # each test checks the error
             work(context)
         return caught.value
 
     return list(_run(size, run, **options)[0])
 
 
-def test_a_rank_that_wants_what_is_not_there_fails_all(saved: Path) -> None:
+def test_a_rank_that_requests_another_shape_than_is_stored_fails_all_ranks(saved: Path) -> None:
     def load(context: Context) -> None:
         wanted: dict[str, Any] = {name: None if name == "step" else ckptcore.PLACEHOLDER for name in STATE}
         wanted |= {"step": 0, "w": AbstractArray((64, 48 + runtime_of(context).job().rank), "float32")}
@@ -146,7 +146,7 @@ def test_a_rank_that_wants_what_is_not_there_fails_all(saved: Path) -> None:
     assert not isinstance(errors[1], RankFailedError)
 
 
-def test_damage_is_found_by_who_reads_and_is_damage_for_all(saved: Path) -> None:
+def test_damage_that_one_rank_detects_is_reported_by_all_ranks(saved: Path) -> None:
     (file,) = saved.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1000] ^= 1
@@ -156,13 +156,13 @@ def test_damage_is_found_by_who_reads_and_is_damage_for_all(saved: Path) -> None
     assert sum(str(error).startswith("rank ") for error in errors) == 2
 
 
-def test_nothing_there_is_the_same_for_all(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_raises_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     errors = _errors(2, lambda context: ckptcore.load(tmp_path / "nothing", context=context))
     assert [type(error) for error in errors] == [CheckpointNotFoundError] * 2
 
 
-def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken part to the end, so that no rank waits for it."""
+def test_a_rank_that_cannot_build_a_leaf_fails_all_ranks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed rank still takes part until the end of the load, so that no other rank waits for it."""
     from ckptcore.loading.reading import TreeRead
 
     finish_leaf = TreeRead.finish_leaf
@@ -180,7 +180,7 @@ def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.Mon
         assert isinstance(errors[rank], RankFailedError) and "rank 1: MemoryError: no room" in str(errors[rank])
 
 
-def test_options_that_differ_are_an_error_for_all(saved: Path) -> None:
+def test_options_that_differ_between_ranks_raise_an_error_on_all(saved: Path) -> None:
     network = ThreadNetwork(2)
 
     def load(coordinator: Coordinator) -> str:
@@ -198,7 +198,7 @@ def test_options_that_differ_are_an_error_for_all(saved: Path) -> None:
     assert "1000" in ThreadJob(2).run(load)[0]
 
 
-def test_without_collectives_it_says_what_is_expected(saved: Path) -> None:
+def test_missing_or_unsuitable_collectives_are_explained(saved: Path) -> None:
     def load(coordinator: Coordinator) -> None:
         with pytest.raises(PluginError, match=r"torch.distributed.*jax.distributed"):
             ckptcore.load(saved, context=Context(job=JobOptions(coordinator=coordinator, reads="broadcast")))
@@ -215,11 +215,11 @@ def test_without_collectives_it_says_what_is_expected(saved: Path) -> None:
     ThreadJob(2).run(load)
 
 
-def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
+def test_a_job_of_one_process_reads_without_collectives(saved: Path) -> None:
     assert_same_tree(ckptcore.load(saved, context=Context(job=JobOptions(reads="broadcast"))), STATE)
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
+def test_all_ranks_restart_the_load_of_a_checkpoint_that_is_replaced_meanwhile(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptcore_collective.broadcasts import Broadcasts
@@ -237,25 +237,25 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
         run(broadcasts)
 
     monkeypatch.setattr(Broadcasts, "run", replace_before)
-    for found in _run(3, lambda context: ckptcore.load(saved, context=context))[0]:
-        assert_same_tree(found, newer)
+    for tree in _run(3, lambda context: ckptcore.load(saved, context=context))[0]:
+        assert_same_tree(tree, newer)
     assert replaced.is_set()
 
 
 @pytest.mark.parametrize("reads", ["one", "", None])
-def test_what_cannot_be_meant_is_refused(reads: Any) -> None:
+def test_invalid_values_of_reads_are_rejected(reads: Any) -> None:
     with pytest.raises(ValueError, match="broadcast"):
         Context(job=JobOptions(reads=reads))
 
 
 @pytest.mark.parametrize("groups", [[(0, 1), (1, 2)], [(0, -1)], [("0",)]])
-def test_groups_have_each_rank_once(groups: Any) -> None:
+def test_groups_with_repeated_or_invalid_ranks_are_rejected(groups: Any) -> None:
     with pytest.raises(ValueError, match="each rank once"):
         ReadGroups(groups)
 
 
-def test_what_a_reader_could_not_read_is_not_taken_by_others(tmp_path: Path) -> None:
-    """The message says so; what else is in it is whatever was in memory."""
+def test_ranks_discard_a_message_whose_reader_could_not_read(tmp_path: Path) -> None:
+    """The head of the message reports the failure. The rest of the message is uninitialized memory."""
     ckptcore.save(tmp_path / "saved", {"w": np.ones(1000)})
     (file,) = (tmp_path / "saved").glob("*.safetensors")
     data = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""A context whose storage counts bytes, and comparison of arrays bit for bit."""
+"""A context whose storage counts bytes, and a bit-for-bit comparison of arrays."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["assert_same", "counted", "place"]
 
 
 def counted(plan: FaultPlan, load_bytes: int | None = None) -> Context:
-    """Return a context whose storage has a fault plan, which counts bytes."""
+    """Return a context with a fault plan for its storage, which counts the bytes read."""
     memory = MemoryOptions(load_bytes=load_bytes)
     plugins = PluginOptions(extra=(CountedPlugin(plan),))
     return Context(plugins=plugins, io=IOOptions(threads=1), memory=memory, durability="none")
 
 
 def assert_same(loaded: object, expected: Any) -> None:
-    """Compare an array with that of its owner, in the byte order of this machine."""
+    """Compare a loaded array with the original, converted to the byte order of this machine."""
     assert isinstance(loaded, np.ndarray)
-    found = np.asarray(expected)
-    dtype = found.dtype.newbyteorder("=")
-    assert loaded.dtype == dtype and loaded.shape == found.shape
-    assert loaded.tobytes() == found.astype(dtype).tobytes()
+    original = np.asarray(expected)
+    dtype = original.dtype.newbyteorder("=")
+    assert loaded.dtype == dtype and loaded.shape == original.shape
+    assert loaded.tobytes() == original.astype(dtype).tobytes()

@@ -1,4 +1,4 @@
-"""The formats of the page *Checkpoints of other software*, as writers of any arrays."""
+"""Writers for the formats of the page *Checkpoints of other software*. Each writes any given arrays."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from plugins.formats.tests.test_rank_files import part_of
 from plugins.formats.tests.zero_files import write_zero
 
 Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]"
-"""Arrays by name, each of which `zero_files.array` made."""
+"""Arrays by name, created by `zero_files.array`."""
 
 
 class Format(NamedTuple):
-    """A format.
+    """A format: how to write it, and how a conversion reads it.
 
     Attributes:
-        write: writes arrays into a new directory. Returns the location in there.
-        subtree: the part with the arrays.
-        by_ranges: True if arrays are read from their bytes in the files, in pieces, and not decompressed.
-        header_bytes: bytes between elements that are read with headers, and again with the elements.
-        is_single: True if the format has one array, which is then the only one, and has the name "array" in a copy.
+        write: writes arrays into a new directory. Returns the location inside it.
+        subtree: the part of the loaded tree that contains the arrays.
+        by_ranges: True if arrays are read in pieces from byte ranges of the files. False if they are decompressed.
+        header_bytes: bytes of elements that a read of headers includes, so that they are read twice.
+        is_single: True if a file contains one array without a name. A copy names it "array".
     """
 
     write: Callable[[Path, Arrays], str]
@@ -48,7 +48,7 @@ class Format(NamedTuple):
 
 def _zero(stage: int) -> Format:
     def write(directory: Path, arrays: Arrays) -> str:
-        shapes = [(name, one.shape) for name, one in arrays.items()]
+        shapes = [(name, array.shape) for name, array in arrays.items()]
         write_zero(directory, stage, 3, [dict(shapes[: len(shapes) // 2]), dict(shapes[len(shapes) // 2 :])])
         return ""
 
@@ -56,23 +56,27 @@ def _zero(stage: int) -> Format:
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(one) for name, one in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _universal(directory: Path, arrays: Arrays) -> str:
-    """As ``ds_to_universal.py`` writes it."""
+    """Write the files of ``ds_to_universal.py``."""
     step, tensors = directory / "global_step1_universal", _tensors(arrays)
     step.mkdir()
-    state = {"module": {}, "param_shapes": [{name: one.shape for name, one in tensors.items()}], "ds_version": "0"}
+    state = {
+        "module": {},
+        "param_shapes": [{name: tensor.shape for name, tensor in tensors.items()}],
+        "ds_version": "0",
+    }
     torch.save(state, step / "mp_rank_00_model_states.pt")
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         (step / "zero" / name).mkdir(parents=True)
-        torch.save({"param": one}, step / "zero" / name / "fp32.pt")
+        torch.save({"param": tensor}, step / "zero" / name / "fp32.pt")
     return "global_step1_universal"
 
 
 def _parts(name: str, wrap: Callable[[dict[str, Any]], object]) -> Callable[[Path, Arrays], str]:
-    """Rows of each array, which the processes hold as DTensors."""
+    """Return a writer of one file for each process, which holds rows of each array as DTensors."""
 
     def write(directory: Path, arrays: Arrays) -> str:
         for rank in range(4):
@@ -89,7 +93,7 @@ def _parts(name: str, wrap: Callable[[dict[str, Any]], object]) -> Callable[[Pat
 
 def _megatron(directory: Path, arrays: Arrays) -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the only process
+        warnings.simplefilter("ignore")  # torch warns that there is a single process
         torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # torch does not export it
             {"module": _tensors(arrays)}, checkpoint_id=directory, no_dist=True
         )
@@ -114,12 +118,12 @@ def _of_file(name: str, dump: Callable[[Path, Arrays], object]) -> Callable[[Pat
 
 def _write_hdf5(path: Path, arrays: Arrays, **options: Any) -> None:
     with h5py.File(path, "w") as file:
-        for name, one in arrays.items():
-            file.create_dataset(f"module/{name}", data=one, **options)
+        for name, array in arrays.items():
+            file.create_dataset(f"module/{name}", data=array, **options)
 
 
 def _keras(path: Path, arrays: Arrays) -> None:
-    """The members that Keras 3 writes, in their order."""
+    """Write the same members as Keras 3, in the same order."""
     _write_hdf5(weights := path.with_name("model.weights.h5"), arrays)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("metadata.json", json.dumps({"keras_version": "3.15.0"}))
@@ -129,7 +133,7 @@ def _keras(path: Path, arrays: Arrays) -> None:
 
 
 def _keras_shards(path: Path, arrays: Arrays) -> None:
-    """Two files of weights with an index, which ``save_weights(max_shard_size=...)`` writes."""
+    """Write two weight files and an index, like ``save_weights(max_shard_size=...)``."""
     files: dict[str, str] = {}
     names = list(arrays)
     for number in range(2):
@@ -151,7 +155,7 @@ def _in_zip(method: int) -> Callable[[Path, Arrays], str]:
 
 
 def _in_tar(name: str, mode: str) -> Callable[[Path, Arrays], str]:
-    """As AllenNLP writes its models, after a configuration."""
+    """Return a writer of an archive like those of AllenNLP, with a configuration before the weights."""
 
     def write(directory: Path, arrays: Arrays) -> str:
         torch.save({"module": _tensors(arrays)}, directory / "weights.th")

@@ -1,4 +1,7 @@
-"""Conversion of checkpoints of other software into Hugging Face directories: all bytes once, in bounded memory."""
+"""Conversions of checkpoints of other software into Hugging Face directories.
+
+Each byte is read once, and memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ SHAPES: list[dict[str, Shape]] = [
 ]
 ARRAYS = {name: array(name, shape) for group in SHAPES for name, shape in group.items()}
 PIECE = 400_000
-"""Memory for a conversion, which is less than two of the arrays."""
+"""Memory limit of a conversion, in bytes. Two of the arrays are larger."""
 
 MIB = 1 << 20
 LARGE: Shape = (4096, 4096)
@@ -49,17 +52,17 @@ print(resident("VmHWM:") - imported)
 
 
 def expected(form: Format, arrays: Arrays) -> Arrays:
-    """Return the arrays of a copy by name."""
+    """Return the arrays that a copy contains, by name."""
     return {"array": next(iter(arrays.values()))} if form.is_single else arrays
 
 
 def assert_converted(directory: Path, arrays: Arrays) -> None:
-    """Compare a Hugging Face directory bit for bit; it may have more."""
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    """Compare the arrays of a Hugging Face directory bit for bit. The directory may contain other arrays."""
+    stored: dict[str, np.ndarray[Any, Any]] = {}
     for path in directory.glob("*.safetensors"):
-        found.update(load_file(path))
-    assert all(found[name].shape == one.shape for name, one in arrays.items())
-    assert all(found[name].tobytes() == one.tobytes() for name, one in arrays.items())
+        stored.update(load_file(path))
+    assert all(stored[name].shape == original.shape for name, original in arrays.items())
+    assert all(stored[name].tobytes() == original.tobytes() for name, original in arrays.items())
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
@@ -73,26 +76,26 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
     )  # fmt: skip
     sources = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
     stored = sum(path.stat().st_size for path in sources)
-    slack = max(160_000, 64_000 * len(sources)) + form.header_bytes  # directories, headers and pickles
+    slack = max(160_000, 64_000 * len(sources)) + form.header_bytes  # allows for directories, headers and pickles
     assert plan.bytes_read < 1.02 * stored + slack
     arrays = expected(form, ARRAYS)
     elements = [operation for operation in plan.operations if operation.name == "get_into"]
     if form.by_ranges:
-        nbytes = sum([one.nbytes for one in arrays.values()])
-        assert 0.99 * nbytes <= sum([one.nbytes for one in elements]) < 1.01 * nbytes
-        assert max([one.nbytes for one in elements]) <= PIECE
-        assert len({(one.keys, one.offset) for one in elements}) == len(elements)
+        nbytes = sum([original.nbytes for original in arrays.values()])
+        assert 0.99 * nbytes <= sum([read.nbytes for read in elements]) < 1.01 * nbytes
+        assert max([read.nbytes for read in elements]) <= PIECE
+        assert len({(read.keys, read.offset) for read in elements}) == len(elements)
     assert_converted(tmp_path / "hf", arrays)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
 def test_a_conversion_needs_little_memory(form: Format) -> None:
-    """At most 512 MiB more than the imports and one of the arrays, for 640 MiB."""
+    """A conversion of 640 MiB takes at most 512 MiB, in addition to the imports and one array."""
     arrays = {f"n{number}": array(f"n{number}", LARGE) for number in range(10)}
     if form.is_single:
         arrays = {"n": array("n", (10 * LARGE[0], LARGE[1]))}
-    with tempfile.TemporaryDirectory() as directory:  # not kept by pytest
+    with tempfile.TemporaryDirectory() as directory:  # pytest would keep the files of `tmp_path`
         _convert_alone(form, arrays, Path(directory))
 
 
@@ -100,19 +103,19 @@ def _convert_alone(form: Format, arrays: Arrays, directory: Path) -> None:
     (directory / "c").mkdir()
     location = form.write(directory / "c", arrays)
     arguments = [str(directory / "c" / location), str(directory / "hf"), form.subtree]
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, timeout=600, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) - 4 * math.prod(LARGE) <= 512 * MIB
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) - 4 * math.prod(LARGE) <= 512 * MIB
     assert_converted(directory / "hf", expected(form, arrays))
 
 
 def test_a_box_is_read_from_the_files_that_have_it(tmp_path: Path) -> None:
     write_zero(tmp_path / "c", 3, 3, SHAPES)
     plan = FaultPlan()
-    with ckptcore.open(place(tmp_path / "c"), context=counted(plan)) as opened:
+    with ckptcore.open(place(tmp_path / "c"), context=counted(plan)) as checkpoint:
         before = plan.bytes_read
-        row = opened["module"]["a"][100:101]
+        row = checkpoint["module"]["a"][100:101]
         assert np.array_equal(row, ARRAYS["a"][100:101])
         assert plan.bytes_read - before <= 1.05 * math.prod(row.shape) * 4

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: golden ones bit for bit, any number of processes, and errors for damaged ones."""
+"""Checkpoints of DeepSpeed: goldens load bit for bit, of any number of processes. Damaged ones raise errors."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
-    found = ckptcore.load(GOLDEN / name)
+def test_a_golden_equals_the_results_of_deepspeed(name: str) -> None:
+    loaded = ckptcore.load(GOLDEN / name)
     path = GOLDEN / name
     with np.load(f"{path.with_name(EXPECTED_OF.get(path.name, path.name))}.npz") as expected:
         assert len(expected.files) > 20
         for key in expected.files:
             kind, _, parameter = key.partition("/")
-            state = found["module"] if kind == "module" else found["optimizer"]["state"][parameter]
+            state = loaded["module"] if kind == "module" else loaded["optimizer"]["state"][parameter]
             stored = state[parameter if kind == "module" else kind]
-            # zero_to_fp32 converts buffers and frozen weights of 16 bits; ours have the stored dtype.
+            # zero_to_fp32 converts 16-bit buffers and frozen weights. ckptcore keeps the stored dtype.
             assert same_bits(stored.astype(expected[key].dtype), expected[key]), key
-    groups = found["optimizer"]["param_groups"]
-    assert sorted(name for group in groups for name in group["params"]) == sorted(found["optimizer"]["state"])
+    groups = loaded["optimizer"]["param_groups"]
+    assert sorted(name for group in groups for name in group["params"]) == sorted(loaded["optimizer"]["state"])
     assert groups[0]["betas"] == (0.9, 0.999)
-    assert float(found["optimizer"]["state"]["embed.weight"]["step"]) == 2 if "universal_zero3" not in name else True
-    assert (found["epoch"], found["note"], list(found["seen"])) == (3, "text", [0, 1, 2])
-    assert found["lr_scheduler"] == {"last_batch_iteration": 1}
-    assert list(found["module"])[:3] == ["scale", "mean", "seen"] and found["module"]["seen"].dtype == np.int64
-    assert found["module"]["frozen.weight"].shape == (5, 5)
+    assert float(loaded["optimizer"]["state"]["embed.weight"]["step"]) == 2 if "universal_zero3" not in name else True
+    assert (loaded["epoch"], loaded["note"], list(loaded["seen"])) == (3, "text", [0, 1, 2])
+    assert loaded["lr_scheduler"] == {"last_batch_iteration": 1}
+    assert list(loaded["module"])[:3] == ["scale", "mean", "seen"] and loaded["module"]["seen"].dtype == np.int64
+    assert loaded["module"]["frozen.weight"].shape == (5, 5)
 
 
 def test_tied_weights_are_stored_once() -> None:
     for name in GOLDENS:
-        opened = ConsistentRead(GOLDEN / name, ckptcore.Context(), open_either).open()
-        assert isinstance(opened, Checkpoint) and ckptcore.metadata(GOLDEN / name).layout == "deepspeed"
-        numbers = {path: number for number, path in enumerate(opened.tree.paths)}
+        checkpoint = ConsistentRead(GOLDEN / name, ckptcore.Context(), open_either).open()
+        assert isinstance(checkpoint, Checkpoint) and ckptcore.metadata(GOLDEN / name).layout == "deepspeed"
+        numbers = {path: number for number, path in enumerate(checkpoint.tree.paths)}
         tied, first = numbers["module", "head.weight"], numbers["module", "embed.weight"]
-        assert opened.tree.aliases[tied] == first, name
+        assert checkpoint.tree.aliases[tied] == first, name
 
 
 def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
@@ -69,37 +69,37 @@ def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
     )
 
 
-def test_without_zero_the_file_of_the_model_is_all() -> None:
-    found = ckptcore.load(GOLDEN / "deepspeed" / "no_zero")
-    assert found["module"]["embed.weight"].shape == (7, 6) and found["optimizer"]["param_groups"][0]["lr"] > 0
+def test_without_zero_one_file_has_the_whole_state() -> None:
+    loaded = ckptcore.load(GOLDEN / "deepspeed" / "no_zero")
+    assert loaded["module"]["embed.weight"].shape == (7, 6) and loaded["optimizer"]["param_groups"][0]["lr"] > 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> None:
+def test_files_of_any_number_of_processes_load(stage: int, processes: int, tmp_path: Path) -> None:
     write_zero(tmp_path, stage, processes, align=processes % 3 if stage < 3 else 0)
-    found = ckptcore.load(tmp_path)
+    loaded = ckptcore.load(tmp_path)
     for group in SHAPES:
         for name, shape in group.items():
-            assert same_bits(found["module"][name], array(name, shape)), name
+            assert same_bits(loaded["module"][name], array(name, shape)), name
             for kind in ("exp_avg", "exp_avg_sq"):
-                assert same_bits(found["optimizer"]["state"][name][kind], array(name, shape, kind)), name
-            assert found["optimizer"]["state"][name]["step"] == 2
-    assert [group["params"] for group in found["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
-    assert same_bits(found["module"]["tied"], found["module"]["w"])
-    assert same_bits(found["module"]["frozen"], array("frozen", FROZEN).astype(np.float64))
-    assert list(found["module"]["buffer"]) == [0, 1, 2]
+                assert same_bits(loaded["optimizer"]["state"][name][kind], array(name, shape, kind)), name
+            assert loaded["optimizer"]["state"][name]["step"] == 2
+    assert [group["params"] for group in loaded["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
+    assert same_bits(loaded["module"]["tied"], loaded["module"]["w"])
+    assert same_bits(loaded["module"]["frozen"], array("frozen", FROZEN).astype(np.float64))
+    assert list(loaded["module"]["buffer"]) == [0, 1, 2]
 
 
-def test_an_elastic_checkpoint_has_a_list_of_states(tmp_path: Path) -> None:
+def test_lists_of_states_in_elastic_checkpoints(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 3)
     for rank in range(3):
         path = step / OPTIM.replace("rank_0_", f"rank_{rank}_")
         edit(path, "optimizer_state_dict", "base_optimizer_state", value=lambda base: list(base["state"].values()))
         edit(path, "optimizer_state_dict", "base_optimizer_state_step", value=5)
-    found = ckptcore.load(tmp_path)["optimizer"]
-    assert same_bits(found["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
-    assert found["param_groups"] == [] and found["base_optimizer_state_step"] == 5
+    loaded = ckptcore.load(tmp_path)["optimizer"]
+    assert same_bits(loaded["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
+    assert loaded["param_groups"] == [] and loaded["base_optimizer_state_step"] == 5
 
 
 @pytest.mark.parametrize(("stage", "file"), [(2, OPTIM), (2, OPTIM.replace("rank_0_", "rank_2_")), (3, OPTIM),
@@ -115,7 +115,7 @@ def test_a_missing_rank_is_named(stage: int, file: str, tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_without_the_file_of_the_model_it_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_of_the_model(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     (step / MODEL).unlink()
     with pytest.raises(CorruptCheckpointError, match="mp_rank_00_model_states"):
@@ -164,24 +164,25 @@ def test_damage_is_refused_with_a_reason(case: str, tmp_path: Path) -> None:
 def test_a_damaged_state_leaves_the_weights_readable(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / OPTIM, *STATE, 0, "exp_avg", value=lambda tensor: tensor[:-7].clone())
-    found = ckptcore.load(step, select=ckptcore.select.names("module"))
-    assert same_bits(found["module"]["long"], array("long", (7, 11)))
+    loaded = ckptcore.load(step, select=ckptcore.select.names("module"))
+    assert same_bits(loaded["module"]["long"], array("long", (7, 11)))
 
 
-def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
+def test_odd_items_in_lists_of_names_are_ignored(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
     edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
     assert same_bits(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
 
 
-def test_state_that_differs_between_processes_is_not_lost_unsaid(tmp_path: Path) -> None:
+def test_state_that_differs_between_processes_is_an_error(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 3, 2)
     edit(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", "epoch", value=4)
     with pytest.raises(UnsupportedLeafError, match="epoch.* differs between the processes"):
         ckptcore.load(step)
     assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
-    assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4  # the way on
+    # The remedy: each file loads by its own path.
+    assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4
 
 
 RANK_1 = OPTIM.replace("rank_0_", "rank_1_")
@@ -202,24 +203,24 @@ def test_options_of_the_optimizer_that_differ_are_refused(case: str, tmp_path: P
     assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
 
 
-def test_the_state_that_only_one_process_has_is_not_lost_unsaid(tmp_path: Path) -> None:
+def test_optimizer_state_of_only_one_process_is_an_error(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / OPTIM, *STATE, 1)
     with pytest.raises(CheckpointError, match=r"optimizer/state/b/exp_avg.*no tensor in the file"):
         ckptcore.load(step)
-    edit(step / RANK_1, *STATE, 1)  # no process has any, as for frozen weights
+    edit(step / RANK_1, *STATE, 1)  # no process has this state, as for frozen weights
     assert "b" not in ckptcore.load(step)["optimizer"]["state"]
 
 
 @pytest.mark.parametrize("states", [[{}], [{}] * 3])
-def test_a_list_of_states_has_one_for_each_group(states: list[Any], tmp_path: Path) -> None:
+def test_a_list_of_states_must_match_the_groups(states: list[Any], tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / RANK_1, *STATE[:2], value=states)
     with pytest.raises(CorruptCheckpointError, match=rf"{RANK_1}.* have {len(states)}, and .* describes 2"):
         ckptcore.load(step)
 
 
-def test_names_are_only_keys(tmp_path: Path) -> None:
+def test_names_are_never_used_as_paths(tmp_path: Path) -> None:
     name = "../../etc/passwd"
     write_zero(tmp_path, 2, 2, [{name: (3, 2)}])
     assert same_bits(ckptcore.load(tmp_path)["module"][name], array(name, (3, 2)))
@@ -230,15 +231,16 @@ def test_names_are_only_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["layer_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt",
                                   "mp_rank_01_model_states.pt"])  # fmt: skip
-def test_other_parallelism_is_refused_with_the_way_on(file: str, tmp_path: Path) -> None:
+def test_the_error_for_other_parallelism_names_remedies(file: str, tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     shutil.copy(step / MODEL, step / file)
     with pytest.raises(UnsupportedLeafError, match=r"ds_to_universal\.py"):
         ckptcore.load(step)
-    assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0  # the other way that it names
+    # The other remedy that the error names.
+    assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0
 
 
-def test_weights_of_the_trainer_are_preferred_to_the_step_next_to_them(tmp_path: Path) -> None:
+def test_weights_of_the_trainer_are_preferred_to_its_step(tmp_path: Path) -> None:
     write_zero(tmp_path, 2, 2)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert list(ckptcore.load(tmp_path)) == ["w"]
@@ -251,13 +253,13 @@ def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
     path = next(path for path in step.iterdir() if elements in path.read_bytes())
     data = path.read_bytes()
     path.write_bytes(data.replace(elements, elements[:-1] + b"\x01"))
-    opened = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
-    assert isinstance(opened, Checkpoint)
-    index: Any = opened.index
-    number = opened.tree.paths.index(("module", "w"))
-    assert index.unverified(number, opened.store) == set()
+    checkpoint = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
+    assert isinstance(checkpoint, Checkpoint)
+    index: Any = checkpoint.index
+    number = checkpoint.tree.paths.index(("module", "w"))
+    assert index.unverified(number, checkpoint.store) == set()
     with pytest.raises(ChecksumError, match=f"{path.name}.* is damaged in bytes .* CRC-32"):
-        index.unverified(opened.tree.paths.index(("module", "long")), opened.store)
+        index.unverified(checkpoint.tree.paths.index(("module", "long")), checkpoint.store)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +271,12 @@ def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_hostile_root_that_names_the_layout_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     write_zero(tmp_path, 2, 2)
-    opened = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
-    assert isinstance(opened, Checkpoint)
-    state: Any = opened.stored.state
+    checkpoint = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
+    assert isinstance(checkpoint, Checkpoint)
+    state: Any = checkpoint.stored.state
     for hostile in ({**state, **change}, {key: value for key, value in state.items() if key not in change}):
         with pytest.raises(CorruptCheckpointError):
-            DeepSpeedLayout().index(opened.tree, hostile)
+            DeepSpeedLayout().index(checkpoint.tree, hostile)
 
 
 def test_saving_is_refused(tmp_path: Path) -> None:
@@ -282,12 +284,12 @@ def test_saving_is_refused(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, layout="deepspeed")
 
 
-def test_a_part_of_a_tensor_parallel_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_parallel_model_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "deepspeed" / "universal_zero1", tmp_path / "c")
     step = tmp_path / "c" / "global_step2_universal"
     shutil.copy(step / MODEL, step / "mp_rank_01_model_states.pt")
     assert ckptcore.load(step)["module"]["out.weight"].shape == (6, 5)
-    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 writes no such files
+    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 does not write this directory
     with pytest.raises(UnsupportedLeafError, match="2 tensor parallel ranks"):
         ckptcore.load(step)
     assert ckptcore.load(step, select=ckptcore.select.names("module/out.weight"))
@@ -302,11 +304,11 @@ def test_a_save_does_not_delete_other_files_next_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("edge", [lambda step: None, lambda step: (step / "zero_to_fp32.py").write_text("raise")])
-def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_conversion_contains_the_weights(edge: Callable[[Path], object], tmp_path: Path) -> None:
     edge(write_zero(tmp_path / "c", 3, 3))
     ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", subtree="module")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert same_bits(found["long"], array("long", (7, 11))) and math.prod(found["w"].shape) == 30
+    loaded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same_bits(loaded["long"], array("long", (7, 11))) and math.prod(loaded["w"].shape) == 30
 
 
 @pytest.mark.parametrize(

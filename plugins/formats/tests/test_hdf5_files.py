@@ -1,4 +1,4 @@
-"""HDF5 files and files of Keras, as h5py and Keras write them."""
+"""HDF5 and Keras files, written by h5py and Keras."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_pa
     assert_same(loaded["records"]["f"], RECORDS["f"])
     assert loaded["text"] == "a text" and loaded["empty"] is None and loaded["nothing"] == {}
     assert ckptcore.verify(path).ok
-    opened = ckptcore.open(path)
+    checkpoint = ckptcore.open(path)
     for name in ("gzip", "none", "big_endian"):
-        assert_same(opened["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
+        assert_same(checkpoint["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
     custom: Any = ckptcore.metadata(path).custom["attributes"]
     assert custom == {"/": {"version": "3"}, "/a": {"numbers": [0, 1, 2]}}
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a.hdf5"])
-def test_no_hdf5_file_at_all(name: str, tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_not_found(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(bytes(5000))
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.load(tmp_path / name)
 
 
-def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
+def test_names_may_end_like_the_mark_of_big_endian(tmp_path: Path) -> None:
     arrays = {"w": np.arange(3, dtype=">f4"), "w>": np.arange(10, 13, dtype="f4"), "0>": np.arange(2, dtype=">i2")}
     chunked = {"c": np.arange(5, dtype="f4"), "c>": np.arange(9, dtype=">f4")}
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -98,7 +98,7 @@ def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
         assert_same(loaded[name], array)
 
 
-def test_numbers_that_do_not_fill_their_bytes(tmp_path: Path) -> None:
+def test_numbers_with_unused_bits(tmp_path: Path) -> None:
     types = {name: h5py.h5t.STD_I32LE.copy() for name in ("whole", "precision", "offset", "big")}
     types["precision"].set_precision(16)
     types["offset"].set_precision(16)
@@ -124,9 +124,9 @@ def test_numbers_that_do_not_fill_their_bytes(tmp_path: Path) -> None:
                 dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, numbers)
         h5py.h5d.create(file.id, b"structure", structure, space)
         expected = {name: file[name][()] for name in types}
-    opened = ckptcore.open(tmp_path / "a.h5")
+    checkpoint = ckptcore.open(tmp_path / "a.h5")
     for name, array in expected.items():
-        assert_same(opened[name][...], array)
+        assert_same(checkpoint[name][...], array)
     assert expected["precision"].tolist() == numbers.tolist()
     with pytest.raises(UnsupportedLeafError, match=r"structure.*of unusual types"):
         ckptcore.load(tmp_path / "a.h5")
@@ -134,7 +134,7 @@ def test_numbers_that_do_not_fill_their_bytes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def keras_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray[Any, Any]]]:
-    """Files of one model, and its weights as Keras lists them."""
+    """The files of one Keras model, and its weights in the order of Keras."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras", exc_type=ImportError)
 
@@ -153,8 +153,8 @@ def keras_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np
 def test_weights_of_keras_3(name: str, keras_files: tuple[Path, list[Any]]) -> None:
     directory, weights = keras_files
     layers = ckptcore.load(directory / name)["layers"]
-    found = [layers[layer]["vars"][number] for layer in ("dense", "dense_1") for number in ("0", "1")]
-    for array, expected in zip(found, weights, strict=True):
+    stored = [layers[layer]["vars"][number] for layer in ("dense", "dense_1") for number in ("0", "1")]
+    for array, expected in zip(stored, weights, strict=True):
         assert_same(array, expected)
     assert ckptcore.metadata(directory / name).writer in ("Keras", "HDF5")
 
@@ -171,21 +171,21 @@ def test_a_model_of_keras_2(keras_files: tuple[Path, list[Any]]) -> None:
 
 
 def test_a_shard_of_keras_that_is_missing(keras_files: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    """The remedy is followed."""
+    """The test follows the remedy of the error."""
     directory, _ = keras_files
     shutil.copytree(directory, tmp_path / "c")
     index = json.loads((tmp_path / "c" / "s.weights.json").read_text())
     name = str(np.ravel(list(index["weight_map"].values())[-1])[0])
     (tmp_path / "c" / name).unlink()
     location = tmp_path / "c" / "s.weights.json"
-    for call in (ckptcore.load, ckptcore.metadata, lambda one: ckptcore.copy(one, tmp_path / "copy", layout="dcp")):
+    for call in (ckptcore.load, ckptcore.metadata, lambda path: ckptcore.copy(path, tmp_path / "copy", layout="dcp")):
         with pytest.raises(CorruptCheckpointError, match=f"lists {name}, which does not exist: restore {name} from a"):
             call(location)
     shutil.copy(directory / name, tmp_path / "c")
     assert ckptcore.load(location).keys() == ckptcore.load(directory / location.name).keys()
 
 
-def test_compressed_weights_name_the_way_on(keras_files: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_the_error_for_compressed_weights_names_a_remedy(keras_files: tuple[Path, list[Any]], tmp_path: Path) -> None:
     directory, weights = keras_files
     with zipfile.ZipFile(directory / "m.keras") as old, zipfile.ZipFile(tmp_path / "c.keras", "w", 8) as new:
         for name in old.namelist():
@@ -216,10 +216,10 @@ def test_memory(tmp_path: Path) -> None:
         file.create_dataset("b", data=array, chunks=(1, 1 << 20), compression="gzip")
     tracemalloc.start()
     try:
-        opened = ckptcore.open(tmp_path / "a.h5")
+        checkpoint = ckptcore.open(tmp_path / "a.h5")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         for name in ("a", "b"):
-            assert opened[name][...].shape == array.shape
+            assert checkpoint[name][...].shape == array.shape
         assert tracemalloc.get_traced_memory()[1] < array.nbytes + (24 << 20)
     finally:
         tracemalloc.stop()
@@ -261,7 +261,7 @@ def test_hostile_sizes(tmp_path: Path) -> None:
     assert_same(loaded["unfilled"], np.zeros(1000, np.float32))
 
 
-def test_links_that_multiply(tmp_path: Path) -> None:
+def test_exponentially_many_links_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["a0/x"] = np.ones(2)
         for number in range(1, 40):
@@ -282,7 +282,7 @@ def test_many_small_objects(options: dict[str, Any], tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "a.h5") == {**{f"{number}": {} for number in range(1100)}, "again": {}}
 
 
-def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:
+def test_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         h5py.h5g.create(file.id, b"gr\xfc\xdf")
         file["x"] = np.ones(2)
@@ -292,7 +292,7 @@ def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"'a\.h5' has the name b'gr\\xfc\\xdf' in '/', .* rename it"):
         ckptcore.load(tmp_path / "a.h5")
     with h5py.File(tmp_path / "a.h5", "a") as file:
-        file.id.links.move(b"gr\xfc\xdf", file.id, b"new")  # the way on
+        file.id.links.move(b"gr\xfc\xdf", file.id, b"new")  # the remedy
     assert list(ckptcore.load(tmp_path / "a.h5")) == ["new", "x"]
     custom: Any = ckptcore.metadata(tmp_path / "a.h5").custom["attributes"]
     mark = "\N{REPLACEMENT CHARACTER}"
@@ -333,14 +333,14 @@ def test_texts_of_many_heaps_are_read(tmp_path: Path) -> None:
             file[name] = text
             file.attrs[name] = text
         for name in list(texts)[::3]:
-            del file[name]  # frees space of its heap
+            del file[name]  # leaves a gap in the heap of the text
         file.attrs["list"] = ["a", "", "b"]
         texts = {name: texts[name] for name in file}
     loaded = ckptcore.load(tmp_path / "a.h5")
     assert loaded == texts
 
 
-def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_h5py_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "a.h5")
     for name in ("h5py", "ckptcore_formats.hdf5_objects"):
         monkeypatch.setitem(__import__("sys").modules, name, None)

@@ -1,4 +1,4 @@
-"""Files of numpy.save and numpy.savez, as NumPy writes them."""
+"""Files of numpy.save and numpy.savez, written by NumPy."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_an_archive_is_the_mapping_that_numpy_loads(write: Callable[..., None], 
         for name in theirs.files:
             assert_same(loaded[name], theirs[name])
     assert ckptcore.verify(tmp_path / "a.npz").ok
-    opened = ckptcore.open(tmp_path / "a.npz")
+    checkpoint = ckptcore.open(tmp_path / "a.npz")
     for name in ("large", "large_fortran"):
-        assert_same(opened[name][7:9, 20:70], ARRAYS[name][7:9, 20:70])
+        assert_same(checkpoint[name][7:9, 20:70], ARRAYS[name][7:9, 20:70])
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -75,7 +75,7 @@ def test_a_header_of_python_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_structures_are_their_fields(write: Callable[..., None], tmp_path: Path) -> None:
+def test_structured_arrays_load_as_their_fields(write: Callable[..., None], tmp_path: Path) -> None:
     write(tmp_path / "a.npz", r=RECORDS, aligned=np.zeros(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)))
     loaded = ckptcore.load(tmp_path / "a.npz")
     assert RECORDS.dtype.names is not None
@@ -85,21 +85,21 @@ def test_structures_are_their_fields(write: Callable[..., None], tmp_path: Path)
 
 
 def test_dtypes_that_numpy_does_not_name(tmp_path: Path) -> None:
-    """bfloat16 as `jax.numpy.load` reads it; other raw bytes as bytes."""
+    """bfloat16 loads as in `jax.numpy.load`. Other raw bytes stay bytes."""
     values = np.arange(3).astype(ml_dtypes.bfloat16)
     small = np.arange(3).astype(ml_dtypes.float8_e4m3fn)
     np.savez(tmp_path / "a.npz", b=values, f8=small, raw=np.array([b"abc"], "V3"), wide=np.ones(2, np.longdouble))
-    opened = ckptcore.open(tmp_path / "a.npz")
-    assert_same(opened["b"][...], values)
-    assert_same(opened["f8"][...], small.view(np.uint8))
-    assert_same(opened["raw"][...], np.frombuffer(b"abc", np.uint8).reshape(1, 3))
+    checkpoint = ckptcore.open(tmp_path / "a.npz")
+    assert_same(checkpoint["b"][...], values)
+    assert_same(checkpoint["f8"][...], small.view(np.uint8))
+    assert_same(checkpoint["raw"][...], np.frombuffer(b"abc", np.uint8).reshape(1, 3))
     with pytest.raises(UnsupportedLeafError, match="wide: .* a NumPy array that cannot be loaded: dtype float128"):
         ckptcore.load(tmp_path / "a.npz")
 
 
 def test_objects_are_read_as_data(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array({"w": np.arange(3.0), "n": 1}))
-    loaded = ckptcore.load(tmp_path / "a.npy")  # the weights of VGG and AlexNet in TensorFlow were such files
+    loaded = ckptcore.load(tmp_path / "a.npy")  # TensorFlow weights of VGG and AlexNet have this form
     assert loaded["n"] == 1
     assert_same(loaded["w"], np.arange(3.0))
     np.savez(tmp_path / "a.npz", o=np.array([[1, "a"], [None, 2.5]], object))
@@ -116,7 +116,7 @@ def test_a_sparse_matrix_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
 def test_conversion_reads_each_byte_once(write: Callable[..., None], tmp_path: Path) -> None:
-    """The arrays are longer than the slices of a conversion would be, if they could be cut."""
+    """The arrays exceed the usual slices of a conversion, but these files can only be read as a whole."""
     numbers = np.arange(600_000.0).reshape(600, 1000)
     arrays = {"c": numbers, "f": np.asfortranarray(numbers)}
     write(tmp_path / "a.npz", **arrays)

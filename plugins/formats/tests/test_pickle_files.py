@@ -1,4 +1,4 @@
-"""Plain pickles and files of joblib, as their owners write them."""
+"""Plain pickles and joblib files, written by pickle and joblib."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_arrays_of_each_protocol(protocol: int, tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "params.pkl").ok
 
 
-def test_a_dtype_of_joblib_with_sizes_that_are_too_large(tmp_path: Path) -> None:
+def test_a_joblib_dtype_with_too_large_sizes_is_refused(tmp_path: Path) -> None:
     class Type:
         def __reduce__(self) -> tuple[object, ...]:
             return np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("f4"), 0)}, 1 << 70, 1, 0)
@@ -83,8 +83,8 @@ def test_files_of_joblib(compress: Any, tmp_path: Path) -> None:
     assert loaded["objects"][1] is None and loaded["last"] == "text"
     for name in ("i", "f", "u"):
         assert_same(loaded["records"][name], RECORDS[name])
-    opened = ckptcore.open(tmp_path / "a")
-    assert_same(opened["large"][7:9, 20:70], ARRAYS["large"][7:9, 20:70])
+    checkpoint = ckptcore.open(tmp_path / "a")
+    assert_same(checkpoint["large"][7:9, 20:70], ARRAYS["large"][7:9, 20:70])
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
@@ -144,7 +144,7 @@ def test_states_of_jax(tmp_path: Path) -> None:
     loaded = ckptcore.load(tmp_path / "params.pkl")
     assert_same(loaded["params"]["dense"]["kernel"], params["dense"]["kernel"])
     assert_same(loaded["haiku"]["linear"]["w"], np.ones((2, 2)))
-    count, mu, _ = loaded["adam"][0]["__arguments__"]  # a class of optax, which is not imported
+    count, mu, _ = loaded["adam"][0]["__arguments__"]  # an instance of a class of optax, which is not imported
     assert_same(count, np.array(0, np.int32))
     assert_same(mu["dense"]["bias"], np.zeros(3, np.float32))
     assert_same(loaded["key"], jax.random.PRNGKey(3))
@@ -153,7 +153,7 @@ def test_states_of_jax(tmp_path: Path) -> None:
     assert isinstance(restored["params"]["dense"]["kernel"], jax.Array)
 
 
-def test_a_model_of_scikit_learn_is_its_parts(tmp_path: Path) -> None:
+def test_a_scikit_learn_model_loads_as_its_attributes(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     model = RandomForestClassifier(2, random_state=0).fit(
         generator.normal(size=(40, 3)), generator.integers(2, size=40)
@@ -172,7 +172,7 @@ PYTHON_2 = (
     b"(I1\n(I2\ntp8\ncnumpy\ndtype\np9\n(S'i2'\np10\nI0\nI1\ntp11\nRp12\n(I3\nS'<'\np13\nNNNI-1\nI-1\nI0\ntp14\nb"
     b"I00\nS'\\x01\\x00\\xff\\n'\np15\ntp16\nbs."
 )
-"""``pickle.dumps({'w': numpy.array([1, 2815], 'i2')})`` of Python 2.7: protocol 0 is its default."""
+"""``pickle.dumps({'w': numpy.array([1, 2815], 'i2')})`` in Python 2.7, whose default is protocol 0."""
 
 
 def test_a_pickle_of_python_2(tmp_path: Path) -> None:
@@ -201,17 +201,17 @@ def test_memory(dump: Callable[[object, Path], object], tmp_path: Path) -> None:
     dump({"a": array, "b": torch.zeros(1 << 24, dtype=torch.uint8), "text": "x" * 100_000}, tmp_path / "a.pkl")
     tracemalloc.start()
     try:
-        opened = ckptcore.open(tmp_path / "a.pkl")
+        checkpoint = ckptcore.open(tmp_path / "a.pkl")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
-        loaded = opened["a"][...]
+        loaded = checkpoint["a"][...]
         assert tracemalloc.get_traced_memory()[1] < array.nbytes + (24 << 20)
     finally:
         tracemalloc.stop()
     assert_same(loaded, array)
 
 
-def test_many_numbers_are_read_at_once(tmp_path: Path) -> None:
-    """A long pickle with few arrays: after a part of it, it is read as a whole."""
+def test_a_long_pickle_with_few_arrays(tmp_path: Path) -> None:
+    """A long pickle with few arrays is first read in parts, and then as a whole."""
     history = [[float(number), {"loss": number}] for number in range(20_000)]
     (tmp_path / "history.pkl").write_bytes(pickle.dumps({"history": history, "w": np.ones(3)}))
     loaded = ckptcore.load(tmp_path / "history.pkl")
@@ -236,7 +236,7 @@ class _Runs:
         return os.system, ("touch ran",)
 
 
-def test_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.pkl").write_bytes(pickle.dumps({"x": _Runs()}))
     assert "posix.system" in str(ckptcore.metadata(tmp_path / "a.pkl"))
@@ -255,7 +255,7 @@ def _joblib() -> bytes:
 
 
 @pytest.mark.parametrize("write", [_large, _joblib])
-def test_a_file_that_is_cut_off(write: Callable[[], bytes], tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(write: Callable[[], bytes], tmp_path: Path) -> None:
     content = write()
     for stop in [20, 200, 5000, 500_000, len(content) - 1]:
         (tmp_path / "a.pkl").write_bytes(content[:stop])
@@ -294,13 +294,13 @@ def test_compression_that_is_damaged_or_a_bomb(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0x0280, 0x0480, 0x7D0480])
 def test_a_file_of_safetensors_is_no_pickle(length: int, tmp_path: Path) -> None:
-    """The length of its header can have the bytes with which pickles begin."""
+    """The length of its header can begin with the same bytes as a pickle."""
     header = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
     (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + header + b"\7")
     assert_same(ckptcore.load(tmp_path / "a.safetensors")["w"], np.array([7], np.uint8))
 
 
-def test_a_text_with_the_name_of_a_pickle(tmp_path: Path) -> None:
+def test_the_error_for_a_git_lfs_pointer(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21461\nsize 12345\n")
     with pytest.raises(CheckpointNotFoundError, match="a pointer of Git LFS"):
         ckptcore.load(tmp_path / "a.pkl")

@@ -1,4 +1,4 @@
-"""One torch.save file for each process: golden ones bit for bit, and errors for missing and damaged files."""
+"""One torch.save file for each process: goldens load bit for bit. Missing and damaged files raise errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def arrays_of(state: Any, path: str = "") -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
-def test_a_golden_has_the_arrays_that_torch_gathered(name: str) -> None:
-    found = ckptcore.load(GOLDEN / name)
-    arrays = arrays_of({key: child for key, child in found.items() if key != "extra_state"})
+def test_a_golden_equals_the_arrays_gathered_by_torch(name: str) -> None:
+    loaded = ckptcore.load(GOLDEN / name)
+    arrays = arrays_of({key: child for key, child in loaded.items() if key != "extra_state"})
     with np.load(GOLDEN / f"{name}.npz") as expected:
         assert set(arrays) == set(expected.files)
         for path in expected.files:
@@ -44,13 +44,13 @@ def test_a_golden_has_the_arrays_that_torch_gathered(name: str) -> None:
 
 
 def test_the_state_of_each_rank_is_kept() -> None:
-    found = ckptcore.load(GOLDEN / "verl")
-    assert list(found) == ["extra_state", "model", "optim"] and list(found["extra_state"]) == [0, 1]
-    for rank, state in found["extra_state"].items():
+    loaded = ckptcore.load(GOLDEN / "verl")
+    assert list(loaded) == ["extra_state", "model", "optim"] and list(loaded["extra_state"]) == [0, 1]
+    for rank, state in loaded["extra_state"].items():
         name, keys, *_ = state["rng"]["numpy"]
         assert name == "MT19937" and np.array_equal(keys, np.random.RandomState(rank).get_state()[1])  # type: ignore[index]
-    assert found["optim"]["param_groups"][0]["lr"] == 0.1
-    assert float(found["optim"]["state"][0]["step"]) == 1
+    assert loaded["optim"]["param_groups"][0]["lr"] == 0.1
+    assert float(loaded["optim"]["state"][0]["step"]) == 1
     assert ckptcore.load(GOLDEN / "sharded")["epoch"] == 4
 
 
@@ -75,38 +75,38 @@ def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
 
 
-def test_files_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_several_jobs_are_an_error(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "verl", tmp_path / "c")
     shutil.copy(tmp_path / "c" / "model_world_size_2_rank_0.pt", tmp_path / "c" / "model_world_size_1_rank_0.pt")
     with pytest.raises(CorruptCheckpointError, match=r"several jobs, such as model_world_size_1_rank_0\.pt and model_"):
         ckptcore.load(tmp_path / "c")
     (tmp_path / "other").mkdir()
     (tmp_path / "c" / "model_world_size_1_rank_0.pt").rename(tmp_path / "other" / "model_world_size_1_rank_0.pt")
-    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the way on
+    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the remedy
 
 
-def test_a_file_alone_names_its_parts_and_the_way_to_all() -> None:
+def test_the_error_for_a_single_file_names_a_remedy() -> None:
     path = GOLDEN / "mesh" / "state-rank3.bin"
     with pytest.raises(UnsupportedLeafError, match=r"a part .* of a tensor float32\[7, 5\].* load the directory"):
         ckptcore.load(path)
-    found = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
-    assert found["same"].shape == (7, 5) and found["number"] == 3.5
-    assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the way that the error names
+    loaded = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
+    assert loaded["same"].shape == (7, 5) and loaded["number"] == 3.5
+    assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the remedy that the error names
 
 
-def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path) -> None:
+def test_files_without_tensor_parts_load_as_a_mapping_by_file_name(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"seed": rank}, tmp_path / f"extra_state_rank_{rank}.pt")
     assert list(ckptcore.load(tmp_path)) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
 
 
-def test_other_weights_next_to_them_are_not_hidden(tmp_path: Path) -> None:
+def test_other_weights_in_the_directory_are_preferred(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
     torch.save({"w": torch.ones(2)}, tmp_path / "c" / "pytorch_model.bin")
     assert ckptcore.load(tmp_path / "c")["w"].shape == (2,)
 
 
-def test_what_processes_saved_differently_is_refused_alone(tmp_path: Path) -> None:
+def test_only_leaves_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
     for rank in range(4):
         path = tmp_path / "c" / f"pytorch_model_fsdp_rank{rank}.bin"
@@ -115,12 +115,12 @@ def test_what_processes_saved_differently_is_refused_alone(tmp_path: Path) -> No
         content["only"][f"of {rank}"] = rank
         torch.save(content, tmp_path / "c" / f"other_rank_{rank}.pt")
         torch.save({"same": 3, **content, "w": part_of(rank)}, path)
-    found = ckptcore.load(
+    loaded = ckptcore.load(
         tmp_path / "c", select=ckptcore.select.names(*[f"pytorch_model_fsdp/{name}" for name in ("w", "only", "equal")])
     )
-    assert np.array_equal(found["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
-    assert found["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
-    assert list(found["pytorch_model_fsdp"]["equal"]) == [0, 1, 2]
+    assert np.array_equal(loaded["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
+    assert loaded["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
+    assert list(loaded["pytorch_model_fsdp"]["equal"]) == [0, 1, 2]
     for name in ("seed", "list", "shape", "elements"):
         with pytest.raises(UnsupportedLeafError, match="processes"):
             ckptcore.load(tmp_path / "c", select=ckptcore.select.names(f"pytorch_model_fsdp/{name}"))
@@ -199,7 +199,7 @@ def test_replicas_are_compared(tmp_path: Path, *, differ: bool) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_files_of_the_program_do_not_hide_parts(tmp_path: Path) -> None:
+def test_other_files_of_the_program_are_ignored(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "c"))
     for name in ("scheduler.bin", "training_args.bin", "rng_state_0.pth", "data.pt"):
         torch.save({"n": 1}, directory / name)
@@ -207,7 +207,7 @@ def test_files_of_the_program_do_not_hide_parts(tmp_path: Path) -> None:
 
 
 class _Reduced:
-    """An object that pickles as a call, as torch pickles a DTensor."""
+    """An object that pickles as a call, like a DTensor."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
@@ -217,7 +217,10 @@ class _Reduced:
 
 
 def part_of(rank: int, **changes: Any) -> Any:
-    """Return a row of an array of four rows, as a DTensor of torch before 2.9 pickles, with changes."""
+    """Return one row of an array with four rows, as an object that pickles like a DTensor of torch before 2.9.
+
+    The keyword arguments change its attributes.
+    """
     mesh = object.__new__(DeviceMesh)
     vars(mesh).update(mesh=changes.get("mesh", torch.arange(4)), _coordinate_on_dim=changes.get("coordinates", [rank]))
     if "layout" in changes:

@@ -1,4 +1,4 @@
-"""Directories of torch_checkpointing: golden ones, one that it writes here, and damaged ones."""
+"""Directories of torch_checkpointing: goldens, a directory that it writes here, and damaged ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
 
 @pytest.mark.parametrize("name", ["plain", "resharded"])
 def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> None:
-    found = ckptcore.load(GOLDEN / name)
-    assert list(found) == ["model", "rng", "step"]
-    assert all(np.array_equal(found["model"][key], WHOLE) for key in ("w", "c", "r"))
-    assert found["model"]["n"]["plain"].tolist() == [1, 1, 1]
-    assert (found["step"], found["rng"]) == (7, {0: {"seed": 0}, 1: {"seed": 1}})
+    loaded = ckptcore.load(GOLDEN / name)
+    assert list(loaded) == ["model", "rng", "step"]
+    assert all(np.array_equal(loaded["model"][key], WHOLE) for key in ("w", "c", "r"))
+    assert loaded["model"]["n"]["plain"].tolist() == [1, 1, 1]
+    assert (loaded["step"], loaded["rng"]) == (7, {0: {"seed": 0}, 1: {"seed": 1}})
     metadata = ckptcore.metadata(GOLDEN / name)
     assert (metadata.layout, metadata.writer) == ("torch-checkpointing", "torch_checkpointing")
     assert ckptcore.verify(GOLDEN / name).ok
@@ -36,7 +36,7 @@ def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> Non
     assert np.array_equal(ckptcore.load(tmp_path / "copy")["model"]["c"], WHOLE)
 
 
-def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
+def test_a_new_directory_of_a_manager_loads(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     manager = CheckpointManager(
@@ -48,12 +48,12 @@ def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
     )
     manager.save(str(tmp_path / "step_1"), {"model": model.state_dict(), "step": 3})
     manager.close()
-    found = ckptcore.load(tmp_path / "step_1", framework="torch")
-    assert torch.equal(found["model"]["weight"], model.weight)
-    assert found["step"] == 3
+    loaded = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    assert loaded["step"] == 3
 
 
-def test_damaged_directories_are_named(tmp_path: Path) -> None:
+def test_errors_name_damaged_files(tmp_path: Path) -> None:
     directory = tmp_path / "c"
 
     def copied() -> Path:
@@ -74,7 +74,7 @@ def test_damaged_directories_are_named(tmp_path: Path) -> None:
         ckptcore.load(directory)
 
 
-def test_an_item_with_a_layout_of_its_own_is_named(tmp_path: Path) -> None:
+def test_the_error_for_an_item_in_another_layout_names_its_file(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
     metadata = pickle.loads((directory / "metadata.pkl").read_bytes())
     layout = {"file_path": "weights_0.safetensors", "serialization_format": {"type": "SafetensorsSerialization"}}
@@ -103,7 +103,7 @@ def test_a_save_keeps_files_whose_names_alone_look_like_items(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor_0.pt", "critic_0.pt"]
 
 
-def test_hostile_metadata_takes_no_time(tmp_path: Path) -> None:
+def test_deeply_nested_metadata_is_refused(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
     nested: list[Any] = ["x"]
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Small checkpoints with the files of DeepSpeed, written by torch alone, for any number of processes."""
+"""Small checkpoints like those of DeepSpeed, for any number of processes. Only torch is needed to write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {"fp32": 0.0, "exp_avg": 1000.0, "exp_avg_sq": 2000.0}
 
 
 def array(name: str, shape: Shape, kind: str = "fp32") -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the elements of a parameter or of a state of it."""
+    """Return the elements of a parameter, or of its optimizer state."""
     start = KINDS[kind] + 100 * sum(map(ord, name))
     return (np.arange(math.prod(shape), dtype=np.float32) + start).reshape(shape)
 
@@ -36,8 +36,8 @@ def write_zero(
     Args:
         directory: the parent directory.
         stage: 1, 2 or 3.
-        processes: their number.
-        shapes: the shapes of the parameters, for each group.
+        processes: the number of processes.
+        shapes: the shapes of the parameters by name, for each group.
         align: padding after each parameter in the vectors of ZeRO 1 and 2, in elements.
     """
     step = directory / "global_step1"
@@ -131,7 +131,7 @@ def _base(flat: Mapping[str, Sequence[torch.Tensor]], params: Sequence[Sequence[
 
 
 def edit(path: Path, *keys: Any, value: Any = None) -> None:
-    """Replace an entry of a file; remove it without a value."""
+    """Replace an entry of a file, or remove it if `value` is None."""
     content = torch.load(path, weights_only=False)
     target = content
     for key in keys[:-1]:

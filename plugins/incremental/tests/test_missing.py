@@ -1,4 +1,4 @@
-"""The core without this distribution: errors that name it."""
+"""Errors of the core if this distribution is not installed. They name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remedies in error texts for updates and partial saves: each is followed, and what was saved must come back."""
+"""Remedies in errors for updates and partial saves. Each test follows the advice, and then loads what it saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE, TWO = np.arange(3.0), np.arange(3.0, 6.0)
 
 
 def expect(location: Path, **arrays: Any) -> None:
-    """Load a checkpoint, and compare it with arrays."""
+    """Load a checkpoint, and compare it with the given arrays."""
     loaded = ckptcore.load(location)
     assert loaded.keys() == arrays.keys()
     assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
@@ -34,7 +34,7 @@ def test_updates_of_foreign_checkpoints(tmp_path: Path) -> None:
     expect(tmp_path / "update", w=ONE, v=TWO)
 
 
-def test_updates_in_the_place_of_what_they_need(tmp_path: Path) -> None:
+def test_updates_that_would_replace_their_base(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "1", {"w": ONE})
     ckptcore.save(tmp_path / "2", {"v": TWO}, strategy=ckptcore.Update(tmp_path / "1"))
     for base, text in (("1", "cannot refer to itself"), ("2", "would replace")):

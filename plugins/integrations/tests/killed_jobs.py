@@ -16,13 +16,13 @@ import ckptcore
 
 
 def numbers(*seed: int) -> dict[str, Any]:
-    """Return arrays of more than one block of a checksum, and of less."""
+    """Return an array that is larger than one checksum block, and a smaller one."""
     chance = np.random.default_rng(seed)
     return {"large": chance.random((600, 500), np.float32), "small": chance.random(37, np.float32)}
 
 
 class Careless:
-    """Deletes the old checkpoint before it writes the new one: what `random_kills` must notice."""
+    """A job that deletes the old checkpoint before it writes the new one. `random_kills` must detect this."""
 
     size, keeps, has_savers = 1, 1, False
 
@@ -44,12 +44,12 @@ class Careless:
 
 
 class _TorchJob:
-    """A job of processes of PyTorch, which shard the large array."""
+    """A job whose processes use PyTorch and shard the large array."""
 
     size, keeps, has_savers = 2, 1, False
 
     def __init__(self) -> None:
-        # Not at the top, because other jobs do not need them.
+        # Imported here, because other jobs do not need these libraries.
         import ckptcore_integrations.torch_dcp as dcp
         import torch
         import torch.distributed as dist
@@ -61,7 +61,7 @@ class _TorchJob:
 
     def run(self, directory: Path, process: Process) -> None:
         """Save three times."""
-        store = join(process, self.size)  # noqa: F841  # lives as long as the job
+        store = join(process, self.size)  # noqa: F841  # must exist until the job ends
         self.dist.init_process_group("gloo")
         self.mesh = self.dist.device_mesh.init_device_mesh("cpu", (self.size,))
         first = 3 * process.attempt
@@ -93,24 +93,24 @@ class _TorchJob:
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load with ckptcore, the replacement and PyTorch.
 
-        PyTorch can find the old checkpoint: if a save is killed between the renames of the root and of the index, the
-        next one renames the index.
+        PyTorch may load the previous step. If a save is killed between the renames of the root and the index, the old
+        index remains until the next save replaces it.
         """
-        found = []
+        digests = []
         assert ckptcore.verify(directory).ok
         loaded = ckptcore.load(directory)
-        found.append((loaded["step"], digest({name: np.asarray(loaded[name]) for name in ("large", "small")})))
+        digests.append((loaded["step"], digest({name: np.asarray(loaded[name]) for name in ("large", "small")})))
         for library in (self.dcp, self.original):
             target = {"large": self.torch.zeros(600, 500), "small": self.torch.zeros(37), "step": 0}
             library.load(target, checkpoint_id=directory)
             step = target.pop("step")
-            found.append((step, digest({name: value.numpy() for name, value in target.items()})))
-        assert found[0] == found[1] >= found[2], found
-        return dict(found)
+            digests.append((step, digest({name: value.numpy() for name, value in target.items()})))
+        assert digests[0] == digests[1] >= digests[2], digests
+        return dict(digests)
 
 
 def join(process: Process, size: int) -> Any:
-    """Set the environment of a process of PyTorch, as torchrun does. Return the store of the job, to be kept alive."""
+    """Set the environment of a process as torchrun does. Return the store of the job, which the caller must keep."""
     from torch.distributed import TCPStore
 
     with socket.socket(fileno=os.dup(process.listener)) as bound:
@@ -125,7 +125,7 @@ def join(process: Process, size: int) -> Any:
 
 
 class CoreSave(_TorchJob):
-    """`ckptcore.save` with overwriting."""
+    """A job that calls `ckptcore.save` and overwrites its checkpoint."""
 
     def save_one(self, directory: Path, state: dict[str, Any]) -> None:
         """Save a step."""
@@ -133,12 +133,12 @@ class CoreSave(_TorchJob):
 
 
 class CoreCheckpointer(_TorchJob):
-    """A `Checkpointer` that keeps two steps, and writes in the background."""
+    """A job with a `Checkpointer` that keeps two steps and writes in the background."""
 
     keeps = 2
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
-        """Save steps, and wait for them at the end."""
+        """Save steps, and wait for all of them at the end."""
         policy = ckptcore.policies.LatestN(2)
         with ckptcore.Checkpointer(directory, preservation_policy=policy) as checkpointer:
             handles = [checkpointer.save(step, self.state(process, step)) for step in steps]
@@ -148,18 +148,18 @@ class CoreCheckpointer(_TorchJob):
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step."""
-        found = {}
+        digests = {}
         with ckptcore.CheckpointReader(directory) as reader:
             for step in reader.steps:
                 loaded = reader.load(step)
                 assert loaded["step"] == step
-                found[step] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
+                digests[step] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
                 assert ckptcore.verify(directory / str(step)).ok
-        return found
+        return digests
 
 
 class DcpSave(_TorchJob):
-    """`save` of the replacement for torch.distributed.checkpoint."""
+    """A job that calls `save` of the replacement for torch.distributed.checkpoint."""
 
     def save_one(self, directory: Path, state: dict[str, Any]) -> None:
         """Save a step."""
@@ -167,13 +167,13 @@ class DcpSave(_TorchJob):
 
 
 class DcpSaveOfFour(DcpSave):
-    """The same with four processes."""
+    """The job `DcpSave` with four processes."""
 
     size = 4
 
 
 class DcpAsyncSave(_TorchJob):
-    """`async_save` of the replacement, in a thread."""
+    """A job that calls `async_save` of the replacement. A thread saves."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -183,7 +183,7 @@ class DcpAsyncSave(_TorchJob):
 
 
 class DcpProcess(DcpAsyncSave):
-    """`async_save` of the replacement, in a process. PyTorch starts it: it cannot be forked."""
+    """A job that calls `async_save` of the replacement. A process saves, which PyTorch starts without a fork."""
 
     has_savers = True
 
@@ -193,12 +193,12 @@ class DcpProcess(DcpAsyncSave):
 
 
 class OrbaxSave:
-    """`save` of the replacement for Orbax."""
+    """A job that calls `save` of the replacement for Orbax."""
 
     size, keeps, has_savers = 1, 1, False
 
     def __init__(self) -> None:
-        # Importing JAX does not make its backend, which must not be forked.
+        # Importing JAX is safe before a fork, because it does not create the backend.
         from ckptcore_integrations import orbax_v1 as ours
         from orbax.checkpoint import v1 as original
 
@@ -231,13 +231,13 @@ class OrbaxSave:
         """Return the step and the digest of a checkpoint."""
         assert ckptcore.verify(directory).ok
         trees = [ckptcore.load(directory / "state"), self.ours.load(directory), self.original.load(directory)]
-        found = {(int(tree.pop("step")), digest({name: np.asarray(tree[name]) for name in tree})) for tree in trees}
-        assert len(found) == 1, found
-        return found.pop()
+        digests = {(int(tree.pop("step")), digest({name: np.asarray(tree[name]) for name in tree})) for tree in trees}
+        assert len(digests) == 1, digests
+        return digests.pop()
 
 
 class OrbaxSaveAsync(OrbaxSave):
-    """`save_async` of the replacement."""
+    """A job that calls `save_async` of the replacement for Orbax."""
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
         """Save steps one after another."""
@@ -247,12 +247,12 @@ class OrbaxSaveAsync(OrbaxSave):
 
 
 class OrbaxCheckpointer(OrbaxSave):
-    """The `Checkpointer` of the replacement, which keeps two steps."""
+    """A job with the `Checkpointer` of the replacement for Orbax, which keeps two steps."""
 
     keeps = 2
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
-        """Save steps one after another. Orbax skips a step while another one is saved."""
+        """Save steps one after another, because Orbax skips a step while another save is running."""
         policy = self.original.training.preservation_policies.LatestN(2)
         with self.ours.training.Checkpointer(
             directory, preservation_policy=policy, cleanup_tmp_directories=True
@@ -264,7 +264,7 @@ class OrbaxCheckpointer(OrbaxSave):
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step."""
         with self.original.training.Checkpointer(directory) as checkpointer:
-            steps = [found.step for found in checkpointer.checkpoints]
-        found = [self.found_at(directory / str(step)) for step in steps]
-        assert [step for step, _ in found] == steps
-        return dict(found)
+            steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+        digests = [self.found_at(directory / str(step)) for step in steps]
+        assert [step for step, _ in digests] == steps
+        return dict(digests)

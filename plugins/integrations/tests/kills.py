@@ -1,7 +1,7 @@
-"""Overwrites a checkpoint again and again, and is killed at the first, second, ... access to a file of the save.
+"""A program that kills a save at its first, second, ... access to a file, and checks which checkpoint is left.
 
-``kills.py LIBRARY WAY DIRECTORY [EVERY]`` kills at each access, or at every n-th one. It prints the number of kills,
-and what was found after each: the step, or "none".
+``kills.py LIBRARY WAY DIRECTORY [EVERY]`` kills at each access, or only at every n-th access. After each kill, it loads
+the checkpoint. It prints the number of kills, and for each kill the loaded step, or "none".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kill_at(number: int, directory: Path) -> None:
 
 
 def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
-    """Return functions that save a step, and load it with both libraries."""
+    """Return two functions: one saves a step, the other loads it with both libraries."""
     import ckptcore_integrations.torch_dcp as dcp
     import torch
     import torch.distributed.checkpoint as original
@@ -48,16 +48,16 @@ def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], i
 
     def load(location: Path) -> int:
         for library in (dcp, original):
-            found = {"w": torch.zeros(1000), "step": 0}
-            library.load(found, checkpoint_id=location)
-            assert (found["w"] == found["step"]).all()
-        return int(found["step"])
+            loaded = {"w": torch.zeros(1000), "step": 0}
+            library.load(loaded, checkpoint_id=location)
+            assert (loaded["w"] == loaded["step"]).all()
+        return int(loaded["step"])
 
     return save, load
 
 
 def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
-    """Return functions that save a step, and load it with both libraries."""
+    """Return two functions: one saves a step, the other loads it with both libraries."""
     import numpy as np
     from ckptcore_integrations import orbax_v1 as ours
     from orbax.checkpoint import v1 as original
@@ -77,15 +77,15 @@ def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], in
             with original.training.Checkpointer(location) as checkpointer:
                 location = location / str(checkpointer.latest.step)
         for library in (ours, original):
-            found = library.load(location)
-            assert (found["w"] == found["step"]).all()
-        return int(found["step"])
+            loaded = library.load(location)
+            assert (loaded["w"] == loaded["step"]).all()
+        return int(loaded["step"])
 
     return save, load
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run work in a forked process, and return its signal or exit status, as `os.waitpid` does."""
+    """Call a function in a forked process. Return the status of the process, as `os.waitpid` does."""
     child = os.fork()
     if not child:
         try:
@@ -98,7 +98,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def found_at(location: Path, load: Callable[[Path], int]) -> str:
-    """Return the step at a location, or "none". A forked process loads it."""
+    """Return the step of the checkpoint at a location, or "none". A forked process loads the checkpoint."""
     reading, writing = os.pipe()
 
     def report() -> None:
@@ -111,13 +111,13 @@ def found_at(location: Path, load: Callable[[Path], int]) -> str:
 
 
 def main() -> None:
-    """Kill a save at every moment, until one is not reached."""
+    """Kill saves at one access after another, until a save ends before the access."""
     warnings.simplefilter("ignore")
     library, way, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     every = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     save, load = {"torch_dcp": torch_dcp, "orbax_v1": orbax_v1}[library](way)
     location = directory / "saved"
-    found = []
+    steps = []
     for moment in range(1, 1000, every):
         assert forked(lambda: save(location, 1)) == 0
 
@@ -126,11 +126,11 @@ def main() -> None:
             save(location, 2)
 
         status = forked(doomed)
-        found.append(found_at(location, load))
+        steps.append(found_at(location, load))
         if status == 0:
             break
         assert status == signal.SIGKILL
-    print(len(found) - 1, *found)
+    print(len(steps) - 1, *steps)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Process of a job of JAX that saves and loads with the replacement for Orbax v1.
+"""A process in a job of JAX that saves and loads with the replacement for Orbax v1.
 
 ``orbax_v1_job.py TASK DIRECTORY PORT SIZE RANK``. Each process writes ``DIRECTORY/TASK.RANK`` at the end.
 """
@@ -38,19 +38,19 @@ def state_of(value: int) -> dict[str, Any]:
     }
 
 
-def expect(found: Any, value: int, name: str) -> None:
-    """Compare the shards that this process has, and the number."""
+def expect(loaded: Any, value: int, name: str) -> None:
+    """Compare the shards of this process, and the number."""
     for key, expected in state_of(value).items():
         if key == "n":
-            assert found[key] == expected, name
+            assert loaded[key] == expected, name
             continue
-        assert found[key].sharding.is_equivalent_to(expected.sharding, 2), name
-        for one, other in zip(found[key].addressable_shards, expected.addressable_shards, strict=True):
-            assert one.index == other.index and (np.asarray(one.data) == np.asarray(other.data)).all(), (name, key)
+        assert loaded[key].sharding.is_equivalent_to(expected.sharding, 2), name
+        for left, other in zip(loaded[key].addressable_shards, expected.addressable_shards, strict=True):
+            assert left.index == other.index and (np.asarray(left.data) == np.asarray(other.data)).all(), (name, key)
 
 
 def both_ways(directory: Path) -> None:
-    """Load with each library what each library saved."""
+    """Load each library's checkpoint with both libraries."""
     state = state_of(3)
     ours.save(directory / "ours", state)
     ours.save_async(directory / "async", state).result()
@@ -62,7 +62,7 @@ def both_ways(directory: Path) -> None:
 
 
 def training(directory: Path) -> None:
-    """Continue with each library a run that the other one began."""
+    """Continue each library's run with the other library."""
     for step, library in enumerate((ours, original, ours)):
         with library.training.Checkpointer(directory / "run") as checkpointer:
             if step:
@@ -70,7 +70,7 @@ def training(directory: Path) -> None:
                 expect(checkpointer.load(checkpointer.latest, abstract), step - 1, f"step {step - 1}")
             checkpointer.save(step, state_of(step))
     with original.training.Checkpointer(directory / "run") as checkpointer:
-        assert [one.step for one in checkpointer.checkpoints] == [0, 1, 2]
+        assert [checkpoint.step for checkpoint in checkpointer.checkpoints] == [0, 1, 2]
 
 
 def killed(directory: Path, victim: str, event: str) -> None:

@@ -1,12 +1,15 @@
-"""Kills jobs that save, at random moments, and looks at what is left: ``random_kills.py JOB DIRECTORY SEED KILLS``.
+"""A program that kills jobs at random moments of saves, and checks the remaining files.
 
-``JOB`` is ``module:class``, a `Job`. The program imports its libraries once, and forks the processes of each job, and
-of each look at the files. It fails with a `LostError` if a checkpoint is lost or damaged. Its last line of output says
-what happened, as JSON.
+Run it as ``random_kills.py JOB DIRECTORY SEED KILLS``.
 
-A job saves once, checks that nothing of killed jobs is left, and saves on until it is killed. The moment is the n-th
-call of the operating system by one of its processes, or a time after its first save. The leader, another process or
-all of them are killed; the others a little later, as launchers do, or after they had time to end.
+``JOB`` is ``module:class``, where the class implements `Job`. The program imports the libraries of the job once. It
+forks the processes of each job, and a process for each check of the files. It fails with a `LostError` if a checkpoint
+is lost or damaged. Its last line of output is a summary in JSON.
+
+A job saves once, checks that no files of killed jobs are left, and continues to save until it is killed. The kill
+happens at the n-th call of the operating system by one of its processes, or at a random time after the first save. It
+hits the leader, another process or all processes. The other processes are killed a little later, as launchers do it, or
+get some time to end.
 """
 
 from __future__ import annotations
@@ -32,32 +35,32 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 _CALLS: Final = ("open", "os.", "fcntl.", "shutil.")
-"""Beginnings of the names of audit events that are calls of the operating system."""
+"""Prefixes of the names of audit events that are calls of the operating system."""
 
 _SECONDS: Final = 240
-"""A process that takes longer hangs."""
+"""Time limit of a process. A process that takes longer is considered hung."""
 
 _GRACE_SECONDS: Final = 1.0
-"""Seconds that the other processes of a job may live on after one was killed, once in a while."""
+"""Longest time that the other processes of a job may run after a kill."""
 
 _OWNED: Final = frozenset((".ckptcore", ".metadata", ".validate_storage_marker"))
-"""Names with a dot that are not of killed saves: the directory of the owner of a run, and files of PyTorch and Ray."""
+"""Hidden names that do not belong to killed saves: the directory of a run's owner, and files of PyTorch and Ray."""
 
 PR_SET_CHILD_SUBREAPER: Final = 36
-"""Option of prctl: wait also for what ended processes had started."""
+"""Option of prctl: this process inherits the children of processes that end, and can wait for them."""
 
 
 class LostError(Exception):
-    """A checkpoint that had been saved is lost, or one is damaged, or a killed save has left something."""
+    """A saved checkpoint is lost or damaged, or files of a killed save are left."""
 
 
 class Job(Protocol):
     """A job that saves.
 
     Attributes:
-        size: its number of processes.
-        keeps: how many of its newest checkpoints exist at any moment.
-        has_savers: True if processes that its processes start do the saves.
+        size: the number of processes.
+        keeps: the number of newest checkpoints that must exist at any moment.
+        has_savers: True if the job's processes start other processes, which save.
     """
 
     size: int
@@ -65,7 +68,10 @@ class Job(Protocol):
     has_savers: bool
 
     def run(self, directory: Path, process: Process) -> None:
-        """Continue from the newest checkpoint, save, call `Process.settled`, save on, and end. In each process."""
+        """Continue from the newest checkpoint, save, call `Process.settled`, save again, and end.
+
+        Runs in each process of the job.
+        """
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load all checkpoints with all readers. Return their digests by step."""
@@ -76,9 +82,9 @@ class Ledger:
     """Records of the saves of a job.
 
     Attributes:
-        saved: the steps whose saves have returned, and those that were found.
+        saved: the steps whose saves have returned, and after a check the steps of the existing checkpoints.
         reported: the last step whose save has returned.
-        digests: what each step can hold: one digest after its save has returned.
+        digests: the possible digests of each step. Only one is possible after its save has returned.
     """
 
     saved: set[int] = field(default_factory=set)
@@ -86,7 +92,7 @@ class Ledger:
     digests: dict[int, list[str]] = field(default_factory=dict)
 
     def read(self, line: str) -> None:
-        """Take note of a line: ``begin STEP DIGEST``, ``saved STEP`` or anything else."""
+        """Record a line of output: ``begin STEP DIGEST`` or ``saved STEP``. Other lines are ignored."""
         what, *words = line.split()
         if what == "begin" and words[1] not in self.digests.setdefault(int(words[0]), []):
             self.digests[int(words[0])].append(words[1])
@@ -95,35 +101,35 @@ class Ledger:
             self.reported = max(self.reported, int(words[0]))
             del self.digests[int(words[0])][:-1]
 
-    def check(self, found: Mapping[int, str], keeps: int) -> None:
-        """Compare with what was found, and forget what was begun and not committed.
+    def check(self, existing: Mapping[int, str], keeps: int) -> None:
+        """Compare with the digests of the existing checkpoints, and forget saves that were not committed.
 
         Raises:
-            LostError: a checkpoint is lost, or holds something else than was saved.
+            LostError: a checkpoint is lost, or its content was never saved.
         """
-        for step in sorted(self.saved | found.keys())[-keeps:]:
-            if step not in found:
-                raise LostError(f"step {step} was saved and is lost; found {sorted(found)}")
-        if keeps == 1 and min(found) < self.reported:
-            raise LostError(f"step {self.reported} was saved, and a reader finds step {min(found)}")
-        for step, content in found.items():
+        for step in sorted(self.saved | existing.keys())[-keeps:]:
+            if step not in existing:
+                raise LostError(f"step {step} was saved and is lost; found {sorted(existing)}")
+        if keeps == 1 and min(existing) < self.reported:
+            raise LostError(f"step {self.reported} was saved, and a reader finds step {min(existing)}")
+        for step, content in existing.items():
             if content not in self.digests.get(step, ()):
                 raise LostError(f"step {step} holds {content}, expected one of {self.digests.get(step)}")
-        self.digests = {step: [content] for step, content in found.items()}
-        self.saved = set(found)
+        self.digests = {step: [content] for step, content in existing.items()}
+        self.saved = set(existing)
 
 
 @dataclass(slots=True)
 class Process:
-    """One process of a job, as the job sees it.
+    """One process of a job, with the methods that the job calls.
 
     Attributes:
-        rank: its rank.
-        attempt: the number of the job, so that each job saves other contents.
-        listener: a bound socket, for the store of the job.
-        output: a pipe for what it says.
-        moment: the number of the call that kills it; None: it is not killed at a call.
-        saves: the directory in which nothing of killed jobs may be left.
+        rank: the rank of the process.
+        attempt: the number of the job, from which each job derives other contents.
+        listener: the descriptor of a bound socket, for the store of the job.
+        output: the descriptor of a pipe, to which the process writes its records.
+        moment: the number of the call at which the process is killed, or None.
+        saves: the directory that must not contain files of killed jobs.
     """
 
     rank: int
@@ -135,7 +141,7 @@ class Process:
     _calls: int = 0
 
     def begin(self, step: int, content: str) -> None:
-        """Record that a save begins, and the digest of what it saves."""
+        """Record that a save begins, and the digest of its arrays."""
         self._say(f"begin {step} {content}")
 
     def saved(self, step: int) -> None:
@@ -143,21 +149,21 @@ class Process:
         self._say(f"saved {step}")
 
     def settled(self) -> None:
-        """Check that nothing of killed jobs is left. From now on the process may be killed."""
+        """Check that no files of killed jobs are left. From now on the process may be killed."""
         if self.rank == 0 and (left := leftovers(self.saves)):
             raise LostError(f"after a save there are still {left}")
         sys.addaudithook(self._count)
         self._say("settled")
 
     def ended(self) -> None:
-        """Record the number of calls."""
+        """Record the number of calls after the first save."""
         self._say(f"calls {self.rank} {self._calls}")
 
     def _say(self, line: str) -> None:
         os.write(self.output, f"{line}\n".encode())
 
     def _count(self, name: str, _: tuple[Any, ...]) -> None:
-        """Be the audit hook."""
+        """Count calls of the operating system, and kill this process at `moment`. Used as an audit hook."""
         if name.startswith(_CALLS):
             self._calls += 1
             if self._calls == self.moment:
@@ -165,7 +171,7 @@ class Process:
 
 
 def digest(arrays: Mapping[str, Any]) -> str:
-    """Return a digest of arrays of NumPy by name."""
+    """Return a digest of named NumPy arrays."""
     state = hashlib.blake2b(digest_size=8)
     for name, array in sorted(arrays.items()):
         state.update(name.encode() + array.tobytes())
@@ -173,7 +179,7 @@ def digest(arrays: Mapping[str, Any]) -> str:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Return hidden directories and files of killed saves, and what still holds a step."""
+    """Return hidden directories and files of killed saves, and files that still hold a step."""
     left = []
     for directory, below, files in os.walk(root):
         if Path(directory).name == ".ckptcore":
@@ -189,11 +195,11 @@ class Fate:
     """When and how a job is killed.
 
     Attributes:
-        victims: the ranks to kill; empty: none.
-        calls: the number of the call that kills a rank, by rank; empty: a time decides.
-        seconds: how long after the first save the victims are killed.
-        spares: True to kill the processes that the victims have started, and not themselves.
-        grace: how long the other processes may live on, in seconds.
+        victims: the ranks to kill. Empty: the job is not killed.
+        calls: by rank, the number of the call that kills it. Empty: `seconds` decides.
+        seconds: the time from the first save to the kill.
+        spares: True to kill only the processes that the victims have started.
+        grace: the time in seconds that the other processes may continue.
     """
 
     victims: tuple[int, ...] = ()
@@ -204,13 +210,13 @@ class Fate:
 
     @classmethod
     def drawn(cls, chance: random.Random, job: Job, calls: Mapping[int, int], seconds: float) -> Fate:
-        """Draw one.
+        """Draw a random fate.
 
         Args:
-            chance: where from.
+            chance: the source of random numbers.
             job: the job.
-            calls: how many calls a rank makes after the first save.
-            seconds: how long a job that is not killed runs after its first save.
+            calls: by rank, the number of calls after the first save.
+            seconds: the time that a job takes after its first save if it is not killed.
         """
         everyone = tuple(range(job.size))
         victims = chance.choice([(0,), (chance.randrange(job.size),), everyone])
@@ -226,9 +232,9 @@ class Outcome:
     """The end of a job.
 
     Attributes:
-        killed: True if it was killed.
-        lines: the records of its processes.
-        seconds: the time from its first save to its end.
+        killed: True if the job was killed.
+        lines: the records of the job's processes.
+        seconds: the time from the first save to the end.
     """
 
     killed: bool
@@ -236,16 +242,16 @@ class Outcome:
     seconds: float
 
     def calls(self) -> dict[int, int]:
-        """Return the number of calls after the first save by rank."""
+        """Return by rank the number of calls after the first save."""
         words = [line.split() for line in self.lines if line.startswith("calls ")]
         return {int(rank): int(calls) for _, rank, calls in words}
 
 
 def run_job(job: Job, directory: Path, attempt: int, fate: Fate) -> Outcome:
-    """Run a job, kill it, and wait for the end of all of its processes.
+    """Run a job, kill it, and wait until all of its processes have ended.
 
     Raises:
-        RuntimeError: it failed before it was killed.
+        RuntimeError: the job failed before it was killed.
     """
     reading, writing = os.pipe()
     with socket.socket() as listener:
@@ -290,7 +296,7 @@ def run_job(job: Job, directory: Path, attempt: int, fate: Fate) -> Outcome:
 
 
 def forked(work: Callable[[], None], errors: Path, seconds: int = _SECONDS) -> int:
-    """Do work in a forked process, with its errors in a file. Return its id."""
+    """Call a function in a forked process, which writes its errors to a file. Return the id of the process."""
     child = os.fork()
     if not child:
         signal.alarm(seconds)
@@ -306,7 +312,7 @@ def forked(work: Callable[[], None], errors: Path, seconds: int = _SECONDS) -> i
 
 
 def _read_until_settled(reading: int, size: int) -> bytes:
-    """Return what the processes of a job say, until all of them have saved once, or one has ended."""
+    """Read the records of a job until all of its processes have saved once, or one has ended."""
     said = b""
     while said.count(b"settled\n") < size:
         if select.select([reading], [], [], 0.05)[0]:
@@ -328,23 +334,23 @@ def _kill(processes: list[int], *, spares: bool) -> None:
 
 
 def descendants(parent: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have started."""
-    found = []
+    """Return all direct and indirect children of a process."""
+    children_ids = []
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += [int(child) for child in children.read_text().split()]
-    return [*found, *(below for child in found for below in descendants(child))]
+            children_ids += [int(child) for child in children.read_text().split()]
+    return [*children_ids, *(below for child in children_ids for below in descendants(child))]
 
 
 def _is_saver(process: int) -> bool:
-    """Return False for the process that multiprocessing starts for its own use."""
+    """Return False for the resource tracker, which multiprocessing starts for its own use."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes()
     return False
 
 
 def _wait_for_failure(ranks: set[int]) -> dict[int, int]:
-    """Wait until a rank was killed or has failed, or all have ended. Return the statuses of those that have ended."""
+    """Wait until a rank was killed or failed, or all ranks have ended. Return the statuses of the ended ranks."""
     statuses: dict[int, int] = {}
     options = 0
     with contextlib.suppress(ChildProcessError):
@@ -355,12 +361,12 @@ def _wait_for_failure(ranks: set[int]) -> dict[int, int]:
             if process in ranks:
                 statuses[process] = status
             if status:
-                options = os.WNOHANG  # a rank that was killed may be found after one that failed because of it
+                options = os.WNOHANG  # the killed rank may be reported after a rank that failed because of the kill
     return statuses
 
 
 def _wait_for_the_others(grace: float) -> None:
-    """Wait a while for the end of all processes, those included that others have started."""
+    """Wait until all direct and indirect children have ended, but no longer than the grace time."""
     deadline = time.monotonic() + grace
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -369,7 +375,7 @@ def _wait_for_the_others(grace: float) -> None:
 
 
 def end_all() -> None:
-    """Kill all that this process and its children have started, and wait for it."""
+    """Kill all direct and indirect children of this process, and wait for them."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for process in descendants(os.getpid()):
@@ -379,10 +385,10 @@ def end_all() -> None:
 
 
 def look(job: Job, directory: Path) -> dict[int, str]:
-    """Return what `Job.found` does, in a forked process.
+    """Return the result of `Job.found`, which runs in a forked process.
 
     Raises:
-        LostError: it fails.
+        LostError: `Job.found` failed.
     """
     result, errors = Path("found"), Path("errors")
 
@@ -396,15 +402,15 @@ def look(job: Job, directory: Path) -> dict[int, str]:
 
 
 def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, int]:
-    """Run jobs until so many were killed, and one more. Return counts.
+    """Run jobs until a number of them were killed, and then run one without a kill.
 
     Returns:
-        The number of kills; of jobs that ended before they were killed; of kills after a commit that the job had not
-        reported yet.
+        Counts: "kills", "ended" (jobs that ended before their kill) and "new" (kills after a commit that the job had
+        not reported yet).
 
     Raises:
         LostError: a checkpoint is lost or damaged.
-        RuntimeError: a job failed by itself.
+        RuntimeError: a job failed without a kill.
     """
     chance, ledger = random.Random(seed), Ledger()
     counts = {"kills": 0, "ended": 0, "new": 0}
@@ -418,8 +424,8 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
             for line in outcome.lines:
                 ledger.read(line)
             reported = max(ledger.saved)
-            found = look(job, directory)
-            ledger.check(found, job.keeps)
+            existing = look(job, directory)
+            ledger.check(existing, job.keeps)
         except Exception as error:
             error.add_note(f"seed {seed}, job {attempt}, {fate}")
             raise
@@ -429,7 +435,7 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
             import_what_was_imported(Path("modules"))
         if outcome.killed:
             counts["kills"] += 1
-            counts["new"] += max(found) > reported
+            counts["new"] += max(existing) > reported
         else:
             calls, seconds = outcome.calls(), outcome.seconds
             counts["ended"] += 1
@@ -437,18 +443,18 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
 
 
 def import_what_was_imported(names: Path) -> None:
-    """Import modules that a job imported late, so that the next ones are fast."""
+    """Import the modules that a job imported late, so that the next jobs need not import them."""
     for name in set(names.read_text().split()) - sys.modules.keys():
-        with contextlib.suppress(ImportError):  # some modules are made by their library
+        with contextlib.suppress(ImportError):  # some libraries create modules that cannot be imported
             importlib.import_module(name)
 
 
 def main() -> None:
-    """Kill a job."""
+    """Kill jobs as the command line says, and print the counts."""
     warnings.simplefilter("ignore")
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # wait also for what killed processes have started
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # inherit the children of killed processes
     name, directory, seed, kills = sys.argv[1:]
-    os.chdir(directory)  # for files of this program
+    os.chdir(directory)  # this program writes its own files to the current directory
     Path("saves").mkdir()
     module, _, kind = name.partition(":")
     job: Job = getattr(importlib.import_module(module), kind)()

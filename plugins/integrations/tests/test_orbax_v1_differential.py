@@ -1,4 +1,4 @@
-"""Random trees, saved and loaded by Orbax and by its replacement, in all four combinations."""
+"""Random trees: Orbax and its replacement each save them, and each loads both checkpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ TREES = st.dictionaries(st.sampled_from("tuvw"), st.recursive(LEAVES, containers
 
 
 def described(tree: Any) -> Any:
-    """Return a tree with its containers and with a description of each leaf, to compare and to print."""
+    """Replace each leaf of a tree by a description that can be compared and printed."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, jax.Array):
@@ -102,14 +102,14 @@ def outcome(call: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = call()
+            result = call()
         except Exception as error:  # noqa: BLE001  # both libraries must refuse the same
             return "refused", next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-    return jax.tree.structure(found), described(found)
+    return jax.tree.structure(result), described(result)
 
 
 def abstract_of(tree: Any) -> Any:
-    """Return an abstract tree as programs of Orbax make it. Orbax loads NumPy arrays by NumPy arrays."""
+    """Return an abstract tree as users of Orbax write it. For NumPy arrays, it contains NumPy arrays."""
 
     def abstract(leaf: Any) -> Any:
         return theirs.arrays.to_shape_dtype_struct(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -125,7 +125,7 @@ def abstract_of(tree: Any) -> Any:
 @example({"t": optax.EmptyState(), "u": Pair(None, ()), "v": Struct([])})
 @given(TREES)
 def test_four_combinations(tree: Any) -> None:
-    """Each library loads the same from the checkpoints of both, with and without an abstract tree."""
+    """Both libraries load the same values from each checkpoint, with and without an abstract tree."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         saved = [outcome(lambda name=name, library=library: library.save(place / name, tree))
@@ -134,14 +134,14 @@ def test_four_combinations(tree: Any) -> None:
         if saved[0][0] == "refused":
             return
         for request in ((), (abstract_of(tree),), (tree,)):
-            found = {
+            outcomes = {
                 f"{name} loaded by {loader.__name__}": outcome(
                     lambda name=name, loader=loader, request=request: loader.load(place / name, *request)
                 )
                 for name in ("theirs", "ours")
                 for loader in (theirs, ours)
             }
-            expected = found.pop(f"theirs loaded by {theirs.__name__}")
-            for who, one in found.items():
-                assert one == expected, who
+            expected = outcomes.pop(f"theirs loaded by {theirs.__name__}")
+            for who, actual in outcomes.items():
+                assert actual == expected, who
         assert ckptcore.load(place / "ours").keys() == tree.keys()

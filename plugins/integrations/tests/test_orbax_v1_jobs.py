@@ -1,4 +1,4 @@
-"""The replacement for Orbax v1 in jobs of several processes, and killed in the middle of a save."""
+"""The replacement for Orbax v1 in jobs of several processes, which are also killed during saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(size: int, task: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_library_loads_what_the_other_saved(tmp_path: Path, size: int) -> None:
+def test_each_library_loads_checkpoints_of_the_other(tmp_path: Path, size: int) -> None:
     run(size, "both_ways", tmp_path)
 
 
@@ -75,14 +75,14 @@ def test_a_killed_process_leaves_the_old_checkpoint(tmp_path: Path, victim: int,
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, way: str, every: int, full: bool
 ) -> None:
-    """A process forks for each moment: it takes long to import JAX."""
+    """The program imports JAX once, because that is slow, and forks a process for each kill."""
     if every == 1 and not full:
         every = 3
     program = [sys.executable, str(HERE / "kills.py"), "orbax_v1", way, str(tmp_path), str(every)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    kills, *found = done.stdout.split()
+    kills, *steps = done.stdout.split()
     assert int(kills) > 5
-    assert set(found) <= {"1", "2"}
-    assert found[0] == "1"
-    assert found[-1] == "2"
+    assert set(steps) <= {"1", "2"}
+    assert steps[0] == "1"
+    assert steps[-1] == "2"

@@ -1,4 +1,4 @@
-"""Options of Orbax's Context: honoured, or refused with the reason."""
+"""Options of Orbax's Context. The replacement implements them, or refuses them with a reason."""
 
 import json
 import threading
@@ -40,7 +40,7 @@ def context_with(option, value):
         ("array.saving.storage_options.chunk_byte_size", 1024, "ocdbt"),
     ],
 )
-def test_options_of_formats_are_honoured(tmp_path, option, value, layout):
+def test_options_of_formats_are_used(tmp_path, option, value, layout):
     array = jnp.arange(1024.0).reshape(32, 32)
     with context_with(option, value):
         ours.save(tmp_path / "c", {"w": array})
@@ -61,9 +61,9 @@ def test_dtypes_and_chunks_are_chosen_by_key(tmp_path):
     context.array.saving.storage_options.dtype = jnp.float16
     with context:
         ours.save(tmp_path / "c", {"small": jnp.ones(64), "large": jnp.ones(64)})
-    found = theirs.metadata(tmp_path / "c").metadata
-    assert found["small"].dtype == jnp.bfloat16 and found["small"].storage_metadata.chunk_shape == (32,)
-    assert found["large"].dtype == jnp.float16 and found["large"].storage_metadata.chunk_shape == (64,)
+    metadata = theirs.metadata(tmp_path / "c").metadata
+    assert metadata["small"].dtype == jnp.bfloat16 and metadata["small"].storage_metadata.chunk_shape == (32,)
+    assert metadata["large"].dtype == jnp.float16 and metadata["large"].storage_metadata.chunk_shape == (64,)
 
 
 def test_padding_and_partial_loads_are_allowed_by_options(tmp_path):
@@ -79,7 +79,7 @@ def test_padding_and_partial_loads_are_allowed_by_options(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ours.options.AtomicityMode)
-def test_readers_of_every_mode_of_commits_find_what_they_need(tmp_path, mode):
+def test_readers_in_every_atomicity_mode_accept_every_save(tmp_path, mode):
     with context_with("atomicity.mode", mode):
         ours.save(tmp_path / "c", {"w": jnp.ones(2)})
     assert (tmp_path / "c" / "commit_success.txt").exists()
@@ -102,7 +102,7 @@ def test_readers_of_every_mode_of_commits_find_what_they_need(tmp_path, mode):
         ("checkpoint_layout", "safetensors"),
     ],
 )
-def test_an_option_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path, option, value):
+def test_an_unsupported_option_is_refused_with_a_reason(tmp_path, option, value):
     name = option.rpartition(".")[2]
     with context_with(option, value), pytest.raises(NotImplementedError, match=rf"{name}.*[:=].*\. |{name}"):
         ours.save(tmp_path / "c", {"w": jnp.ones(2)})
@@ -110,7 +110,7 @@ def test_an_option_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path, 
 
 
 def test_an_implementation_for_pathways_is_ignored_without_pathways(tmp_path, monkeypatch):
-    """Tunix and MaxText always choose one."""
+    """Tunix and MaxText always set an implementation for Pathways."""
     context = context_with("pathways.checkpointing_impl", pathways.CheckpointingImpl.NO_DISPATCHER)
     with context:
         ours.save(tmp_path / "c", {"w": jnp.ones(2)})
@@ -143,7 +143,7 @@ def test_the_options_that_maxtext_sets(tmp_path):
         for step in range(7):
             run.save_async(step, state, custom_metadata={"step": step})
     with theirs.training.Checkpointer(tmp_path) as run:
-        assert [found.step for found in run.checkpoints] == [4, 6]
+        assert [checkpoint.step for checkpoint in run.checkpoints] == [4, 6]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "fsdp"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     with context:
@@ -157,10 +157,10 @@ def test_the_options_that_maxtext_sets(tmp_path):
 def test_files_of_safetensors_are_loaded(tmp_path):
     safetensors.numpy.save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
     with ours.Context(checkpoint_layout=ours.options.CheckpointLayout.SAFETENSORS):
-        found = ours.pytree_metadata(tmp_path).metadata
-        assert (found["w"].shape, found["w"].dtype) == ((6,), np.float32)
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        abstract = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=one)}
+        metadata = ours.pytree_metadata(tmp_path).metadata
+        assert (metadata["w"].shape, metadata["w"].dtype) == ((6,), np.float32)
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
         assert ours.load_pytree(tmp_path, abstract)["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -177,7 +177,7 @@ def test_a_context_belongs_to_its_thread(tmp_path):
     assert json.loads((tmp_path / "there/state/_METADATA").read_text())["use_ocdbt"]
 
 
-def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
+def test_leftovers_of_killed_saves_are_removed_on_request(tmp_path):
     left = tmp_path / ".7.0123456789abcdef.ckptcore"
     for removes in (False, True):
         left.mkdir(exist_ok=True)
@@ -186,11 +186,11 @@ def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
             checkpointer.save(int(removes), {"w": jnp.zeros(3)})
         assert left.exists() != removes
     with theirs.training.Checkpointer(tmp_path) as checkpointer:
-        assert [found.step for found in checkpointer.checkpoints] == [0, 1]
+        assert [checkpoint.step for checkpoint in checkpointer.checkpoints] == [0, 1]
 
 
 def test_the_home_directory(tmp_path, monkeypatch):
-    """Orbax takes ``~`` for a name, and an unreplaced variable too: it would create directories of these names."""
+    """Orbax expands neither ``~`` nor variables, so it would create directories with these names."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -215,7 +215,7 @@ def test_the_home_directory(tmp_path, monkeypatch):
     assert not list((tmp_path / "work").iterdir())
 
 
-def test_what_a_job_left_is_removed_also_if_it_was_killed_where_no_lock_tells_it(tmp_path, monkeypatch):
+def test_leftovers_are_removed_without_locks_after_the_lease_expires(tmp_path, monkeypatch):
     killed = leave_lease(tmp_path, monkeypatch.setattr)
     with ours.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as checkpointer:
         checkpointer.save(1, {"w": jnp.zeros(3)})

@@ -1,11 +1,10 @@
-"""`orbax_v1` saves what Orbax loads, loads what Orbax saved, and refuses what Orbax refuses."""
+"""Orbax and its replacement `orbax_v1` load each other's checkpoints, and refuse the same trees."""
 
 import json
 import os
 import shutil
 import sys
 import threading
-import time
 import traceback
 from typing import NamedTuple
 
@@ -52,9 +51,9 @@ def abstract_of(tree):
     )
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def assert_same(actual, other):
+    assert jax.tree.structure(actual) == jax.tree.structure(other)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(other), strict=True):
         assert isinstance(left, jax.Array) == isinstance(right, jax.Array)
         assert getattr(left, "dtype", type(left)) == getattr(right, "dtype", type(right))
         assert getattr(left, "sharding", None) == getattr(right, "sharding", None)
@@ -69,7 +68,7 @@ def registered_state():
 
 @pytest.mark.parametrize("saver", [theirs, ours])
 @pytest.mark.parametrize("loader", [theirs, ours])
-def test_registered_named_tuples_and_keys_that_are_no_text(tmp_path, saver, loader):
+def test_registered_named_tuples_and_keys_other_than_text(tmp_path, saver, loader):
     saver.save(tmp_path / "c", registered_state())
     abstract = abstract_of(registered_state())
     assert_same(loader.load(tmp_path / "c", abstract), registered_state())
@@ -102,17 +101,17 @@ def test_the_error_for_functions_in_a_module_of_equinox_has_a_remedy_that_works(
 
 @pytest.mark.parametrize("saver", [theirs, ours])
 @pytest.mark.parametrize("loader", [theirs, ours])
-def test_trees_go_from_each_to_the_other(tmp_path, saver, loader):
+def test_each_library_loads_trees_of_the_other(tmp_path, saver, loader):
     saver.save(tmp_path / "c", state(), custom_metadata={"run": 1})
     abstract = abstract_of(state())
     assert_same(loader.load(tmp_path / "c", abstract), theirs.load(tmp_path / "c", abstract))
-    found = loader.metadata(tmp_path / "c")
-    assert found.custom_metadata == {"run": 1} and found.metadata["params"]["w"].shape == (16, 4)
-    assert_same(loader.load(tmp_path / "c", found), loader.load(tmp_path / "c"))
+    metadata = loader.metadata(tmp_path / "c")
+    assert metadata.custom_metadata == {"run": 1} and metadata.metadata["params"]["w"].shape == (16, 4)
+    assert_same(loader.load(tmp_path / "c", metadata), loader.load(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("saver", [theirs, ours])
-def test_without_an_abstract_tree_the_containers_are_those_of_orbax(tmp_path, saver):
+def test_a_load_without_an_abstract_tree_returns_the_containers_of_orbax(tmp_path, saver):
     saver.save(tmp_path / "c", state())
     assert_same(ours.load(tmp_path / "c"), theirs.load(tmp_path / "c"))
 
@@ -144,7 +143,7 @@ def test_leaves_have_the_requested_types(tmp_path, saver, changed):
             np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-def test_random_keys_are_keys_again(tmp_path):
+def test_random_keys_are_loaded_as_keys(tmp_path):
     keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4), 3)}
     ours.save(tmp_path / "c", keys)
     for loader in (theirs, ours):
@@ -153,7 +152,7 @@ def test_random_keys_are_keys_again(tmp_path):
             assert jnp.array_equal(jax.random.key_data(loaded[name]), jax.random.key_data(key))
 
 
-def test_later_changes_are_not_in_an_asynchronous_save(tmp_path):
+def test_an_asynchronous_save_does_not_contain_later_changes(tmp_path):
     array, called = np.zeros(1000), []
     response = ours.save_async(tmp_path / "c", {"w": array})
     response.on_complete(called.append)
@@ -184,23 +183,23 @@ def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
     returned, caller = threading.Event(), threading.get_ident()
 
     def hold(*_):
-        """Hold the thread of the save until the caller waits for a claim, or has returned without."""
+        """Block the thread of the save until the caller waits for a claim, or has returned without waiting."""
         sys.setprofile(None)
         while threading.current_thread().name.startswith("ckptcore-save") and not returned.is_set():
             frames = traceback.walk_stack(sys._current_frames()[caller])
             if "wait_for_claim" in {frame.f_code.co_name for frame, _ in frames}:
                 break
-            time.sleep(0)
+            returned.wait(0.001)
 
     threading.setprofile(hold)
     try:
         end = begin(tmp_path, {"w": np.zeros(1000)})
-        found = os.listdir(tmp_path)
+        names = os.listdir(tmp_path)
     finally:
         threading.setprofile(None)
         returned.set()
     end()
-    assert found
+    assert names
 
 
 @pytest.mark.parametrize(
@@ -208,8 +207,8 @@ def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
     [{}, {"w": np.zeros(0)}, {"w": 1j}, {"w": object()}, None],
     ids=["empty", "no elements", "complex", "object", "none"],
 )
-def test_what_orbax_refuses_to_save_is_refused_alike(tmp_path, tree):
-    with pytest.raises(Exception) as expected:  # its type is compared
+def test_trees_that_orbax_does_not_save_raise_the_same_error(tmp_path, tree):
+    with pytest.raises(Exception) as expected:  # of any type: `ours` must raise the same
         theirs.save(tmp_path / "theirs", tree)
     with pytest.raises(type(expected.value)):
         ours.save(tmp_path / "ours", tree)
@@ -221,9 +220,9 @@ def test_what_orbax_refuses_to_save_is_refused_alike(tmp_path, tree):
     [{"a": 0}, {"a": 0, "b": 0, "c": 0}, {"a": 0, "b": {"x": 0}}, {"a": 0, "b": jax.ShapeDtypeStruct((3,), "float32")}],
     ids=repr,
 )
-def test_what_orbax_refuses_to_load_is_refused_alike(tmp_path, abstract):
+def test_trees_that_orbax_does_not_load_raise_the_same_error(tmp_path, abstract):
     ours.save(tmp_path / "c", {"a": 1, "b": jnp.ones(2)})
-    with pytest.raises(ValueError) as expected:  # its type is compared
+    with pytest.raises(ValueError) as expected:  # `ours` must raise the same type
         theirs.load(tmp_path / "c", abstract)
     with pytest.raises(type(expected.value)):
         ours.load(tmp_path / "c", abstract)
@@ -242,7 +241,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("missing", ["manifest.ocdbt", "d"])
 @pytest.mark.parametrize("saver", [theirs, ours], ids=["orbax", "ours"])
-def test_the_error_of_a_missing_file_has_the_words_of_orbax(tmp_path, saver, missing):
+def test_the_error_of_a_missing_file_has_the_text_of_orbax(tmp_path, saver, missing):
     saver.save(tmp_path / "c", {"w": np.arange(1000.0)})
     path = tmp_path / "c" / "state" / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -263,7 +262,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 
 class Words:
-    """A checkpointable for a handler."""
+    """A checkpointable that needs a handler."""
 
     def __init__(self, words):
         self.words = words
@@ -321,7 +320,7 @@ class Position:
 
 @pytest.mark.parametrize("saver", [theirs, ours])
 @pytest.mark.parametrize("loader", [theirs, ours])
-def test_checkpointables_of_handlers_go_from_each_to_the_other(tmp_path, saver, loader):
+def test_each_library_loads_checkpointables_of_handlers_of_the_other(tmp_path, saver, loader):
     registry = ours.handlers.local_registry()
     registry.add(WordsHandler)
     registry.add(ours.handlers.JsonHandler, checkpointable_name="config")
@@ -340,7 +339,7 @@ def test_checkpointables_of_handlers_go_from_each_to_the_other(tmp_path, saver, 
     assert set(names) == set(items)
 
 
-def test_files_alone_are_an_orbax_checkpoint(tmp_path):
+def test_files_without_a_tree_are_an_orbax_checkpoint(tmp_path):
     ours.save_checkpointables(tmp_path / "c", {"data": Position(5)})
     assert theirs.is_orbax_checkpoint(tmp_path / "c") and ours.is_orbax_checkpoint(tmp_path / "c")
     position = Position(0)
@@ -364,12 +363,12 @@ def test_checkpoints_and_checkpointables_are_deleted(tmp_path, saver, missing_ok
             ours.delete(path)
 
 
-def test_the_names_are_those_of_orbax():
+def test_the_public_names_are_those_of_orbax():
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert public <= set(ours.__all__)
     for name in ("partial", "training"):
         ours_here, theirs_here = getattr(ours, name), getattr(theirs, name)
-        assert {one for one in dir(theirs_here) if not one.startswith("_")} <= set(dir(ours_here))
+        assert {public for public in dir(theirs_here) if not public.startswith("_")} <= set(dir(ours_here))
 
 
 def test_parts_that_orbax_began_are_continued_and_finalized(tmp_path):
@@ -382,7 +381,7 @@ def test_parts_that_orbax_began_are_continued_and_finalized(tmp_path):
 
 
 @pytest.mark.parametrize("facts", ["", "[" * 100_000, "[]", "{}", '{"leaves":3,"custom_metadata":{}}'], ids=len)
-def test_damaged_facts_about_parts_are_named(tmp_path, facts):
+def test_a_damaged_file_about_parts_is_named(tmp_path, facts):
     ours.partial.save(tmp_path / "saved", {"a": np.ones(3)})
     (file,) = tmp_path.glob("saved*partial_save*")
     file.write_text(facts)

@@ -1,4 +1,4 @@
-"""Second saves of the replacements where directories cannot be exchanged, and on an object store."""
+"""Second saves of the replacements on file systems without an exchange of directories, and on an object store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckptcore
 from ckptcore.builtin import local_calls
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch and Orbax warn of jobs and of old calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch and Orbax warn about jobs and deprecated functions
 
 
 def _dcp(location: str, number: int) -> list[float]:

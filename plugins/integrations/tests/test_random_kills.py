@@ -1,4 +1,4 @@
-"""Jobs killed at random moments of saves lose nothing: our own saves, and the replacements of DCP and Orbax."""
+"""Jobs that are killed at random moments lose no checkpoint: our own saves, and the replacements for DCP and Orbax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 36
 
 
 def run(job: str, directory: Path, kills: int) -> subprocess.CompletedProcess[str]:
-    """Kill a job so many times."""
+    """Run the program that kills a job a number of times."""
     command = [sys.executable, str(HERE / "random_kills.py"), job, str(directory), str(SEED), str(kills)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -44,14 +44,14 @@ def run(job: str, directory: Path, kills: int) -> subprocess.CompletedProcess[st
         ],
     ],
 )
-def test_nothing_is_lost(tmp_path: Path, job: str, kills: int) -> None:
+def test_no_checkpoint_is_lost(tmp_path: Path, job: str, kills: int) -> None:
     done = run(f"killed_jobs:{job}", tmp_path, kills)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     print(done.stdout)
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
 
 
-def test_a_save_that_deletes_the_old_checkpoint_first_is_noticed(tmp_path: Path) -> None:
+def test_a_save_that_first_deletes_the_old_checkpoint_is_detected(tmp_path: Path) -> None:
     done = run("killed_jobs:Careless", tmp_path, 100)
     assert done.returncode == 1
     assert f"seed {SEED}" in done.stderr

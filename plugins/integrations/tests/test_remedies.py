@@ -1,4 +1,4 @@
-"""Remedies in error texts of the replacements and references: each is followed, and what was saved must come back."""
+"""Remedies in the errors of replacements and references. Each test follows an error, and must load the saved values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def options(option: str, value: Any) -> Any:
 
 
 class Profiler(MemoryProfiler):
-    """Measures nothing."""
+    """A memory profiler that measures nothing."""
 
     def profiler_start(self) -> None:
         """Start nothing."""
@@ -154,7 +154,7 @@ def test_a_leaf_of_an_earlier_part(tmp_path: Path) -> None:
 
 
 def test_the_file_next_to_parts_is_damaged(tmp_path: Path) -> None:
-    """The parts that are saved are kept."""
+    """The file is damaged, but the saved parts can be kept."""
     orbax_v1.partial.save(tmp_path / "c", {"a": np.ones(3)}, custom_metadata={"step": 1})
     (file,) = tmp_path.glob("c*partial_save*")
     file.write_text("{")
@@ -195,8 +195,8 @@ def test_models_with_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     assert torch.equal(with_torch.load_file(tmp_path / "a")["weight"], model.weight)
 
 
-def test_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
-    """The text lists those that it has."""
+def test_dtypes_that_the_format_does_not_support(tmp_path: Path) -> None:
+    """The error lists the dtypes that the format supports."""
     of_torch = {"w": torch.ones(2, dtype=torch.complex128)}
     of_numpy = {"w": np.ones(2, "complex128")}
     first = refused(lambda: with_torch.save_file(of_torch, tmp_path / "a"), "Supported dtypes: ", error=SafetensorError)
@@ -254,8 +254,8 @@ class Trusted:
     value = 3
 
 
-def test_classes_that_torch_does_not_trust(tmp_path: Path) -> None:
-    """Advice of torch that is of no use here is left out."""
+def test_classes_that_pytorch_does_not_trust(tmp_path: Path) -> None:
+    """The error omits those parts of PyTorch's advice that do not apply."""
     original.save({"w": torch.ones(2), "known": Trusted()}, checkpoint_id=tmp_path / "c")
     loaded: dict[str, Any] = {"known": None}
     text = refused(
@@ -265,7 +265,7 @@ def test_classes_that_torch_does_not_trust(tmp_path: Path) -> None:
     )
     assert "Trusted" in text
     assert "weights_only" not in text.partition("add_safe_globals: ")[2]
-    with torch.serialization.safe_globals([]):  # restores the list
+    with torch.serialization.safe_globals([]):  # restores the list of trusted classes at the end
         torch.serialization.add_safe_globals([Trusted])
         torch_dcp.load(loaded, checkpoint_id=tmp_path / "c")
     assert loaded["known"].value == 3
@@ -291,7 +291,7 @@ def test_ranks_that_do_not_communicate(tmp_path: Path) -> None:
 
 
 class Guarded(SimpleHTTPRequestHandler):
-    """Serves a directory to whoever knows the password."""
+    """An HTTP handler that serves a directory to clients with the password."""
 
     def do_GET(self) -> None:
         if self.headers.get("Authorization") != f"Basic {base64.b64encode(b'me:word').decode()}":
@@ -305,7 +305,7 @@ class Guarded(SimpleHTTPRequestHandler):
 
 @contextmanager
 def guarded(directory: Path) -> Iterator[str]:
-    """Serve a directory; yield the host and port."""
+    """Serve a directory, and yield the host and port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Guarded, directory=os.fspath(directory))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -1,4 +1,4 @@
-"""Files of the replacement load with safetensors, and the reverse, bit for bit. Damaged files are refused."""
+"""The safetensors library and its replacement load each other's files bit for bit. Damaged files are refused."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ import ckptcore
 from ckptcore.plain_safetensors import DTYPES
 
 BACKENDS = ["mmap", "pread"]
-NOT_IN_JAX = {"int64", "uint64", "float64"}  # without ``jax_enable_x64``
+NOT_IN_JAX = {"int64", "uint64", "float64"}  # JAX needs ``jax_enable_x64`` for these dtypes
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype, with random bits."""
+    """Return a tensor of each dtype, with random bits."""
     made = {}
     for name in DTYPES:
         dtype: torch.dtype = getattr(torch, name)
@@ -50,7 +50,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def arrays() -> dict[str, np.ndarray[Any, Any]]:
-    """An array of each dtype of `tensors`, without those that only PyTorch has."""
+    """Return an array of each dtype of `tensors`, except dtypes that only PyTorch has."""
     made = {}
     for name, tensor in tensors().items():
         if name != "pairs":
@@ -60,7 +60,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def bits(value: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """The dtype, shape and bytes of a tensor or array."""
+    """Return the dtype, shape and bytes of a tensor or array."""
     if isinstance(value, torch.Tensor):
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         return str(value.dtype)[6:], tuple(value.shape), data
@@ -78,7 +78,7 @@ def test_files_of_torch_equal_those_of_the_library(tmp_path: Path, metadata: dic
     safetensors.torch.save_file(state, tmp_path / "theirs", metadata)
     our_torch.save_file(state, tmp_path / "ours", metadata)
     written = (tmp_path / "ours").read_bytes()
-    if metadata != {}:  # the library writes no comma after empty metadata
+    if metadata != {}:  # with empty metadata, the library writes no comma
         assert written == (tmp_path / "theirs").read_bytes()
         assert our_torch.save(state, metadata) == safetensors.torch.save(state, metadata) == written
     assert same(safetensors.torch.load_file(tmp_path / "ours"), state)
@@ -94,7 +94,7 @@ def test_torch_loads_files_of_the_library(tmp_path: Path, backend: Any) -> None:
     assert same(loaded, state)
     assert same(our_torch.load(path.read_bytes()), state)
     for tensor in loaded.values():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # so that tensors share no memory
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # each tensor has its own memory
 
 
 def test_files_of_numpy_equal_those_of_the_library(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_flax_saves_and_loads_like_the_library(tmp_path: Path) -> None:
         assert same({"x": file.get_slice("layer.float32")[1:, 2]}, {"x": state["layer.float32"][1:, 2]})
 
 
-def test_the_file_knows_what_that_of_the_library_knows(tmp_path: Path) -> None:
+def test_an_open_file_describes_the_same_tensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(tensors(), path, {"format": "pt"})
     with ours.safe_open(path, "pt") as mine, safetensors.safe_open(path, "pt") as theirs:
@@ -146,7 +146,7 @@ def test_the_file_knows_what_that_of_the_library_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_closed_file_is_refused_and_its_slices_and_tensors_remain(tmp_path: Path, backend: Any) -> None:
+def test_slices_and_tensors_remain_valid_after_their_file_is_closed(tmp_path: Path, backend: Any) -> None:
     path = tmp_path / "model.safetensors"
     our_numpy.save_file({"x": np.arange(6.0)}, path)
     for framework in ("np", "pt"):
@@ -176,15 +176,15 @@ def test_slices_equal_those_of_the_library(tmp_path: Path, index: Any, opening: 
     framework, backend = opening
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"x": np.arange(50.0).reshape(10, 5)}, path)
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for module in (safetensors, ours):
         part = module.safe_open(path, framework, backend=backend).get_slice("x")
         try:
-            found.append(bits(part[index]))
-        except Exception as error:  # noqa: BLE001  # compared
-            found.append((type(error), str(error)))
-    theirs, mine = found
-    if theirs[0] is SystemError:  # the library allocates a negative number of bytes
+            outcomes.append(bits(part[index]))
+        except Exception as error:  # noqa: BLE001  # the errors of both are compared
+            outcomes.append((type(error), str(error)))
+    theirs, mine = outcomes
+    if theirs[0] is SystemError:  # the library tries to allocate a negative number of bytes
         assert mine[0] is SafetensorError
     elif theirs[0] is OverflowError:
         assert mine[0] is OverflowError
@@ -192,7 +192,7 @@ def test_slices_equal_those_of_the_library(tmp_path: Path, index: Any, opening: 
         assert mine == theirs
 
 
-def test_a_slice_of_torch_takes_every_index_of_torch(tmp_path: Path) -> None:
+def test_a_slice_accepts_every_index_of_torch(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensor = torch.arange(50.0).reshape(10, 5)
     our_torch.save_file({"x": tensor}, path)
@@ -209,7 +209,7 @@ def test_a_slice_of_torch_takes_every_index_of_torch(tmp_path: Path) -> None:
         )
     )
 )
-def test_an_accepted_index_means_what_it_means_in_numpy(drawn: tuple[list[int], tuple[Any, ...]]) -> None:
+def test_an_accepted_index_has_the_meaning_of_numpy(drawn: tuple[list[int], tuple[Any, ...]]) -> None:
     shape, index = drawn
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     try:
@@ -225,14 +225,14 @@ def test_an_accepted_index_means_what_it_means_in_numpy(drawn: tuple[list[int], 
      ("missing", "np"), (b"x", "np"), ("x", None)],
     ids=str,
 )  # fmt: skip
-def test_what_the_library_refuses_is_refused(
+def test_invalid_arguments_raise_the_errors_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     our_numpy.save_file({"a": np.zeros(2)}, "x")
     kinds = []
     for module in (safetensors, ours):
-        with pytest.raises(Exception) as caught:  # compared
+        with pytest.raises(Exception) as caught:  # the types are compared
             module.safe_open(*arguments).get_tensors()
         kinds.append(caught.type)
     assert kinds[0] is kinds[1] or arguments[1] == "tf"
@@ -263,7 +263,7 @@ UNSAVED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("save", UNSAVED.values(), ids=UNSAVED)
-def test_what_the_format_lacks_is_not_saved(
+def test_unsupported_values_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[], object]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -288,7 +288,7 @@ def test_arguments_of_wrong_types_are_refused() -> None:
         our_torch.save({"x": torch.zeros(2, device="meta")})
 
 
-def test_values_are_saved_however_they_are_stored() -> None:
+def test_values_are_saved_in_any_memory_layout() -> None:
     turned = np.arange(6.0).reshape(2, 3).T
     loaded = safetensors.numpy.load(our_numpy.save({"turned": turned, "big": turned.astype(">i4")}))
     np.testing.assert_array_equal(loaded["turned"], turned)
@@ -330,7 +330,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
             ours.safe_open(path, "np")
 
 
-def test_dtypes_that_a_framework_lacks_are_refused(tmp_path: Path) -> None:
+def test_dtypes_that_a_framework_does_not_support_are_refused(tmp_path: Path) -> None:
     header = json.dumps({"x": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
     path = tmp_path / "x"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
@@ -368,7 +368,7 @@ def test_many_and_large_arrays_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Tied(torch.nn.Module):
-    """A model with one layer under two names."""
+    """A model that has one layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("metadata", [None, {"a.bias": "mine", "format": "pt"}], ids=["none", "own"])
-def test_models_are_those_of_the_library(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_models_are_saved_and_loaded_like_by_the_library(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     model = Tied()
     given = None if metadata is None else dict(metadata)
     our_torch.save_model(model, tmp_path / "ours", metadata)
@@ -396,7 +396,7 @@ def test_models_are_those_of_the_library(tmp_path: Path, metadata: dict[str, str
             assert torch.equal(loaded.b.weight, model.a.weight)
 
 
-def test_names_of_a_model_that_differ_are_listed(tmp_path: Path) -> None:
+def test_names_that_differ_from_those_of_the_model_are_listed(tmp_path: Path) -> None:
     our_torch.save_file({"weight": torch.zeros(3, 3), "other": torch.zeros(1)}, tmp_path / "x")
     with pytest.raises(RuntimeError) as mine:
         our_torch.load_model(torch.nn.Linear(3, 3), tmp_path / "x")
@@ -406,7 +406,7 @@ def test_names_of_a_model_that_differ_are_listed(tmp_path: Path) -> None:
     assert our_torch.load_model(torch.nn.Linear(3, 3), tmp_path / "x", strict=False) == ({"bias"}, ["other"])
 
 
-def test_addresses_are_saved_like_by_the_library(tmp_path: Path) -> None:
+def test_data_at_memory_addresses_is_saved_like_by_the_library(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int16)
     specs = {
         "x": ours.TensorSpec(dtype="int16", shape=[2, 3], data_ptr=array.ctypes.data, data_len=array.nbytes),
@@ -421,19 +421,19 @@ def test_addresses_are_saved_like_by_the_library(tmp_path: Path) -> None:
     )
 
 
-def test_other_names_are_those_of_the_library() -> None:
+def test_other_names_equal_those_of_the_library() -> None:
     assert ours.SafetensorError is safetensors.SafetensorError
     assert vars(ours)["__version__"] == safetensors.__version__
     for name in ("storage_ptr", "storage_size", "_find_shared_tensors", "_is_complete"):
         assert getattr(our_torch, name) is getattr(safetensors.torch, name)
-    for module in (our_torch, our_numpy, our_flax):  # although the library's package has modules of these names
+    for module in (our_torch, our_numpy, our_flax):  # the package of the library also has modules with these names
         assert module.load.__module__ == module.__name__
 
 
 def test_a_file_object_is_opened_by_its_name(tmp_path: Path) -> None:
     our_numpy.save_file({"a": np.arange(3)}, tmp_path / "x")
-    with open(tmp_path / "x", "rb") as file, vars(ours)["_safe_open_handle"](file, "np") as opened:
-        assert opened.get_tensor("a").tolist() == [0, 1, 2]
+    with open(tmp_path / "x", "rb") as file, vars(ours)["_safe_open_handle"](file, "np") as reader:
+        assert reader.get_tensor("a").tolist() == [0, 1, 2]
 
 
 def test_loaded_tensors_keep_no_file_open(tmp_path: Path) -> None:
@@ -441,23 +441,23 @@ def test_loaded_tensors_keep_no_file_open(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     loaded = [our_torch.load_file(tmp_path / "x") for _ in range(10)]
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    loaded[0]["a"][0] = 1  # the mapping is private
+    loaded[0]["a"][0] = 1  # changes a private mapping
     assert loaded[1]["a"][0] == 0
     our_torch.save_file({"a": torch.ones(1000)}, tmp_path / "x")
-    assert loaded[1]["a"][5] == 0  # and stays on the old file
+    assert loaded[1]["a"][5] == 0  # the mapping still shows the old file
 
 
 def test_threads_read_one_file(tmp_path: Path) -> None:
     state = {str(number): np.full(1000, number) for number in range(50)}
     our_numpy.save_file(state, tmp_path / "x")
-    found: list[bool] = []
+    equal: list[bool] = []
     with ours.safe_open(tmp_path / "x", "np") as file:
-        threads = [threading.Thread(target=lambda: found.append(same(file.get_tensors(), state))) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: equal.append(same(file.get_tensors(), state))) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == [True] * 4
+    assert equal == [True] * 4
 
 
 def test_a_context_without_durability_syncs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are read when they are copied."""
+"""Stored weights: their elements are read when they are copied."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ WEIGHTS: dict[str, Any] = {
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[tuple[str, Any]]:
+def checkpoint(tmp_path: Path) -> Iterator[tuple[str, Any]]:
     location = str(tmp_path / "1")
     ckptcore.save(location, {"layers": [WEIGHTS]})
     with ckptcore.open(location) as checkpoint:
         yield location, checkpoint
 
 
-def reader_of(opened: tuple[str, Any], *targets: torch.Tensor) -> tuple[WeightReader, dict[str, Any]]:
+def reader_of(checkpoint: tuple[str, Any], *targets: torch.Tensor) -> tuple[WeightReader, dict[str, Any]]:
     """Return a reader, and its weights by name."""
     context = Context()
-    reader = WeightReader(opened[0], opened[1], (context, context), targets=targets, batch_bytes=1 << 30)
+    reader = WeightReader(checkpoint[0], checkpoint[1], (context, context), targets=targets, batch_bytes=1 << 30)
     weights = dict(reader.weights(lambda name, dtype: getattr(torch, dtype)))
     return reader, {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
 
@@ -62,16 +62,16 @@ def view_of(tensor: Any, choices: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_a_copy_of_a_view_is_that_of_the_array(opened: tuple[str, Any], *, defer: bool) -> None:
+def test_a_copy_of_a_view_equals_the_view_of_the_array(checkpoint: tuple[str, Any], *, defer: bool) -> None:
     for seed in range(25):
         name = random.Random(seed).choice(sorted(WEIGHTS))
         expected = view_of(WEIGHTS[name], random.Random(seed))
         target = torch.empty_like(expected)
-        reader, weights = reader_of(opened, *([target] if defer else []))
-        found = view_of(weights[name], random.Random(seed))
-        assert isinstance(found, StoredWeight)
+        reader, weights = reader_of(checkpoint, *([target] if defer else []))
+        view_of_weight = view_of(weights[name], random.Random(seed))
+        assert isinstance(view_of_weight, StoredWeight)
         with reader:
-            target.copy_(found)
+            target.copy_(view_of_weight)
         reader.fill()
         assert torch.equal(target, expected), seed
 
@@ -83,14 +83,14 @@ def test_the_box_of_a_view_has_no_more_than_its_rows() -> None:
     assert strided_box(array.shape, array.reshape(48, 15)[9:17]).box == ((1, 0, 0), (3, 8, 15))
 
 
-def test_copies_are_done_before_another_operation_needs_them(opened: tuple[str, Any]) -> None:
+def test_deferred_copies_run_before_another_operation_needs_them(checkpoint: tuple[str, Any]) -> None:
     copied, large = torch.zeros(6, 8, 15), torch.zeros(10, 8, 15)
-    reader, weights = reader_of(opened, copied, large)
+    reader, weights = reader_of(checkpoint, copied, large)
     with reader:
         copied.copy_(weights["a"])
         assert torch.equal(copied * 2, WEIGHTS["a"] * 2)
         large[:6].copy_(weights["a"])
-        large[6:].fill_(7)  # other elements of the same memory
+        large[6:].fill_(7)  # writes other elements of the same memory
         assert not large[:6].detach().numpy().any()
         assert weights["b"].sum().item() == 66
         assert torch.equal(weights["half"] + 1, WEIGHTS["half"] + 1)
@@ -98,18 +98,18 @@ def test_copies_are_done_before_another_operation_needs_them(opened: tuple[str, 
     assert torch.equal(large[:6], WEIGHTS["a"]) and (large[6:] == 7).all()
 
 
-def test_a_copy_that_is_only_counted_reads_nothing(opened: tuple[str, Any]) -> None:
-    reader, weights = reader_of(opened)
+def test_a_copy_to_a_meta_tensor_reads_nothing(checkpoint: tuple[str, Any]) -> None:
+    reader, weights = reader_of(checkpoint)
     with reader:
         torch.empty(6, 8, 15, device="meta").copy_(weights["a"])
-    assert opened[1].bytes_read == 0
+    assert checkpoint[1].bytes_read == 0
     with pytest.raises(RuntimeError, match="must match"):  # PyTorch's own error, with the shapes
         torch.empty(6, 8, 14).copy_(weights["a"])
 
 
-def test_one_copy_of_several_views_reads_their_boxes_once(opened: tuple[str, Any]) -> None:
+def test_copies_of_several_views_are_filled_together(checkpoint: tuple[str, Any]) -> None:
     targets = [torch.zeros(3, 8, 15) for _ in range(3)]
-    reader, weights = reader_of(opened, *targets)
+    reader, weights = reader_of(checkpoint, *targets)
     with reader:
         for start, target in enumerate(targets):
             target.copy_(weights["a"][start : start + 3])
@@ -118,8 +118,8 @@ def test_one_copy_of_several_views_reads_their_boxes_once(opened: tuple[str, Any
         assert torch.equal(target, WEIGHTS["a"][start : start + 3])
 
 
-def test_a_weight_is_not_changed_in_place(opened: tuple[str, Any]) -> None:
-    reader, weights = reader_of(opened)
+def test_a_weight_is_not_changed_in_place(checkpoint: tuple[str, Any]) -> None:
+    reader, weights = reader_of(checkpoint)
     changes: list[Callable[[Any], Any]] = [
         lambda weight: weight.mul_(2),
         lambda weight: weight[0:2].add_(1),
@@ -142,19 +142,19 @@ def test_a_weight_is_not_changed_in_place(opened: tuple[str, Any]) -> None:
         lambda weight: weight[2:].view(torch.int16)[1:, 3],
     ],
 )
-def test_a_view_of_another_dtype_has_the_bytes_of_the_array(opened: tuple[str, Any], view: Any) -> None:
-    reader, weights = reader_of(opened)
-    found, expected = view(weights["half"]), view(WEIGHTS["half"])
+def test_a_view_with_another_dtype_has_the_bytes_of_the_array(checkpoint: tuple[str, Any], view: Any) -> None:
+    reader, weights = reader_of(checkpoint)
+    stored, expected = view(weights["half"]), view(WEIGHTS["half"])
     target = torch.empty_like(expected)
     with reader:
-        target.copy_(found)
+        target.copy_(stored)
     reader.fill()
     assert torch.equal(target.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def test_only_memory_of_targets_is_written_later(opened: tuple[str, Any]) -> None:
+def test_only_copies_to_targets_are_deferred(checkpoint: tuple[str, Any]) -> None:
     parameter, other = torch.zeros(6, 8, 15), torch.zeros(6, 8, 15)
-    reader, weights = reader_of(opened, parameter)
+    reader, weights = reader_of(checkpoint, parameter)
     with reader:
         other.copy_(weights["a"])
         parameter.copy_(weights["a"])
@@ -164,9 +164,9 @@ def test_only_memory_of_targets_is_written_later(opened: tuple[str, Any]) -> Non
     assert torch.equal(parameter, WEIGHTS["a"])
 
 
-def test_a_failed_copy_stays_noted(opened: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_can_be_repeated(checkpoint: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(6, 8, 15)
-    reader, weights = reader_of(opened, parameter)
+    reader, weights = reader_of(checkpoint, parameter)
     with reader:
         parameter.copy_(weights["a"])
         with monkeypatch.context() as patch, pytest.raises(OSError, match="gone"):
@@ -176,8 +176,8 @@ def test_a_failed_copy_stays_noted(opened: tuple[str, Any], monkeypatch: pytest.
     assert torch.equal(parameter, WEIGHTS["a"])
 
 
-def test_a_weight_becomes_the_data_of_a_parameter(opened: tuple[str, Any]) -> None:
-    reader, weights = reader_of(opened)
+def test_a_weight_becomes_the_data_of_a_parameter(checkpoint: tuple[str, Any]) -> None:
+    reader, weights = reader_of(checkpoint)
     parameter = torch.nn.Parameter(torch.zeros(6, 8, 15), requires_grad=False)
     with reader:
         parameter.data = weights["a"]

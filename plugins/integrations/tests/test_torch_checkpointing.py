@@ -1,4 +1,4 @@
-"""torch_checkpointing's own classes on the storages of ckptcore."""
+"""The classes of torch_checkpointing on the storages of ckptcore."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 
 def manager_of(config: CkptcoreStorageConfig, save: Any = None) -> CheckpointManager:
-    """A manager of torch_checkpointing that writes before it returns."""
+    """Return a manager of torch_checkpointing whose saves block until the data is written."""
     save = save or SyncCheckpointSaverConfig()
     return CheckpointManager(CheckpointManager.Config(save=save, storage_config=config))
 
@@ -58,9 +58,9 @@ def test_a_manager_saves_loads_and_refuses_to_replace(place: tuple[str, Ckptcore
     directory, config = place
     manager = manager_of(config)
     manager.save(f"{directory}/step_1", STATE)
-    found = target()
-    assert manager.load(f"{directory}/step_1", into=found)["step"] == 3
-    assert torch.equal(found["model"]["w"], STATE["model"]["w"])
+    loaded = target()
+    assert manager.load(f"{directory}/step_1", into=loaded)["step"] == 3
+    assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
     storage = config.create_storage()
     assert storage.ls(Path(directory)) == ["step_1"]
     assert sorted(storage.ls(Path(directory, "step_1"))) == ["model_0.pt", "step_0.pt"]
@@ -85,8 +85,8 @@ def test_a_process_that_writes_in_the_background(place: tuple[str, CkptcoreStora
     manager.close()
 
 
-def test_nothing_counts_before_the_rename(place: tuple[str, CkptcoreStorageConfig]) -> None:
-    """A job that was killed leaves its temporary directory. The next one writes the same step, and commits it."""
+def test_a_step_exists_only_after_the_rename(place: tuple[str, CkptcoreStorageConfig]) -> None:
+    """A killed job leaves its temporary directory. The next job writes the same step, and commits it."""
     directory, config = place
     storage = config.create_storage()
     write(storage, f"{directory}/tmp_step_1/model_0.pt", b"of a killed job")
@@ -136,7 +136,7 @@ def test_a_file_exists_once_it_is_closed_without_an_error(place: tuple[str, Ckpt
     assert not storage.exists(Path(directory, "forgotten"))
 
 
-def test_a_moved_file_replaces_a_file_and_no_directory(place: tuple[str, CkptcoreStorageConfig]) -> None:
+def test_a_moved_file_replaces_a_file_but_not_a_directory(place: tuple[str, CkptcoreStorageConfig]) -> None:
     directory, config = place
     storage = config.create_storage()
     for name in ("a", "b", "directory/c"):
@@ -163,7 +163,7 @@ TEMPORARY, FINAL = Path("gs://bucket/run/tmp_step_1"), Path("gs://bucket/run/ste
 
 
 def other_job(storage: CkptcoreStorage) -> CkptcoreStorage:
-    """The storage of another job, such as one that is started again while the first one still runs."""
+    """Return the storage of another job, such as a restarted job whose first instance is still running."""
     return CkptcoreStorageConfig(storage._context).create_storage()
 
 
@@ -179,7 +179,7 @@ def test_a_late_job_changes_no_committed_checkpoint(bucket: tuple[StrictGcs, Ckp
         lambda: storage.mkdir(TEMPORARY),
         lambda: storage.write(FINAL / "model_0.pt", b"other"),
         lambda: storage.write(FINAL / "COMPLETE", b""),
-        lambda: other_job(storage).exists(TEMPORARY),  # else the other job would end without an error
+        lambda: other_job(storage).exists(TEMPORARY),  # otherwise the other job would end without an error
     ):
         with pytest.raises(FileExistsError, match="it exists already"):
             refused()
@@ -192,7 +192,7 @@ def test_a_late_job_changes_no_committed_checkpoint(bucket: tuple[StrictGcs, Ckp
 
 
 def test_a_checkpoint_has_the_files_of_one_job(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
-    """A larger job was killed, and its processes write while the next one saves the same step."""
+    """Processes of a larger, killed job still write while the next job saves the same step."""
     _, killed = bucket
     write(killed, f"{TEMPORARY}/model_1.pt", b"of the killed job")
     storage = other_job(killed)
@@ -242,7 +242,7 @@ def test_a_damaged_list_is_named(bucket: tuple[StrictGcs, CkptcoreStorage]) -> N
     store = storage._open("gs://bucket/run/step_1", to_write=True)
     listed = json.loads(store.get("files.ckptcore.json"))
     wrong: list[dict[str, Any]] = [{"version": 2}, {"files": {"../x": 5}}, {"files": {"x": -1}}, {"job": "../.."}]
-    for data in (b"", b"[]", *[json.dumps({**listed, **one}).encode() for one in wrong]):
+    for data in (b"", b"[]", *[json.dumps({**listed, **change}).encode() for change in wrong]):
         store.put("files.ckptcore.json", data)
         with pytest.raises(CorruptCheckpointError, match=r"step_1/files.ckptcore.json"):
             storage.exists(FINAL)

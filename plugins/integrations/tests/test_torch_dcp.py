@@ -81,26 +81,26 @@ def blank(value: Any) -> Any:
     return None
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(loaded: Any, expected: Any) -> None:
     """Compare types, dtypes and bits."""
-    assert type(found) is type(expected), (found, expected)
+    assert type(loaded) is type(expected), (loaded, expected)
     if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert _bits(found) == _bits(expected)
+        assert (loaded.dtype, loaded.shape) == (expected.dtype, expected.shape)
+        assert _bits(loaded) == _bits(expected)
     elif isinstance(expected, dict):
-        assert list(found) == list(expected)
+        assert list(loaded) == list(expected)
         for key in expected:
-            assert_same(found[key], expected[key])
+            assert_same(loaded[key], expected[key])
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
+        assert len(loaded) == len(expected)
+        for left, other in zip(loaded, expected, strict=True):
+            assert_same(left, other)
     elif isinstance(expected, np.ndarray):
-        assert np.array_equal(found, expected)
+        assert np.array_equal(loaded, expected)
     elif isinstance(expected, io.BytesIO):
-        assert found.getvalue() == expected.getvalue()
+        assert loaded.getvalue() == expected.getvalue()
     else:
-        assert found == expected
+        assert loaded == expected
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -110,9 +110,9 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("saver", [dcp, original])
 @pytest.mark.parametrize("loader", [dcp, original])
-def test_each_loads_what_the_other_saved(tmp_path: Path, saver: Any, loader: Any) -> None:
+def test_each_library_loads_checkpoints_of_the_other(tmp_path: Path, saver: Any, loader: Any) -> None:
     if saver is loader is original:
-        pytest.skip("tests torch alone")
+        pytest.skip("tests only PyTorch")
     state = nested_state()
     saver.save(state, checkpoint_id=tmp_path / "saved")
     target = blank(state)
@@ -120,7 +120,7 @@ def test_each_loads_what_the_other_saved(tmp_path: Path, saver: Any, loader: Any
     assert_same(target, state)
 
 
-def test_the_metadata_is_that_of_the_original(tmp_path: Path) -> None:
+def test_the_metadata_equals_that_of_the_original(tmp_path: Path) -> None:
     state = nested_state()
     returned = dcp.save(state, checkpoint_id=tmp_path / "ours")
     original.save(state, checkpoint_id=tmp_path / "theirs")
@@ -130,11 +130,13 @@ def test_the_metadata_is_that_of_the_original(tmp_path: Path) -> None:
     assert ours.version == theirs.version == returned.version
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys() == returned.state_dict_metadata.keys()
     for name, expected in theirs.state_dict_metadata.items():
-        found = ours.state_dict_metadata[name]
-        assert type(found) is type(expected)
+        tensor_metadata = ours.state_dict_metadata[name]
+        assert type(tensor_metadata) is type(expected)
         if isinstance(expected, original.TensorStorageMetadata):
-            assert found.properties.dtype == expected.properties.dtype
-            assert (found.size, found.chunks) == (expected.size, expected.chunks) or not all(expected.size)
+            assert tensor_metadata.properties.dtype == expected.properties.dtype
+            assert (tensor_metadata.size, tensor_metadata.chunks) == (expected.size, expected.chunks) or not all(
+                expected.size
+            )
     assert ours.storage_meta.checkpoint_id == str(tmp_path / "ours")
     assert returned.storage_meta is not None
     assert ours.storage_meta.save_id == returned.storage_meta.save_id
@@ -158,7 +160,7 @@ def test_ckptcore_loads_the_nested_structure(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path).ok
 
 
-def test_the_state_dict_is_changed_as_torch_changes_it(tmp_path: Path) -> None:
+def test_the_state_dict_is_updated_as_by_pytorch(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "nested": {"n": 1}}, checkpoint_id=tmp_path)
     sets: list[str] = []
 
@@ -197,7 +199,7 @@ def test_objects_with_a_state_load_it_themselves(tmp_path: Path) -> None:
 
 
 def test_targets_that_differ_from_the_stored_tensors(tmp_path: Path) -> None:
-    """Other dtypes, strides, one memory under two names, and a parameter that requires gradients."""
+    """The targets have other dtypes and strides, share memory, or are parameters that require gradients."""
     saved = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0]), "c": torch.ones(2), "d": torch.ones(2)}
     dcp.save(saved, checkpoint_id=tmp_path)
     tied, wide = torch.zeros(2), torch.zeros(2, 2)
@@ -219,7 +221,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_planner_decides_the_names(tmp_path: Path) -> None:
-    """Without flattening, torch stores a dict as one value, and loads none into the dict of the caller."""
+    """Without flattening, PyTorch stores each dict as one value, and does not fill the dicts of the caller's state."""
     state = {"model": {"w": torch.ones(2)}, "a.b": torch.ones(3), "step": 1}
     planner = original.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=tmp_path / "ours", planner=planner)
@@ -252,7 +254,7 @@ def test_a_planner_changes_what_is_saved_and_loaded(tmp_path: Path) -> None:
     assert planner.committed == 1
 
 
-def test_plans_of_the_cache(tmp_path: Path) -> None:
+def test_cached_plans(tmp_path: Path) -> None:
     for number in range(3):
         planner = original.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"w": torch.full((2,), float(number))}, checkpoint_id=tmp_path / str(number), planner=planner)
@@ -262,7 +264,7 @@ def test_plans_of_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [original.save, dcp.save])
-def test_the_original_functions_take_writer_and_reader(tmp_path: Path, save: Callable[..., Any]) -> None:
+def test_the_original_functions_accept_our_writer_and_reader(tmp_path: Path, save: Callable[..., Any]) -> None:
     state = nested_state()
     save(state, storage_writer=dcp.Writer(tmp_path / "saved"))
     assert ckptcore.metadata(tmp_path / "saved").layout == "dcp"
@@ -323,7 +325,7 @@ def test_other_files_in_the_directory_stay(tmp_path: Path, saver: Any) -> None:
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the original writer, which takes ``~`` for a name."""
+    """``~`` is expanded for the original writer as well, which would create a directory of this name."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -510,7 +512,7 @@ def test_hostile_metadata_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "made").exists()
 
 
-def test_everything_else_is_passed_through() -> None:
+def test_all_other_names_are_those_of_the_original() -> None:
     for name in dir(original):
         if name.startswith("__") or name in ("save", "load", "async_save"):
             continue
@@ -523,8 +525,8 @@ def test_everything_else_is_passed_through() -> None:
         parameters = dict(inspect.signature(getattr(dcp, name)).parameters)
         parameters.pop("positional", None)
         expected = inspect.signature(getattr(original, name)).parameters
-        assert [(one.name, one.default) for one in parameters.values()] == [
-            (one.name, one.default) for one in expected.values()
+        assert [(parameter.name, parameter.default) for parameter in parameters.values()] == [
+            (parameter.name, parameter.default) for parameter in expected.values()
         ]
 
 

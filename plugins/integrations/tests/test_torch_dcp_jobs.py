@@ -1,4 +1,4 @@
-"""The replacement for torch.distributed.checkpoint in jobs of several processes, and killed in the middle of a save."""
+"""The replacement for torch.distributed.checkpoint in jobs of several processes, which are also killed during saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(size: int, task: str, directory: Path, start: Callable[..., Any] = run_s
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_library_loads_what_the_other_saved(tmp_path: Path, size: int) -> None:
+def test_each_library_loads_checkpoints_of_the_other(tmp_path: Path, size: int) -> None:
     run(size, "both_ways", tmp_path)
 
 
@@ -41,12 +41,13 @@ def test_another_dtype_on_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_rank_raises_the_error_of_one(tmp_path: Path, size: int) -> None:
+def test_every_rank_raises_the_error_of_the_failed_rank(tmp_path: Path, size: int) -> None:
     run(size, "failing", tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("victim", "event"), [(0, 4), *[pytest.param(*one, marks=pytest.mark.slow) for one in ((0, 1), (1, 1), (1, 2))]]
+    ("victim", "event"),
+    [(0, 4), *[pytest.param(*parameters, marks=pytest.mark.slow) for parameters in ((0, 1), (1, 1), (1, 2))]],
 )
 def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, event: int) -> None:
     done = run_script(2, PROGRAM, "killed", tmp_path, str(victim), str(event))
@@ -60,13 +61,13 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, ev
     "way", ["save", *[pytest.param(way, marks=pytest.mark.slow) for way in ("async_save", "Writer")]]
 )
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str, every: int) -> None:
-    """A process forks for each moment: it takes long to import torch."""
+    """The program imports torch once, because that is slow, and forks a process for each kill."""
     program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path), str(every)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    kills, *found = done.stdout.split()
+    kills, *steps = done.stdout.split()
     assert int(kills) > 5
-    assert set(found) <= {"none", "1", "2"}
-    assert found[0] == "1"
-    assert found[-1] == "2"
-    assert "none" not in found  # a file system that exchanges directories
+    assert set(steps) <= {"none", "1", "2"}
+    assert steps[0] == "1"
+    assert steps[-1] == "2"
+    assert "none" not in steps  # the file system of the test can exchange directories

@@ -1,4 +1,4 @@
-"""Job of several processes that saves with torch_checkpointing on a storage of ckptcore, and loads.
+"""A job of several processes that saves or loads with torch_checkpointing on a storage of ckptcore.
 
 ``torchrun --nproc-per-node N torch_checkpointing_job.py TASK LOCATION ENDPOINT``. `TASK` is ``save`` or ``load``.
 """

@@ -1,4 +1,4 @@
-"""Job of several processes that saves and loads with the replacement for torch.distributed.checkpoint.
+"""A job of several processes that saves and loads with the replacement for torch.distributed.checkpoint.
 
 ``torchrun --nproc-per-node N torch_dcp_job.py TASK DIRECTORY``. Each process writes ``DIRECTORY/TASK.RANK`` at the end.
 """
@@ -22,7 +22,7 @@ import ckptcore
 
 
 def state_of(value: int) -> dict[str, Any]:
-    """Return sharded and replicated tensors of bfloat16, values, a list, and keys that only one rank has."""
+    """Return sharded and replicated tensors of bfloat16, values, a list, and a key that only this rank has."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(40.0).reshape(10, 4).bfloat16() + value
     return {
@@ -48,25 +48,25 @@ def blank(value: Any) -> Any:
     return None
 
 
-def expect_same(found: Any, expected: Any, path: str = "") -> None:
+def expect_same(loaded: Any, expected: Any, path: str = "") -> None:
     """Compare trees, and the local tensors of DTensors."""
     if isinstance(expected, DTensor):
-        assert torch.equal(found.to_local(), expected.to_local()), path
+        assert torch.equal(loaded.to_local(), expected.to_local()), path
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), path
+        assert torch.equal(loaded, expected), path
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
+        assert loaded.keys() == expected.keys(), path
         for key in expected:
-            expect_same(found[key], expected[key], f"{path}.{key}")
+            expect_same(loaded[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, list):
         for number, inner in enumerate(expected):
-            expect_same(found[number], inner, f"{path}.{number}")
+            expect_same(loaded[number], inner, f"{path}.{number}")
     else:
-        assert (type(found), found) == (type(expected), expected), path
+        assert (type(loaded), loaded) == (type(expected), expected), path
 
 
 def both_ways(directory: Path) -> None:
-    """Load with each library what each library saved, also by an asynchronous save in a thread and in a process."""
+    """Load each library's checkpoint with both libraries. Asynchronous saves in a thread and a process are included."""
     state = state_of(3)
     dcp.save(state, checkpoint_id=directory / "ours")
     original.save(state, checkpoint_id=directory / "theirs")
@@ -87,7 +87,7 @@ def both_ways(directory: Path) -> None:
 
 
 def groups(directory: Path) -> None:
-    """Save in a part of the job, in reverse order, and in each process alone."""
+    """Save with groups: a part of the job, all ranks in reverse order, and each process alone."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for half in (list(range(size // 2)), list(range(size // 2, size))):
         group = dist.new_group(half)
@@ -107,7 +107,7 @@ def groups(directory: Path) -> None:
 
 
 class Failing(original.DefaultSavePlanner):
-    """Fails on the last rank, when its data is needed."""
+    """A planner that fails on the last rank when the save needs data."""
 
     def resolve_data(self, write_item: Any) -> Any:
         """Raise an error on the last rank."""
@@ -117,7 +117,7 @@ class Failing(original.DefaultSavePlanner):
 
 
 def failing(directory: Path) -> None:
-    """All ranks raise the error of one, in a save and in a load, and the old checkpoint stays."""
+    """Check that all ranks raise the error of the failed rank, in a save and a load, and keep the old checkpoint."""
     dcp.save(state_of(1), checkpoint_id=directory / "saved")
     for save in (dcp.save, original.save):
         options = (
@@ -135,7 +135,7 @@ def failing(directory: Path) -> None:
     target = blank(state_of(1))
     dcp.load(target, checkpoint_id=directory / "saved")
     expect_same(target, state_of(1))
-    dcp.save(state_of(3), checkpoint_id=directory / "saved")  # the job goes on
+    dcp.save(state_of(3), checkpoint_id=directory / "saved")  # the job can save again
     wanted = {"plain": torch.zeros(3)} if dist.get_rank() else {"plain": torch.zeros(3), "none": 0}
     try:
         dcp.load(wanted, checkpoint_id=directory / "saved")
@@ -146,7 +146,7 @@ def failing(directory: Path) -> None:
 
 
 def dtypes(directory: Path) -> None:
-    """A tensor has another dtype on each rank: follow the error."""
+    """Save a tensor whose dtype differs between the ranks, and follow the remedy in the error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
 

@@ -1,4 +1,4 @@
-"""One process of a jax.distributed job whose processes send data that one of them has read.
+"""One process of a jax.distributed job. One process reads data, and sends it to the others.
 
 ``broadcast_jax_job.py ADDRESS RANK SIZE DEVICES TASK PLACE``. Raises an error on a wrong result.
 """
@@ -17,7 +17,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}"
 
-import jax  # imported after setting the environment variables that it reads
+import jax  # imported after the environment variables are set, because JAX reads them
 import ml_dtypes
 import numpy as np
 from ckptcore_jax.collectives import collectives_of_job
@@ -35,7 +35,7 @@ SPECS: Mapping[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y")
 
 
 def state() -> dict[str, Any]:
-    """Arrays that are so large that bytes read between them are negligible."""
+    """Return arrays so large that other bytes, which a load reads between them, are negligible."""
     generator = np.random.default_rng(5)
     return {
         "w": generator.standard_normal((1024, 1024)).astype(np.float32),
@@ -46,7 +46,7 @@ def state() -> dict[str, Any]:
 
 
 class Counting(FaultyStorage):
-    """Counts the bytes of arrays read, and fails selected reads."""
+    """Counts the bytes of arrays that are read. Fails reads of arrays on request."""
 
     def __init__(self, inner: StorageBackend, fails: bool) -> None:
         super().__init__(inner, FaultPlan())
@@ -64,7 +64,7 @@ class Counting(FaultyStorage):
 
 
 class CountedStorage:
-    """A plugin: ``counted:///PATH`` is a local directory."""
+    """A plugin for the storage ``counted:///PATH``, which is a local directory."""
 
     def __init__(self) -> None:
         self.opened: list[Counting] = []
@@ -95,12 +95,12 @@ def _check(loaded: Mapping[str, Any]) -> None:
 
 
 def loads(rank: int, directory: Path) -> None:
-    """Load in every process separately, and collectively. Record what was read."""
+    """Load in two ways: in every process separately, and collectively. Write the bytes read into a JSON file."""
     location = f"counted://{directory}/saved"
     read = {}
     for reads in ("all", "broadcast"):
         storage = CountedStorage()
-        # Without checksums, because verification reads whole blocks.
+        # Turn verification off, because it reads whole blocks.
         context = Context(
             job=JobOptions(reads=reads), plugins=PluginOptions(extra=[storage]), io=IOOptions(verify=False)
         )
@@ -119,7 +119,7 @@ def loads(rank: int, directory: Path) -> None:
 
 
 def conformance(rank: int, directory: Path) -> None:
-    """Run one test of the conformance class."""
+    """Run one test of the conformance class, which the parent process has pickled."""
     work = pickle.loads((directory / "work").read_bytes())
     collectives = collectives_of_job()
     assert collectives is not None

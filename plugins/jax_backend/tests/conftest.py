@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; set before JAX starts its backend."""
+"""Sets up eight virtual CPU devices for all tests, before JAX starts its backend."""
 
 import os
 
@@ -12,5 +12,5 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> None:
-    """Fail early with a clear message if the JAX backend was started before this file."""
+    """Fail early with a clear message if another module has started the JAX backend before this file."""
     assert len(jax.devices()) == 8, "run these tests in a process of their own: JAX was started with other devices"

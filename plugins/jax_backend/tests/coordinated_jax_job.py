@@ -45,7 +45,7 @@ def sharded(elements: Any, sharding: Any) -> jax.Array:
 
 
 def state(mesh: Mesh, step: int) -> dict[str, Any]:
-    """Return arrays that are sharded, replicated, on some processes, and separate on each process."""
+    """Return arrays of every kind: sharded, replicated, on some processes, and separate on each process."""
     key = jax.random.key(7)
     return {
         "both": sharded(ROWS + step, NamedSharding(mesh, P("x", "y"))),
@@ -61,27 +61,27 @@ def state(mesh: Mesh, step: int) -> dict[str, Any]:
 
 
 def blank(like: Any) -> Any:
-    def one(leaf: Any) -> Any:
+    def blank_leaf(leaf: Any) -> Any:
         make: Any = jax.ShapeDtypeStruct
         if not isinstance(leaf, jax.Array):
             return type(leaf)()
         return make(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
-    return jax.tree.map(one, like)
+    return jax.tree.map(blank_leaf, like)
 
 
-def same(found: Any, expected: Any) -> None:
-    """Return abstract arrays with the same shardings on devices of this process."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+def same(actual: Any, expected: Any) -> None:
+    """Assert equal arrays, with equal shardings on the devices of this process."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
-            assert type(one) is type(other) and one == other, path
+            assert type(leaf) is type(other) and leaf == other, path
             continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), path
-        assert one.sharding == other.sharding, (path, one.sharding, other.sharding)
+        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype), path
+        assert leaf.sharding == other.sharding, (path, leaf.sharding, other.sharding)
         if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        for mine, its in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        for mine, its in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
             assert mine.index == its.index and np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes(), path
 
 
@@ -99,7 +99,7 @@ def small(directory: Path) -> None:
 
 
 def layouts(directory: Path) -> None:
-    """Save on one mesh. Load on it, on another one, with the stored shardings, and as NumPy."""
+    """Save on one mesh. Load on the same mesh, on another mesh, with the stored shardings, and as NumPy arrays."""
     mesh, other = over_all(SIZE, DEVICES), over_all(1, SIZE * DEVICES)
     saved, wanted = state(mesh, 3), state(other, 3)
     for layout in ("zarr3", "ocdbt", "dcp"):
@@ -121,7 +121,7 @@ def reshard(directory: Path) -> None:
 
 
 def once(directory: Path) -> None:
-    """Check that arrays on all devices are written once, also arrays that are replicated on two halves."""
+    """Check that arrays on all devices are written once, including arrays with two replicas."""
     random = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     mesh = over_all(2, 2)
     held = {
@@ -136,7 +136,7 @@ def once(directory: Path) -> None:
 
 
 def run(directory: Path) -> None:
-    """Save in the background, as steps and as overwrites, and fail a save on one rank."""
+    """Save in the background, as steps and as overwrites. Then fail a save on one rank."""
     mesh = over_all(2, 2)
     job = runtime_of(Context()).job()
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (RANK, SIZE)
@@ -175,12 +175,12 @@ def run(directory: Path) -> None:
 def orbax(directory: Path) -> None:
     """Exchange checkpoints of the job with Orbax in both directions.
 
-    They load onto the mesh of the save and onto another one.
+    Each checkpoint is loaded onto the mesh of the save and onto another mesh.
     """
     from orbax.checkpoint import v1 as ocp
 
     mesh, other = over_all(2, 2), over_all(1, 4)
-    # Orbax refuses arrays that each process has separately.
+    # Orbax rejects arrays that are separate on each process.
     saved, wanted = (
         {name: leaf for name, leaf in state(over, 3).items() if name not in ("own", "key")} for over in (mesh, other)
     )
@@ -210,7 +210,10 @@ def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
 
 
 def part(directory: Path) -> None:
-    """Save arrays on devices of one process, which other processes omit, and save from processes alone."""
+    """Save arrays on the devices of one process.
+
+    The other processes do not pass them. Also save from one process alone.
+    """
 
     def over_one(owner: int) -> jax.Array:
         theirs = [device for device in jax.devices() if device.process_index == owner]
@@ -224,8 +227,8 @@ def part(directory: Path) -> None:
     for layout in ("zarr3", "ocdbt", "dcp"):
         ckptcore.save(directory / layout, held, layout=layout)
         same(ckptcore.load(directory / layout, blank(held)), held)
-        found = ckptcore.load(directory / layout)
-        assert all(np.array_equal(found[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
+        loaded = ckptcore.load(directory / layout)
+        assert all(np.array_equal(loaded[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
     alone = Context(job=JobOptions(coordinator=KeyValueCoordinator(KeyValueCoordinator.of_job()._client, 0, 1)))
     everywhere = {"w": sharded(ROWS, NamedSharding(mesh, P()))}
     ckptcore.save(directory / f"alone {RANK}", everywhere, layout="zarr3", context=alone)
@@ -275,11 +278,11 @@ def _die(directory: Path, rank: int) -> None:
     ckptcore.save(directory / "after", {"own": jnp.arange(5)}, layout="ocdbt", context=alone)
     (directory / "told").touch()
     sys.stdout.flush()
-    os._exit(0)  # JAX would wait for the failed process
+    os._exit(0)  # exit at once, because JAX would wait for the failed process
 
 
 def again(directory: Path) -> None:
-    """Continue in a restarted job from the last save, and repeat the failed save."""
+    """Resume in a restarted job from the last save, and repeat the failed save."""
     mesh = over_all(2, 2)
     loaded = ckptcore.load(directory / "before", blank(state(mesh, 1)))
     same(loaded, state(mesh, 1))

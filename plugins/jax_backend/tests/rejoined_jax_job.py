@@ -1,7 +1,7 @@
-"""A process of a JAX job that ends and begins again, with another process.
+"""A process of a JAX job that ends. A second job begins with one process of the first job and a new one.
 
-``rejoined_jax_job.py WHO DIRECTORY PORT PORT``: ``stays`` is process 0 of both jobs, ``leaves`` is
-process 1 of the first only, and ``comes`` of the second.
+``rejoined_jax_job.py WHO DIRECTORY PORT PORT``: ``stays`` is process 0 of both jobs, ``leaves`` is process 1 of the
+first job, and ``comes`` is process 1 of the second job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
-import jax  # imported after setting the environment variables that it reads
+import jax  # imported after the environment variables are set, because JAX reads them
 import jax.extend.backend
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,7 +30,7 @@ _ROWS: Final = np.arange(8, dtype=np.float32).reshape(4, 2)
 def _save_and_load(place: Path, life: int) -> None:
     """Overwrite the checkpoint twice, and load it collectively.
 
-    Processes with different counters would wait for each other until the timeout.
+    If the processes counted exchanges differently, they would wait for each other until the timeout.
     """
     spec: Any = PartitionSpec  # untyped in JAX
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
@@ -48,7 +48,7 @@ def main(who: str, directory: Path, ports: list[str]) -> None:
         jax.distributed.initialize(f"127.0.0.1:{ports[life]}", 2, rank, cluster_detection_method="deactivate")
         _save_and_load(directory / "run", life)
         jax.distributed.shutdown()
-        jax.extend.backend.clear_backends()  # else JAX refuses to initialize again
+        jax.extend.backend.clear_backends()  # JAX refuses to initialize again without this
 
 
 if __name__ == "__main__":

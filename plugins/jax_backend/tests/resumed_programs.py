@@ -1,7 +1,7 @@
 """Training programs that are saved after one step, and resumed from every kind of file with every kind of request.
 
-The steps after a load are those of the program that was not interrupted, bit for bit, and reuse the memory of the
-state that they are given.
+After a load, the steps of a program equal those of an uninterrupted run bit for bit. They reuse the memory of the
+loaded state.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Program(NamedTuple):
 
     Attributes:
         new: returns a new state for a seed.
-        step: makes a step, and donates the arrays of the state before.
+        step: makes one step, and donates the arrays of the previous state.
         shape: returns the shapes of a new state.
         leaves: returns the arrays and numbers of a state.
         for_orbax: returns the tree of a state that Orbax can save.
-        refused: the writers that cannot save it.
+        refused: the writers that cannot save a state of this program.
     """
 
     new: Callable[[int], Any]
@@ -83,7 +83,7 @@ LOADS: Final[dict[str, Callable[[Path, Any], Any]]] = {"load": _load, "load_into
 
 
 class Cell(NamedTuple):
-    """A way to resume: the writer of the files, what is requested, and the function that loads."""
+    """A way to resume: the writer of the files, the request, and the function that loads."""
 
     writer: str
     request: str
@@ -96,11 +96,11 @@ HALF: Final = tuple(
     Cell(writer, request, load)
     for (writer, request), load in zip(itertools.product(WRITERS, REQUESTS), itertools.cycle(LOADS), strict=False)
 )
-"""Cells in which every two values occur together: the number of requests is odd."""
+"""Half of the cells. They contain every pair of values, because the number of requests is odd."""
 
 
 class Resumes(NamedTuple):
-    """Data of all cells of a program: its files, and the result of the program without interruption."""
+    """Data that all cells of a program share: the saved files, and the results of an uninterrupted run."""
 
     program: Program
     directory: Path
@@ -110,7 +110,7 @@ class Resumes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, directory: Path) -> Resumes:
-        """Run a program without an interruption."""
+        """Run a program without an interruption, and record its results."""
         saved = program.step(program.new(0))
         numbers = _hosted(program.leaves(saved))
         state = program.step(saved)
@@ -129,7 +129,7 @@ class Resumes(NamedTuple):
 
 
 def assert_resumes(resumes: Resumes, cell: Cell) -> None:
-    """Load in one way, and continue."""
+    """Load as the cell says, continue, and compare with the uninterrupted run."""
     program, path = resumes.program, resumes.path(cell.writer)
 
     def loaded() -> Any:
@@ -147,7 +147,7 @@ def assert_resumes(resumes: Resumes, cell: Cell) -> None:
 
 
 def assert_all_resume(program: Program, directory: Path, subtests: pytest.Subtests, *, full: bool = True) -> None:
-    """Try all cells, or without `full` the half in which every two values occur together."""
+    """Try all cells of a program, or `HALF` if `full` is false."""
     resumes = Resumes.of(program, directory)
     for cell in CELLS if full else HALF:
         if cell.writer in program.refused:
@@ -157,7 +157,7 @@ def assert_all_resume(program: Program, directory: Path, subtests: pytest.Subtes
 
 
 def assert_some_resume(program: Program, directory: Path) -> None:
-    """Try a cell for each writer, in which every request and every function occurs."""
+    """Try one cell for each writer. Together they contain every request and every function."""
     resumes = Resumes.of(program, directory)
     for cell in map(Cell, WRITERS, itertools.cycle(REQUESTS), itertools.cycle(LOADS)):
         if cell.writer not in program.refused:
@@ -165,7 +165,7 @@ def assert_some_resume(program: Program, directory: Path) -> None:
 
 
 def _assert_donated(leaves: list[Any]) -> None:
-    """Assert that each buffer can be donated: a function with results of the same shapes needs no other memory."""
+    """Assert that each buffer can be donated: a function with results of equal shapes allocates no memory."""
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size and not _is_key(leaf)]
     before = _pointers(arrays)
     assert _pointers(_changed(arrays)) == before
@@ -181,7 +181,7 @@ def _changed(arrays: list[Any]) -> list[Any]:
 
 
 def _bytes_held(program: Program, make: Callable[[], Any]) -> int:
-    """Return the bytes of the arrays that exist more after three steps."""
+    """Return how many more bytes of arrays exist after three steps than before."""
     gc.collect()
     before = _live_bytes()
     state = program.step(program.step(program.step(make())))
@@ -203,27 +203,27 @@ def _data(leaf: jax.Array) -> jax.Array:
 
 
 def _hosted(leaves: list[Any]) -> list[np.ndarray[Any, Any]]:
-    """Copy leaves to the host, which donations do not change."""
+    """Copy leaves to the host, so that donations do not change them."""
     return [np.array(_data(leaf) if isinstance(leaf, jax.Array) else leaf) for leaf in leaves]
 
 
 def _avals(leaves: list[Any]) -> list[Any]:
-    """Return what a jitted function is compiled for."""
+    """Return the properties of leaves for which JAX compiles a function."""
     return [
         (leaf.aval, leaf.committed, leaf.sharding) if isinstance(leaf, jax.Array) else type(leaf) for leaf in leaves
     ]
 
 
-def _assert_equal(found: list[Any], expected: list[Any], *, exact: bool = False) -> None:
-    """Compare values; exact: also the bytes and dtypes."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-        assert not exact or (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+def _assert_equal(actual: list[Any], expected: list[Any], *, exact: bool = False) -> None:
+    """Assert equal values. If `exact` is set, also equal bytes and dtypes."""
+    assert len(actual) == len(expected)
+    for leaf, other in zip(actual, expected, strict=True):
+        assert np.array_equal(leaf, other, equal_nan=leaf.dtype.kind in "fc")
+        assert not exact or (leaf.dtype, leaf.tobytes()) == (other.dtype, other.tobytes())
 
 
 def own(state: Any) -> Any:
-    """Copy arrays: those that occur twice, or that a program keeps, cannot be donated."""
+    """Copy arrays that occur twice or that the program keeps, because JAX cannot donate them."""
 
     def copied(leaf: Any) -> Any:
         return jax.device_put(leaf, may_alias=False) if isinstance(leaf, jax.Array) else leaf

@@ -19,7 +19,7 @@ from ckptcore.protocols import LeafHandler
 
 
 def two_workers() -> ColocatedExecutor:
-    """Return the devices of this process as devices of two hosts."""
+    """Return an executor with two workers, which share the devices of this process."""
     devices = jax.devices()
     return ColocatedExecutor([devices[:4], devices[4:]])
 
@@ -65,7 +65,7 @@ def test_the_handler_of_a_controller_forwards_every_method() -> None:
 
 
 def test_a_controller_holds_no_box_of_leaves_at_workers(reached: ColocatedExecutor) -> None:
-    """Its other leaves are those of the wrapped handler, in any process."""
+    """Other leaves have the shards of the wrapped handler, for any process."""
     handler = reached.leaves_to_save(JaxLeafHandler())
     at_workers = jax.device_put(np.zeros((4, 4)), TestColocatedExecutor.sharding("host", "device"))
     assert handler.shards_of(at_workers, None, 0, 1) == handler.shards(at_workers, 0, 1) == ()

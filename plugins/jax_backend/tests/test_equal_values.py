@@ -1,4 +1,4 @@
-"""Values that are equal in another form: counters of new and jitted states, random keys, None, shared arrays."""
+"""Values that are equal in different forms: counters of new and jitted states, random keys, None, shared arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 class State(TrainState):
-    """A state with what programs add to it."""
+    """A train state with fields that programs add."""
 
     rng: Any
     scale: Any
@@ -61,7 +61,7 @@ def step(state: Any) -> Any:
 
 
 def numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the leaves as NumPy arrays, random keys as their data."""
+    """Return the leaves as NumPy arrays. Random keys become their data."""
 
     def array(leaf: Any) -> Any:
         is_key = jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jax.dtypes.prng_key)
@@ -70,9 +70,9 @@ def numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
     return [array(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert all(map(np.array_equal, numbers(found), numbers(expected)))
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert all(map(np.array_equal, numbers(actual), numbers(expected)))
 
 
 @pytest.mark.brings("Linen `TrainState` with `DynamicScale`, new and after jitted steps", "flax", "same")
@@ -80,14 +80,14 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("is_new", [False, True], ids=["jitted", "new"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_train_state_resumes(tmp_path: Path, layout: str, is_new: bool, is_raw: bool) -> None:
-    """A new state has Python numbers, and a jitted one arrays."""
+    """The counters of a new state are Python numbers, those of a jitted state are arrays."""
     saved = new(raw=is_raw) if is_new else step(new(raw=is_raw))
     ckptcore.save(tmp_path / "c", saved, layout=layout)
     for request in (new(), step(new()), jax.eval_shape(lambda: new()), new(raw=True), new(rate=jnp.float32(0.5))):
         loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(request))
         assert_equal(step(loaded).params, step(saved).params)
-        for found, asked in zip(jax.tree.leaves(loaded), jax.tree.leaves(request), strict=True):
-            assert isinstance(found, jax.Array if hasattr(asked, "sharding") else type(asked))
+        for leaf, asked in zip(jax.tree.leaves(loaded), jax.tree.leaves(request), strict=True):
+            assert isinstance(leaf, jax.Array if hasattr(asked, "sharding") else type(asked))
         assert numbers(loaded)[0] == int(saved.step)
 
 
@@ -147,7 +147,7 @@ def test_raw_and_typed_keys(tmp_path: Path, layout: str, impl: str) -> None:
 
 @pytest.mark.parametrize(("stored", "requested"), [("rbg", "threefry2x32"), ("unsafe_rbg", "rbg")])
 def test_keys_of_another_implementation(tmp_path: Path, stored: str, requested: str) -> None:
-    """The error names both and the function that makes keys of data; the data can be loaded."""
+    """The error names both implementations, and the function that makes keys of data. The data can be loaded."""
     key, other = jax.random.key(3, impl=stored), jax.random.key(0, impl=requested)
     ckptcore.save(tmp_path / "c", {"rng": key})
     with pytest.raises(TreeMismatchError, match=rf"rng: .*{stored}.*{requested}.*wrap_key_data"):
@@ -168,7 +168,7 @@ def test_keys_of_another_implementation_in_raw_form(tmp_path: Path) -> None:
 @pytest.mark.brings("None in one tree and nothing in the other", "jax", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_none_is_equal_to_nothing(tmp_path: Path, layout: str) -> None:
-    """For JAX, None is a container without leaves. Strict values differ."""
+    """In JAX, None is a container without leaves. With `values="error"` the two trees differ."""
     without, having = {"w": jnp.ones(3)}, {"w": jnp.ones(3), "bias": None, "more": {"b": None}}
     for saved, request in ((without, having), (having, without)):
         place = tmp_path / str(len(saved))
@@ -186,10 +186,10 @@ def own(tree: Any) -> Any:
 @pytest.mark.brings("EMA and target network that were one array at the save", "jax", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
-    """Two arrays can both be donated, although they were one when they were saved."""
-    one = jnp.arange(6.0)
-    ckptcore.save(tmp_path / "c", {"w": one, "ema": one}, layout=layout)
-    separate = {"w": own(one), "ema": own(one)}
+    """Two requested arrays can both be donated, even if one array was saved under both names."""
+    array = jnp.arange(6.0)
+    ckptcore.save(tmp_path / "c", {"w": array, "ema": array}, layout=layout)
+    separate = {"w": own(array), "ema": own(array)}
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     shape = jax.ShapeDtypeStruct((6,), jnp.float32)  # type: ignore[no-untyped-call]
     for loaded in (
@@ -201,7 +201,7 @@ def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
     ):
         assert loaded["w"] is not loaded["ema"]
         assert [leaf.tolist() for leaf in step(loaded).values()] == [[1, 2, 3, 4, 5, 6]] * 2
-    for request in ({"w": one, "ema": one}, ckptcore.abstract({"w": one, "ema": one})):
+    for request in ({"w": array, "ema": array}, ckptcore.abstract({"w": array, "ema": array})):
         loaded = ckptcore.load(tmp_path / "c", request)
         assert loaded["w"] is loaded["ema"]
     numpy = {name: ckptcore.AbstractArray((6,), "float32") for name in separate}
@@ -214,7 +214,7 @@ def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
     ("stored", "requested"),
     [(np.array(True), jnp.float32(0)), (np.array(True), jnp.int32(0)), (np.array(1.5), np.complex128(0))],
 )
-def test_numbers_of_another_sort_are_refused(tmp_path: Path, stored: Any, requested: Any) -> None:
+def test_numbers_of_another_kind_are_refused(tmp_path: Path, stored: Any, requested: Any) -> None:
     ckptcore.save(tmp_path / "c", {"v": stored})
     with pytest.raises(TreeMismatchError, match="v: dtype"):
         ckptcore.load(tmp_path / "c", {"v": requested})

@@ -34,10 +34,10 @@ class Activated(eqx.Module):
     name: str = eqx.field(static=True)
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        self.first = eqx.nn.Linear(3, 4, use_bias=False, key=one)
+        first_key, second_key = jax.random.split(key)
+        self.first = eqx.nn.Linear(3, 4, use_bias=False, key=first_key)
         self.activation = jax.nn.gelu
-        self.second = eqx.nn.Linear(4, 3, key=other)
+        self.second = eqx.nn.Linear(4, 3, key=second_key)
         self.final = _twice
         self.scale = 0.5
         self.nothing = None
@@ -53,8 +53,8 @@ class Listed(eqx.Module):
     layers: list[Any]
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        self.layers = [eqx.nn.Linear(3, 4, key=one), jax.nn.relu, eqx.nn.Linear(4, 3, key=other), jnp.tanh]
+        first_key, second_key = jax.random.split(key)
+        self.layers = [eqx.nn.Linear(3, 4, key=first_key), jax.nn.relu, eqx.nn.Linear(4, 3, key=second_key), jnp.tanh]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -83,7 +83,7 @@ class Recurrent(eqx.Module):
 
 
 class Normalised(eqx.Module):
-    """Layers with statistics in a state."""
+    """Layers whose running statistics are in a separate state."""
 
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -104,13 +104,13 @@ class Normalised(eqx.Module):
 
 
 class Tied(eqx.Module):
-    """An output layer with the table of the embedding."""
+    """An output layer that shares the table of the embedding."""
 
     shared: eqx.nn.Shared
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        parts = (eqx.nn.Embedding(3, 3, key=one), eqx.nn.Linear(3, 3, key=other))
+        first_key, second_key = jax.random.split(key)
+        parts = (eqx.nn.Embedding(3, 3, key=first_key), eqx.nn.Linear(3, 3, key=second_key))
         self.shared = eqx.nn.Shared(parts, lambda parts: parts[1].weight, lambda parts: parts[0].weight)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -119,8 +119,8 @@ class Tied(eqx.Module):
 
 
 def _sequential(key: jax.Array) -> Any:
-    one, other = jax.random.split(key)
-    layers = [eqx.nn.Linear(3, 4, key=one), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=other)]
+    first_key, second_key = jax.random.split(key)
+    layers = [eqx.nn.Linear(3, 4, key=first_key), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=second_key)]
     return eqx.nn.Sequential([*layers, eqx.nn.Identity()])
 
 
@@ -129,13 +129,13 @@ def _perceptron(key: jax.Array) -> Any:
 
 
 def _stacked(key: jax.Array) -> Any:
-    """Return layers that are scanned, below a function."""
+    """Return stacked layers inside a function that scans them."""
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(jax.random.split(key, 3))
     return Stacked(layers)
 
 
 class Stacked(eqx.Module):
-    """Layers that are scanned."""
+    """Stacked layers, which the call scans."""
 
     layers: eqx.nn.Linear
 
@@ -172,10 +172,10 @@ def _train(state: Any) -> Any:
         if isinstance(model, Normalised):
             keys = jax.random.split(used, len(X))
             call = jax.vmap(model, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch")
-            found, changed = call(X, parts, keys)
+            output, changed = call(X, parts, keys)
         else:
-            found, changed = jax.vmap(model)(X), parts
-        return jnp.mean(found**2), changed
+            output, changed = jax.vmap(model)(X), parts
+        return jnp.mean(output**2), changed
 
     (_, changed), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(state["model"])
     updates, optimizer = OPTIMIZER.update(
@@ -191,7 +191,7 @@ def _leaves(state: Any) -> list[Any]:
 
 @functools.cache
 def whole(name: str) -> Program:
-    """Return a program that saves its models as they are."""
+    """Return a program that saves complete models."""
     make = MODELS[name]
 
     def new(seed: int) -> Any:
@@ -204,13 +204,13 @@ def whole(name: str) -> Program:
         lambda: eqx.filter_eval_shape(new, 1),
         _leaves,
         lambda state: eqx.filter(state, lambda leaf: eqx.is_array_like(leaf) or isinstance(leaf, str)),
-        refused=("Orbax 0",) if make is Normalised else (),  # its StandardCheckpointer refuses text
+        refused=("Orbax 0",) if make is Normalised else (),  # the StandardCheckpointer of Orbax rejects text
     )
 
 
 @functools.cache
 def filtered(name: str) -> Program:
-    """Return a program that saves the arrays of its models."""
+    """Return a program that saves only the arrays of its models."""
     make = MODELS[name]
     _, static = eqx.partition(_new(make, 1), eqx.is_array)
 
@@ -224,7 +224,7 @@ def filtered(name: str) -> Program:
     return Program(new, step, lambda: eqx.filter_eval_shape(new, 1))
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(whole("Equinox: functions in fields"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Abstract arrays of a checkpoint. A load with them has the stored shardings."""
+"""Abstract arrays of a checkpoint. A load with them restores the stored shardings."""
 
 import json
 import os
@@ -78,13 +78,13 @@ def test_a_checkpoint_loads_sharded_as_it_was_saved(tmp_path):
     state = new_state()
     loaded = ckptcore.load(tmp_path / "c", abstract_arrays(saved(tmp_path / "c", state)), context=CONTEXT)
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
-    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
-        assert isinstance(found, jax.Array)
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert getattr(found, "weak_type", None) == getattr(expected, "weak_type", None)  # keys have none
-        assert found.sharding == expected.sharding
-        assert found.committed == expected.committed
-        assert elements(found) == elements(expected)
+    for leaf, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert isinstance(leaf, jax.Array)
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
+        assert getattr(leaf, "weak_type", None) == getattr(expected, "weak_type", None)  # keys have no `weak_type`
+        assert leaf.sharding == expected.sharding
+        assert leaf.committed == expected.committed
+        assert elements(leaf) == elements(expected)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="this version of JAX has no types of axes")
@@ -120,7 +120,7 @@ def test_only_arrays_on_the_current_default_device_have_no_sharding(tmp_path):
 # --- the tree
 
 
-def test_containers_are_as_they_are_without_arrays_of_jax(tmp_path):
+def test_containers_equal_those_of_the_metadata(tmp_path):
     state = {
         "ordered": OrderedDict([("z", jnp.ones(1)), ("a", (jnp.ones(2), [jnp.ones(3)]))]),
         "named": Pair(jnp.ones(4), {3: jnp.ones(5), 20: jnp.ones(6)}),
@@ -130,8 +130,8 @@ def test_containers_are_as_they_are_without_arrays_of_jax(tmp_path):
     abstract = abstract_arrays(metadata)
     assert jax.tree.structure(abstract) == jax.tree.structure(metadata.abstract)
     assert list(abstract["ordered"]) == ["z", "a"]
-    for found, expected in zip(jax.tree.leaves(abstract), jax.tree.leaves(metadata.abstract), strict=True):
-        assert found.shape == expected.shape
+    for actual, expected in zip(jax.tree.leaves(abstract), jax.tree.leaves(metadata.abstract), strict=True):
+        assert actual.shape == expected.shape
     leaf = saved(tmp_path / "leaf", jnp.ones(7))
     assert abstract_arrays(leaf).shape == (7,)
 
@@ -143,7 +143,7 @@ def test_tied_arrays_are_tied_in_the_abstract_tree(tmp_path):
     assert abstract["c"] == 1
 
 
-def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
+def test_one_of_several_checkpointables_has_abstract_arrays(tmp_path):
     class Counter:
         def save(self, directory):
             (directory / "count").write_text("3")
@@ -152,18 +152,20 @@ def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
 
     state = {"w": on_mesh((8,), P("a"), a=8)}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "counter": Counter()}, context=CONTEXT)
-    found = ckptcore.metadata(tmp_path / "c").checkpointables
-    abstract = abstract_arrays(found["model"])
+    checkpointables = ckptcore.metadata(tmp_path / "c").checkpointables
+    abstract = abstract_arrays(checkpointables["model"])
     loaded = ckptcore.load_checkpointables(tmp_path / "c", {"model": abstract}, context=CONTEXT)
     assert loaded["model"]["w"].sharding == state["w"].sharding
-    assert abstract_arrays(found["counter"]) is found["counter"].abstract is None, "files are no arrays"
+    assert abstract_arrays(checkpointables["counter"]) is checkpointables["counter"].abstract is None, (
+        "files are no arrays"
+    )
 
 
 # --- arrays of other frameworks, and dtypes that JAX lacks
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
-def test_arrays_of_numpy_stay_arrays_of_numpy(tmp_path, layout):
+def test_numpy_arrays_stay_numpy_arrays(tmp_path, layout):
     state = {"w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False]), "j": jnp.ones(2)}
     metadata = saved(tmp_path / "c", state, layout)
     abstract = abstract_arrays(metadata)
@@ -172,14 +174,14 @@ def test_arrays_of_numpy_stay_arrays_of_numpy(tmp_path, layout):
     assert {name: type(leaf) for name, leaf in loaded.items()} == {name: type(leaf) for name, leaf in state.items()}
 
 
-def test_arrays_of_torch_are_not_those_of_jax(tmp_path):
+def test_torch_tensors_do_not_become_jax_arrays(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("ckptcore_torch")
     metadata = saved(tmp_path / "c", {"w": torch.ones(2, 3, dtype=torch.bfloat16)})
     assert abstract_arrays(metadata) == metadata.abstract
 
 
-def test_arrays_of_other_software_are_arrays_of_jax(tmp_path):
+def test_arrays_of_other_software_become_jax_arrays(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     safetensors.save_file({"w": np.ones((2, 3), np.float16)}, tmp_path / "model.safetensors")
     abstract = abstract_arrays(ckptcore.metadata(tmp_path))
@@ -226,21 +228,21 @@ def sharded_notes(spec, **mesh: int) -> dict:
 
 
 @pytest.mark.parametrize("spec", [["a", "b"], ["b"], [None, "a"], [["a", "b"]]])
-def test_a_sharding_that_the_shape_cannot_have_is_left_out(spec):
+def test_an_impossible_sharding_is_ignored(spec):
     record = ArrayRecord(ArraySpec((3,), "float32"), notes=sharded_notes(spec, a=2, b=4))
     assert abstract_arrays(metadata_of(record))["w"].sharding is None
 
 
 def test_sharding_of_key_data_becomes_that_of_the_keys():
     notes = sharded_notes(["a", None], a=4) | {"impl": "threefry2x32"}
-    found = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
-    assert found.shape == (8,) and is_key(found)
-    assert found.sharding == NamedSharding(mesh_of(range(4), a=4), P("a"))
+    abstract = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
+    assert abstract.shape == (8,) and is_key(abstract)
+    assert abstract.sharding == NamedSharding(mesh_of(range(4), a=4), P("a"))
 
 
 @pytest.mark.parametrize("impl", ["nonsense", "", None, 3, ["rbg"], "rbg"])
-def test_keys_that_are_none_are_their_data(impl):
-    """A key of rbg has four numbers, not two."""
+def test_keys_without_a_valid_implementation_are_plain_data(impl):
+    """For "rbg" the data has the wrong shape: such a key has four numbers, not two."""
     record = ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes={"impl": impl})
     assert abstract_arrays(metadata_of(record))["w"] == jax.ShapeDtypeStruct((8, 2), jnp.uint32)
 
@@ -264,7 +266,7 @@ def test_devices_can_be_chosen(tmp_path):
 @pytest.mark.system
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_a_checkpoint_of_eight_devices_loads_on_fewer(tmp_path, count):
-    """In a separate process, which has other devices."""
+    """Runs in a separate process, which has fewer devices."""
     state = new_state()
     saved(tmp_path / "c", state)
     program = f"""

@@ -1,4 +1,4 @@
-"""Real processes of jax.distributed that send data that one of them has read."""
+"""Real processes of jax.distributed: one of them reads data and sends it to the others."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class TestDeviceCollectives(CollectivesTests):
 
     @pytest.mark.skip(reason="JAX has no deadline for a computation: it ends a job one of whose processes is gone")
     def test_a_missing_rank_is_an_error_on_the_others(self) -> None:
-        """See the reason."""
+        """Skipped: see the reason above."""
 
 
 def _state() -> dict[str, Any]:
-    """The state of the job's program, which is not imported because its import sets JAX flags."""
+    """Return the state of the job's program. Importing the program would set JAX flags."""
     generator = np.random.default_rng(5)
     import ml_dtypes
 
@@ -53,7 +53,7 @@ def _state() -> dict[str, Any]:
 
 
 def test_two_processes_read_each_byte_once(tmp_path: Path) -> None:
-    """On a mesh of 2 x 2, processes need halves, columns that two of them share, and whole arrays."""
+    """On a mesh of 2 x 2, the processes request halves, columns that both need, and whole arrays."""
     state = _state()
     ckptcore.save(tmp_path / "saved", state)
     succeed(2, 2, "loads", tmp_path, PROGRAM)
@@ -63,5 +63,5 @@ def test_two_processes_read_each_byte_once(tmp_path: Path) -> None:
     assert sum(rank["all"] for rank in read) == stored + state["e"].nbytes + state["b"].nbytes
 
 
-def test_no_job_has_no_collectives() -> None:
+def test_without_a_job_there_are_no_collectives() -> None:
     assert ckpt_collectives() is None

@@ -57,7 +57,7 @@ class WithoutKeys:
 
 
 class WithKeys:
-    """A container registered under keys that the tests choose."""
+    """A container whose children have the keys that a test chooses."""
 
     def __init__(self, keys, children):
         self.keys, self.children = keys, children
@@ -205,7 +205,7 @@ def test_paths_equal_those_of_jax():
     assert (Attribute("layers"), 1, Attribute("weight")) in set(flat.paths())
 
 
-def test_containers_without_an_abstract_tree_are_plain_with_their_type_in_the_metadata():
+def test_without_an_abstract_tree_containers_become_dicts_and_lists():
     value = {"a": FlaxStruct({"w": 1}, max), "b": WithoutKeys(2, 3)}
     flat = flatten(value, installed_plugins())
     assert rebuild(flat.skeleton, flat.leaves) == {"a": {"params": {"w": 1}}, "b": [2, 3]}

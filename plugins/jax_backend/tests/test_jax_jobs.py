@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
 
 
 def _process(program: str, arguments: Sequence[str], errors: str) -> None:
-    """The job's program, in a process that has imported JAX but not started a backend."""
+    """Return a process that runs the job's program. It has imported JAX but not started a backend."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = [program, *arguments]
@@ -33,7 +33,7 @@ def _process(program: str, arguments: Sequence[str], errors: str) -> None:
 def run(
     size: int, devices: int, task: str, directory: Path, program: Path = PROGRAM
 ) -> tuple[Sequence[int | None], str]:
-    """Run a task in a job of processes with devices. Return the exit status and output of each."""
+    """Run a task in a job of `size` processes. Return the exit status and the output of each process."""
     context = multiprocessing.get_context("forkserver")
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as place:
@@ -73,14 +73,14 @@ def test_a_checkpoint_moves_from_two_processes_to_four_to_one(tmp_path: Path) ->
     succeed(4, 1, "reshard", tmp_path)
     succeed(1, 1, "reshard", tmp_path)
     for name in ("zarr3", "zarr3-4", "ocdbt-4", "dcp-4", "ocdbt-1"):
-        found = ckptcore.load(tmp_path / name)
-        assert np.array_equal(found["both"], np.arange(96, dtype=np.float32).reshape(12, 8) + 3)
+        loaded = ckptcore.load(tmp_path / name)
+        assert np.array_equal(loaded["both"], np.arange(96, dtype=np.float32).reshape(12, 8) + 3)
         assert ckptcore.verify(tmp_path / name).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["once", "run", "part"])
-def test_a_job(task: str, tmp_path: Path) -> None:
+def test_a_job_completes_each_task(task: str, tmp_path: Path) -> None:
     succeed(2, 2, task, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Keys of JAX programs: tuples of flattened parameters, and labels that are bools."""
+"""Dicts of JAX programs with unusual keys: tuples for flattened parameters, and bools for labels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def labelled() -> Any:
 
 
 def partitioned() -> Any:
-    """Return parameters of Haiku by module, name and shape."""
+    """Return Haiku parameters in a dict whose keys are tuples of module, name and shape."""
 
     def forward(x: jax.Array) -> jax.Array:
         return hk.nets.MLP([3, 2])(x)

@@ -1,4 +1,4 @@
-"""The leaf handler alone: records, host data and built arrays."""
+"""The leaf handler, tested directly: records, host data and built arrays."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
-    """Return the same elements at an address that is a multiple of 64 bytes, which JAX can use without a copy."""
+    """Copy elements to an address that is a multiple of 64 bytes. JAX can use such memory without a copy."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     made = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -63,7 +63,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def elements(leaf: jax.Array) -> np.ndarray:
-    """Return the elements with JAX's own functions."""
+    """Return the elements as a NumPy array, read without the leaf handler."""
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
@@ -79,7 +79,7 @@ def on_device(number: int) -> dict[str, object]:
 
 
 def read(array: np.ndarray, boxes) -> list[tuple[Box, np.ndarray]]:
-    """Return the arguments that a load passes to `build`."""
+    """Return the boxes of an array with their elements, as a load passes them to `build`."""
     return [(box, aligned(array[box.slices])) for box in boxes]
 
 
@@ -139,13 +139,13 @@ class TestConformance(LeafHandlerTests):
     unsupported = tuple(
         functools.partial(jax.ShapeDtypeStruct, (2,), getattr(jnp, name))
         for name in ("int1", "uint1", "float6_e2m3fn")
-        if hasattr(jnp, name)  # not with an older ml_dtypes
+        if hasattr(jnp, name)  # an older ml_dtypes lacks some of these dtypes
     )
 
 
 class TestViewingConformance(LeafHandlerTests):
     handler = JaxLeafHandler(copy=False)
-    examples = tuple(one for one in EXAMPLES if one.name.startswith(("float32", "int4", "key-rbg")))
+    examples = tuple(example for example in EXAMPLES if example.name.startswith(("float32", "int4", "key-rbg")))
 
 
 @pytest.mark.parametrize("dtype", [name for name in AVAILABLE if name in WIDE])
@@ -161,7 +161,7 @@ def test_dtypes_of_64_bits_are_restored(dtype):
 
 
 @pytest.mark.parametrize("dtype", sorted(WIDE))
-def test_dtypes_of_64_bits_are_not_narrowed_behind_ones_back(dtype):
+def test_dtypes_of_64_bits_are_never_narrowed_silently(dtype):
     class Abstract:
         shape, sharding, weak_type = (2,), None, False
 
@@ -240,7 +240,7 @@ def test_memory_kinds_are_stored_and_restored():
 
 
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))])
-def test_views_of_arrays_in_host_memory_are_no_copies(spec):
+def test_arrays_in_host_memory_are_viewed_without_copies(spec):
     leaf = jax.device_put(np.arange(64, dtype=np.float32).reshape(8, 8), NamedSharding(mesh(a=2, b=4), spec))
     pointers = {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
     boxes = [shard.box for shard in HANDLER.shards(leaf, 0, 1)]
@@ -251,7 +251,7 @@ def test_views_of_arrays_in_host_memory_are_no_copies(spec):
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
-def test_unpacked_copies_do_not_stay_with_the_array(dtype):
+def test_an_array_does_not_cache_unpacked_copies(dtype):
     leaf = jax.device_put(numbers((64,), dtype))
     first = on_host(leaf)[Box.whole((64,))]
     second = on_host(leaf)[Box.whole((64,))]
@@ -275,8 +275,8 @@ def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     expected = np.arange(1 << 16, dtype=np.float32)
     sharding = NamedSharding(mesh(a=8), P("a")) if sharded else None
     leaf = jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding)
-    leaf = jax.jit(lambda array: array + 0, out_shardings=sharding)(leaf)  # memory of JAX's own
-    found = on_host(leaf)
+    leaf = jax.jit(lambda array: array + 0, out_shardings=sharding)(leaf)  # memory that JAX itself allocated
+    parts = on_host(leaf)
     if end == "delete":
         leaf.delete()
     elif end == "donate":
@@ -288,22 +288,22 @@ def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     del leaf
     gc.collect()
     others = [jnp.full((1 << 16,), float(number)) for number in range(8)]
-    assert all(np.array_equal(part, expected[box.slices]) for box, part in found.items())
+    assert all(np.array_equal(part, expected[box.slices]) for box, part in parts.items())
     assert len(others) == 8
 
 
-def test_a_save_does_not_stop_later_donations():
+def test_a_save_does_not_prevent_later_donations():
     leaf = jnp.arange(1 << 16, dtype=jnp.float32)
     pointer = leaf.unsafe_buffer_pointer()
-    found = on_host(leaf)
-    del found
+    parts = on_host(leaf)
+    del parts
     assert jitted_in_place()(leaf).unsafe_buffer_pointer() == pointer
 
 
 def test_views_wait_for_the_computation():
     leaf = jax.jit(lambda array: array @ array @ array)(jnp.ones((700, 700)))
-    (found,) = on_host(leaf).values()
-    assert (found == 700.0 * 700.0).all()
+    (part,) = on_host(leaf).values()
+    assert (part == 700.0 * 700.0).all()
 
 
 @pytest.mark.parametrize("make", [jax.device_put, jax.dlpack.from_dlpack])
@@ -336,7 +336,7 @@ def test_arrays_that_an_accelerator_offloaded_to_the_host_are_copied(monkeypatch
 @pytest.mark.parametrize("rows", [8, 1 << 11])
 @pytest.mark.parametrize("placed", ["default", "device", "sharded", "replicated"])
 def test_donated_arrays_reuse_their_memory(placed: str, rows: int) -> None:
-    """Memory that the CPU backend borrows cannot be donated: a step would allocate a second state."""
+    """JAX cannot donate memory that the CPU backend borrows from NumPy, so a step would allocate a second state."""
     sharding = {
         "default": None,
         "device": SingleDeviceSharding(jax.devices()[3]),
@@ -350,7 +350,7 @@ def test_donated_arrays_reuse_their_memory(placed: str, rows: int) -> None:
     built = HANDLER.build(abstract, stored, boxes)
     assert not HANDLER.keeps_memory(abstract)
     for _, part in boxes:
-        part[...] = 0  # the core frees it
+        part[...] = 0  # the core reuses this memory after `build`
     before = {shard.data.unsafe_buffer_pointer() for shard in built.addressable_shards}
     assert len(before) == len(built.addressable_shards)
     after = jax.jit(lambda array: array + 1, donate_argnums=0)(built)
@@ -360,7 +360,7 @@ def test_donated_arrays_reuse_their_memory(placed: str, rows: int) -> None:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 6), reason="this version of JAX ignores may_alias=False")
 def test_donated_weak_numbers_reuse_their_memory() -> None:
-    """JAX borrows the memory of a Python number, if it happens to be aligned."""
+    """JAX borrows the memory of a NumPy scalar if it happens to be aligned."""
     stored, abstract = ArrayRecord(ArraySpec((), "int32")), jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
     boxes = read(np.int32(7), HANDLER.wanted(abstract, stored))
     built = [HANDLER.build(abstract, stored, boxes) for _ in range(200)]
@@ -437,7 +437,7 @@ def test_arrays_that_are_no_keys_are_refused_as_keys(spec):
         HANDLER.wanted(jax.random.key(0), ArrayRecord(spec))
 
 
-def test_keys_and_their_data_load_as_each_other():
+def test_keys_load_as_data_and_data_loads_as_keys():
     key = jax.random.key(11)
     data = jax.random.key_data(key)
     as_data = HANDLER.build(data, HANDLER.describe(key), read(np.asarray(data), [Box.whole((2,))]))
@@ -467,7 +467,7 @@ def test_empty_abstract_and_deleted_arrays_are_never_tied():
         assert HANDLER.identity(leaf) is None
 
 
-def test_two_arrays_in_one_memory_of_other_shapes_are_not_tied():
+def test_arrays_with_equal_memory_but_different_shapes_are_not_tied():
     mine = aligned(np.arange(16, dtype=np.float32))
     flat, square = jax.device_put(mine), jax.device_put(mine.reshape(4, 4))
     assert flat.unsafe_buffer_pointer() == square.unsafe_buffer_pointer()
@@ -477,7 +477,7 @@ def test_two_arrays_in_one_memory_of_other_shapes_are_not_tied():
 # --- refused
 
 
-def test_deleted_and_donated_arrays_are_refused_and_are_good_as_abstract():
+def test_deleted_and_donated_arrays_serve_only_as_abstract_arrays():
     deleted, donated = jnp.ones((2, 3)), jnp.ones((1 << 12,))
     deleted.delete()
     jitted_in_place()(donated)
@@ -535,7 +535,7 @@ def test_abstract_meshes_are_refused_where_no_mesh_is_set():
         HANDLER.describe(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
 
 
-def test_box_that_no_device_has_is_refused():
+def test_a_box_that_is_on_no_device_is_refused():
     leaf = jax.device_put(np.zeros((8,), np.float32), NamedSharding(mesh(a=2), P("a")))
     with pytest.raises(PluginError, match="internal error: no device of this process has"):
         HANDLER.view_on_host(leaf, [Box((3,), (5,))])
@@ -546,7 +546,7 @@ def test_box_that_no_device_has_is_refused():
 
 @st.composite
 def shardings(draw):
-    """Draw a mesh over devices in any order, an array shape, and a spec that fits it."""
+    """Draw a mesh over devices in any order, an array shape, and a partition spec that fits both."""
     sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (4,), (2, 2), (2,), (1, 8), (2, 1, 3), (1,)]))
     order = draw(st.permutations(range(8)))[: math.prod(sizes)]
     names = tuple("xyz"[: len(sizes)])
@@ -571,11 +571,11 @@ def test_boxes_make_up_the_array_under_any_sharding(saved, dtype, asked):
     expected = numbers(shape, dtype)
     leaf = jax.device_put(expected, sharding)
     record = HANDLER.describe(leaf)
-    found = on_host(leaf)
-    assert uncovered(record.spec, list(found)) is None
-    assert record.cuts == cuts_of(shape, found)
+    parts = on_host(leaf)
+    assert uncovered(record.spec, list(parts)) is None
+    assert record.cuts == cuts_of(shape, parts)
     whole = np.zeros(shape, name_dtype := record.spec.numpy_dtype)
-    for box, part in found.items():
+    for box, part in parts.items():
         assert part.dtype == name_dtype
         whole[box.slices] = part
     assert whole.tobytes() == expected.tobytes()

@@ -21,7 +21,10 @@ OPTIMIZER: Final = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100))
 
 
 def _of(init: Any, loss: Any) -> Program:
-    """Return a program with a loss of parameters, state and key, which returns its value and the next state."""
+    """Return a program that trains parameters with a loss function.
+
+    The loss takes parameters, state and key, and returns its value and the next state.
+    """
 
     def new(seed: int) -> Any:
         parameters, state = init(jax.random.key(seed))
@@ -41,7 +44,7 @@ def _of(init: Any, loss: Any) -> Program:
 
 
 def _haiku() -> Program:
-    """Names with slashes and tildes, statistics, and dropout."""
+    """A Haiku model with slashes and tildes in names, statistics, and dropout."""
 
     def call(x: Any) -> Any:
         x = haiku.nets.MLP([4, 3], with_bias=False, name="tower")(x)
@@ -55,14 +58,14 @@ def _haiku() -> Program:
     init = jax.jit(model.init)
 
     def loss(parameters: Any, state: Any, key: Any) -> Any:
-        found, state = model.apply(parameters, state, key, X)
-        return jnp.mean(found**2), state
+        output, state = model.apply(parameters, state, key, X)
+        return jnp.mean(output**2), state
 
     return _of(lambda key: init(key, X), loss)
 
 
 def _haiku_recurrent() -> Program:
-    """A core with a carry that is a named tuple."""
+    """A recurrent core whose carry is a named tuple."""
     model = haiku.transform(lambda x, carry: haiku.LSTM(4)(x, carry))
     start = haiku.transform(lambda: haiku.LSTM(4).initial_state(4))
 
@@ -71,14 +74,14 @@ def _haiku_recurrent() -> Program:
         return model.init(key, X, carry), carry
 
     def loss(parameters: Any, carry: Any, key: Any) -> Any:
-        found, carry = model.apply(parameters, key, X, carry)
-        return jnp.mean(found**2), jax.lax.stop_gradient(carry)
+        output, carry = model.apply(parameters, key, X, carry)
+        return jnp.mean(output**2), jax.lax.stop_gradient(carry)
 
     return _of(init, loss)
 
 
 def _numpyro(optimizer: Any) -> Program:
-    """Stochastic variational inference."""
+    """Stochastic variational inference with NumPyro."""
 
     def model(data: Any) -> None:
         rate = numpyro.sample("rate", numpyro.distributions.Normal(0, 1))
@@ -99,15 +102,15 @@ def _numpyro(optimizer: Any) -> Program:
 
 
 def _penzai() -> Program:
-    """Named arrays, and parameters that are taken out of a model."""
+    """Named arrays, and parameters that are separated from their model."""
     pz = pytest.importorskip("penzai.pz")
 
     def parts(key: Any) -> Any:
-        one, other = jax.random.split(key)
+        first_key, second_key = jax.random.split(key)
         layers = [
-            pz.nn.Linear.from_config("one", one, {"in": 3}, {"hidden": 4}),
+            pz.nn.Linear.from_config("one", first_key, {"in": 3}, {"hidden": 4}),
             pz.nn.Elementwise(jax.nn.relu),
-            pz.nn.Linear.from_config("two", other, {"hidden": 4}, {"out": 2}),
+            pz.nn.Linear.from_config("two", second_key, {"hidden": 4}, {"out": 2}),
         ]
         return pz.unbind_params(pz.nn.Sequential(layers), freeze=True)
 
@@ -118,8 +121,8 @@ def _penzai() -> Program:
 
     def loss(parameters: Any, state: Any, _: Any) -> Any:
         bound = pz.bind_variables(model, parameters, unfreeze_as_copy=True)
-        found = bound(pz.nx.wrap(X).tag("rows", "in"))
-        return jnp.mean(found.unwrap("rows", "out") ** 2), {"calls": state["calls"] + 1}
+        output = bound(pz.nx.wrap(X).tag("rows", "in"))
+        return jnp.mean(output.unwrap("rows", "out") ** 2), {"calls": state["calls"] + 1}
 
     return _of(init, loss)
 

@@ -1,4 +1,4 @@
-"""Plans of saves of JAX states need no transfers and no elements, only shardings of existing devices."""
+"""Planning a save of JAX states needs only shardings of existing devices: no transfers, and no elements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_deleted_and_abstract_arrays_are_planned_as_live_ones() -> None:
     }
     plan = ckptcore.plan(live, layout="dcp")
     assert plan.array_bytes == rows * 16 * 4 + 8
-    assert (plan.memory[0].copied, plan.memory[0].viewed) == (rows * 16 * 4 + 8, 0)  # in host memory
+    assert (plan.memory[0].copied, plan.memory[0].viewed) == (rows * 16 * 4 + 8, 0)  # arrays in host memory are viewed
     assert ckptcore.plan(deleted, layout="dcp") == plan
     assert ckptcore.plan(abstract, layout="dcp") == plan
 
@@ -50,7 +50,7 @@ def test_plan_counts_the_memory_of_copies() -> None:
     assert ckptcore.plan({"w": jnp.ones(8)}).memory[0].copied == 32
 
 
-def test_handlers_tell_of_leaves() -> None:
+def test_the_handler_overrides_estimates_of_leaves() -> None:
     assert JaxLeafHandler.shards_of is not LeafHandler.shards_of
     assert JaxLeafHandler.host_bytes is not LeafHandler.host_bytes
 
@@ -67,6 +67,6 @@ def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, 2, ((4,), ()), 4, False, True, {})
     monkeypatch.setattr("ckptcore_jax.shardings.placement_of", lambda sharding, shape: placement)
     sharding = NamedSharding(_mesh(), PartitionSpec("x"))
-    found = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
-    assert found == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]
+    shards = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
+    assert shards == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]
     assert placement_of(sharding, (8, 8)) is not placement

@@ -16,7 +16,7 @@ class TestPlugin(PluginTests):
     inner = ("worker_loads", "worker_saves", "worker_stages")
 
 
-@pytest.mark.slow  # a subset for work on this plugin alone; `tests/matrix` of the repository has all
+@pytest.mark.slow  # a subset, for work on this plugin alone; `tests/matrix` of the repository runs the whole matrix
 class TestMatrix(SaveLoadMatrixTests):
     """The matrix with several JAX devices, and with arrays sharded over them."""
 
@@ -26,7 +26,7 @@ class TestMatrix(SaveLoadMatrixTests):
         }
 
     def storages(self):
-        return {"memory": installed_samples().storages["memory"]}  # the other storages see no framework
+        return {"memory": installed_samples().storages["memory"]}  # storages do not depend on the framework
 
 
 def test_the_sample_is_sharded():
@@ -40,10 +40,10 @@ def test_package_has_only_its_documented_names():
     for name in ckptcore_jax.__all__:
         assert getattr(ckptcore_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="nonsense"):
-        ckptcore_jax.nonsense  # noqa: B018  # looking it up is the test
+        ckptcore_jax.nonsense  # noqa: B018  # the access itself is tested
 
 
-def test_numpy_is_still_numpys():
+def test_the_plugin_leaves_numpy_arrays_and_numbers_to_others():
     from ckptcore_jax.plugin import ckpt_container_handler, ckpt_leaf_handler
 
     for leaf in (np.zeros(2), np.float32(1), 1.5, "text"):
@@ -58,7 +58,7 @@ def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)  # noqa: S102  # the examples are ours
+        exec(compile(block, "README.md", "exec"), names)  # noqa: S102  # the examples are part of this repository
     assert names["state"]["step"] == 3
     assert names["state"]["params"]["w"].sharding == names["sharded"]
     assert {path.name for path in tmp_path.iterdir()} == {"step_3", "step_4"}

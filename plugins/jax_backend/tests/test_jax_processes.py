@@ -1,4 +1,4 @@
-"""Ownership of boxes among several processes, simulated by devices that claim to be remote."""
+"""Which of several processes owns a box. Devices with the process numbers of other processes simulate a job."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Layout:
-    """A sharding as seen by one process: one row of the first axis for each `copies` devices."""
+    """A sharding as one process sees it. Every `copies` devices hold one row of the first axis."""
 
     devices: tuple[Device, ...]
     process: int
@@ -60,7 +60,7 @@ def test_every_box_has_one_owner_among_the_processes(copies, order):
         assert sorted(numbers) == [(number, len(numbers)) for number in range(len(numbers))]
 
 
-def test_every_process_knows_all_cuts_and_its_own_boxes():
+def test_a_placement_has_all_cuts_but_only_the_boxes_of_its_process():
     for process in range(4):
         placement = placement_of(seen_by(process, 1), (8, 3))
         assert placement.cuts == ((1, 2, 3, 4, 5, 6, 7), ())
@@ -78,13 +78,13 @@ def test_array_of_one_process_counts_as_replicated_on_all():
 
 
 @pytest.mark.parametrize("owners", [(0, 1), (1, 1)])
-def test_a_process_without_devices_of_an_array_only_knows_of_it(owners):
+def test_a_process_without_devices_of_an_array_has_no_shards(owners):
     away = Layout((Device(0, owners[0]), Device(1, owners[1])), 2, 1)
     assert shards_of(away, (2, 3), 2, 4) is None
 
 
 def test_replicas_are_counted_among_the_processes_with_the_array():
-    """Each process gets its position among the holders, and their number."""
+    """Only processes that hold a box are counted. Each gets its position among them, and their number."""
     for place, process in enumerate((1, 3)):
         sharding = Layout((Device(2, 1), Device(6, 3)), process, 2)
         assert shards_of(sharding, (1, 3), place, 2) == (Shard(Box((0, 0), (1, 3)), place, 2),)
@@ -92,7 +92,7 @@ def test_replicas_are_counted_among_the_processes_with_the_array():
 
 @pytest.mark.parametrize(("copies", "replicas"), [(1, 1), (2, 1), (4, 2), (8, 4)])
 def test_replicas_are_counted_equally_on_each_process(copies, replicas):
-    for process in range(5):  # the last holds nothing
+    for process in range(5):  # the last process holds no box
         assert placement_of(seen_by(process, copies), (8 // copies, 3)).replicas == replicas
 
 
@@ -102,12 +102,12 @@ def test_array_of_one_process_has_equal_notes_on_all():
     } == {None}
 
 
-def test_boxes_that_unequally_many_processes_hold_are_not_shared():
+def test_boxes_with_unequal_numbers_of_holders_are_not_shared():
     uneven = Layout((Device(0, 0), Device(1, 0), Device(2, 1), Device(4, 2)), 0, 2)
     assert placement_of(uneven, (2, 3)).replicas == 1
 
 
-def test_a_process_that_saves_alone_has_to_have_all():
+def test_a_process_that_saves_alone_must_hold_every_box():
     with pytest.raises(UnsupportedLeafError, match="saves alone but has only 2 of 8 boxes"):
         shards_of(seen_by(1, 1), (8, 3), 0, 1)
     assert shards_of(seen_by(1, 8), (1, 3), 0, 1) == (Shard(Box((0, 0), (1, 3)), 0, 1),)

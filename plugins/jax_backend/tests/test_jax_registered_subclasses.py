@@ -1,4 +1,4 @@
-"""Registered subclasses of Python containers keep their registered state in addition to their items."""
+"""Registered subclasses of Python containers: their registered state is saved in addition to their items."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_registered_state_of_a_dict_is_saved(tmp_path: Path) -> None:
     assert np.all(loaded["w"] == 5) and np.all(loaded.extra == 5)
 
 
-def test_it_is_replaced_whole_by_load_into(tmp_path: Path) -> None:
+def test_load_into_restores_items_and_registered_state(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"state": extended(5.0)})
     target = {"state": extended(0.0)}
     ckptcore.load_into(tmp_path / "c", target)
@@ -56,7 +56,7 @@ def test_it_is_replaced_whole_by_load_into(tmp_path: Path) -> None:
 
 
 class Moments(NamedTuple):
-    """A named tuple of which one field is static."""
+    """A named tuple with one static field."""
 
     mean: Any
     name: str
@@ -97,7 +97,7 @@ def assert_equal(first: Any, second: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_a_named_tuple_is_taken_apart_by_its_own_function(tmp_path: Path) -> None:
+def test_a_named_tuple_is_flattened_by_its_registered_function(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"m": Moments(jnp.ones(2), "saved", jnp.zeros(3))})
     assert [*ckptcore.metadata(tmp_path / "c").abstract["m"]] == ["mean", "variance"]
     loaded = ckptcore.load(tmp_path / "c", {"m": Moments(jnp.zeros(2), "mine", jnp.ones(3))})["m"]

@@ -1,5 +1,6 @@
-"""Processes that end a job of JAX and begin another one: each counts its exchanges from 0, as a
-process that is new does.
+"""Processes that leave a job of JAX and join another one.
+
+Each process counts the exchanges of the new job from 0, like a process that has just started.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REJOINED = Path(__file__).with_name("rejoined_jax_job.py")
 
 
 class _Client:
-    """Coordinator of an unused service."""
+    """Client of a service that no test uses."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         raise NotImplementedError
@@ -42,15 +43,15 @@ class _Client:
         raise NotImplementedError
 
 
-def test_a_job_has_one_coordinator_and_the_next_one_another() -> None:
+def test_each_job_has_its_own_coordinator() -> None:
     counts, coordinators = ExchangeCounts(), _JobCoordinators()
     counted, incarnations = [], []
     for _ in range(2):
         client = _Client()
-        found = coordinators.of(JobService(client, 1, 2))
-        assert isinstance(found, Rejoinable) and coordinators.of(JobService(client, 1, 2)) is found
-        counted.append([counts.key(found, "run"), counts.key(found, "run")])
-        incarnations.append(found.incarnation)
+        coordinator = coordinators.of(JobService(client, 1, 2))
+        assert isinstance(coordinator, Rejoinable) and coordinators.of(JobService(client, 1, 2)) is coordinator
+        counted.append([counts.key(coordinator, "run"), counts.key(coordinator, "run")])
+        incarnations.append(coordinator.incarnation)
     assert counted == [["run#0", "run#1"]] * 2 and incarnations == [1, 2]
 
 
@@ -78,7 +79,7 @@ def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> Non
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
-        ports = [str(found.getsockname()[1]) for found in (first, second)]
+        ports = [str(listener.getsockname()[1]) for listener in (first, second)]
     begun = [
         subprocess.Popen([sys.executable, str(REJOINED), who, str(tmp_path), *ports], stderr=subprocess.PIPE, text=True)
         for who in ("stays", "leaves", "comes")

@@ -35,35 +35,36 @@ def mesh(**axes: int) -> Mesh:
 
 
 def abstract_of(tree: Any, sharding=None) -> Any:
-    """Return the tree with abstract arrays, with their own or another sharding."""
+    """Return the tree with abstract arrays. They have the given sharding, or keep their own."""
 
-    def one(leaf):
+    def abstract_leaf(leaf):
         if not isinstance(leaf, jax.Array):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(abstract_leaf, tree)
 
 
 def data(leaf: Any) -> np.ndarray:
     keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.array(jax.random.key_data(leaf) if keys else leaf)  # a view would keep JAX from donating the memory
+    # A copy, because a view would keep JAX from donating the memory.
+    return np.array(jax.random.key_data(leaf) if keys else leaf)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """Check for the same structure, types, dtypes, shardings and bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    """Assert equal structures, types, dtypes, shardings and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if callable(other):
-            assert one is other
+            assert leaf is other
             continue
-        assert type(one) is type(other)
+        assert type(leaf) is type(other)
         if isinstance(other, jax.Array):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert data(one).tobytes() == data(other).tobytes()
-            assert one.sharding == other.sharding
+            assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+            assert data(leaf).tobytes() == data(other).tobytes()
+            assert leaf.sharding == other.sharding
         else:
-            assert one == other
+            assert leaf == other
 
 
 # --- devices
@@ -278,7 +279,7 @@ def test_nnx_modules_and_their_state_are_restored(tmp_path):
 
 
 class Watching(JaxLeafHandler):
-    """A handler that keeps the arrays that it returned for a save."""
+    """A handler that records the parts that it returned for a save, and forbids copies."""
 
     def __init__(self):
         super().__init__(copy=False)
@@ -405,7 +406,7 @@ def test_an_array_can_be_donated_in_place_once_save_async_returned(tmp_path):
 
 @pytest.mark.system
 def test_load_allocates_the_memory_of_the_state_once(tmp_path):
-    """Runs in a separate process, whose peak memory the system measures."""
+    """Runs in a separate process, because the system records only the peak memory of a process."""
     program = f"""
         import jax, jax.numpy as jnp, numpy as np, ckptcore
         def used(what):
@@ -441,7 +442,7 @@ def test_load_allocates_the_memory_of_the_state_once(tmp_path):
 # --- other cases
 
 
-def test_load_into_puts_arrays_where_others_were(tmp_path):
+def test_load_into_replaces_arrays_in_their_containers(tmp_path):
     saved = {"w": jnp.arange(4.0), "list": [jnp.ones(2), 3]}
     ckptcore.save(tmp_path / "checkpoint", saved, context=CONTEXT)
     old = jnp.zeros(4)
@@ -479,7 +480,7 @@ def test_an_abstract_state_is_refused_by_path(tmp_path):
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_other_shapes_are_a_mismatch(tmp_path):
+def test_another_shape_is_a_mismatch(tmp_path):
     ckptcore.save(tmp_path / "checkpoint", {"w": jnp.ones((4, 2))}, context=CONTEXT)
     with pytest.raises(TreeMismatchError, match="w: shape"):
         ckptcore.load(tmp_path / "checkpoint", {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}, context=CONTEXT)
@@ -506,9 +507,9 @@ def test_a_sharding_over_an_abstract_mesh_is_one_over_the_mesh_that_is_set(tmp_p
         loaded = ckptcore.load(tmp_path / "c", abstract)
         resolved = ckptcore.abstract(abstract)
     again = ckptcore.load_async(tmp_path / "c", resolved).result()
-    for found in (loaded, again):
-        assert found["w"].sharding == NamedSharding(mesh, P("a", "b")) and (found["w"] == values).all()
-        assert found["k"].sharding == NamedSharding(mesh, P("a"))
+    for tree in (loaded, again):
+        assert tree["w"].sharding == NamedSharding(mesh, P("a", "b")) and (tree["w"] == values).all()
+        assert tree["k"].sharding == NamedSharding(mesh, P("a"))
 
 
 @NEEDS_SET_MESH

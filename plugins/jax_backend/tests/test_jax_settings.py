@@ -1,4 +1,4 @@
-"""Saves and loads under the settings of JAX, by context, by configuration, and in another thread."""
+"""Saves and loads under JAX's settings, which are set by context manager, by configuration, and in another thread."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SETTINGS = [
 
 
 def state() -> dict[str, Any]:
-    """Return arrays of all placements, with NaN and infinities, and a module."""
+    """Return arrays with every kind of placement, NaN and infinities, and a module."""
     rows = NamedSharding(MESH, PartitionSpec("x"))
     values = np.full((8, 3), np.nan, np.float32)
     values[1] = np.inf
@@ -96,12 +96,12 @@ def state() -> dict[str, Any]:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """Return the result of a call in a new thread."""
-    found: list[Any] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # noqa: BLE001  # raised below
             errors.append(error)
 
@@ -110,24 +110,27 @@ def in_thread(call: Callable[[], Any]) -> Any:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
-def assert_equal(found: Any, expected: Any, default: Any) -> None:
-    """Compare bytes, dtypes, weak types and shardings. Uncommitted arrays are on the default device."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+def assert_equal(actual: Any, expected: Any, default: Any) -> None:
+    """Compare bytes, dtypes, weak types and shardings.
+
+    Uncommitted arrays must be on the default device.
+    """
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         if isinstance(other, int):
-            assert one == other and type(one) is int
+            assert leaf == other and type(leaf) is int
             continue
-        assert (one.dtype, one.committed) == (other.dtype, other.committed), jax.tree_util.keystr(path)
-        assert one.sharding == other.sharding if other.committed else one.devices() == {default}
-        if not jax.config.jax_enable_x64:  # with 64-bit numbers, JAX makes no arrays of a weak float32
-            assert getattr(one, "weak_type", None) == getattr(other, "weak_type", None)
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        with jax.transfer_guard("allow"):  # this transfer is the test's own
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert (leaf.dtype, leaf.committed) == (other.dtype, other.committed), jax.tree_util.keystr(path)
+        assert leaf.sharding == other.sharding if other.committed else leaf.devices() == {default}
+        if not jax.config.jax_enable_x64:  # with 64-bit numbers, JAX creates no arrays of weak float32
+            assert getattr(leaf, "weak_type", None) == getattr(other, "weak_type", None)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        with jax.transfer_guard("allow"):  # the test itself transfers data here
+            assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.brings("settings of JAX that raise or change results: debug, guards, device, x64, mesh", "jax", "same")
@@ -148,16 +151,16 @@ def test_a_round_trip(tmp_path: Path, settings: Callable[[], Any]) -> None:
         ckptcore.load_into(tmp_path / "c", target)
         ckptcore.load(tmp_path / "c", framework="jax")
         default = jax.config.jax_default_device or jax.devices()[0]
-        for found in (*loaded, target):
-            assert_equal(found, expected, default)
+        for tree in (*loaded, target):
+            assert_equal(tree, expected, default)
         assert_equal(elsewhere, expected, next(iter(elsewhere["small"].devices())))
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX sets no mesh in a thread")
-def test_a_load_in_the_background_has_the_settings_of_its_caller(tmp_path: Path) -> None:
+def test_a_background_load_uses_the_settings_of_its_caller(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(8), "v": np.ones(8, np.float32)})
     with enable_x64(), jax.default_device(jax.devices()[3]), jax.set_mesh(MESH):
-        # A shape of the current mesh has no devices.
+        # The abstract array of the current mesh contains no devices.
         of_mesh = jax.eval_shape(lambda: jax.device_put(jnp.ones(8), NamedSharding(MESH, PartitionSpec("x"))))
         request = {"w": jax.ShapeDtypeStruct((8,), jnp.float64), "v": of_mesh.update(dtype=jnp.float32)}  # type: ignore[no-untyped-call]
         handle = ckptcore.load_async(tmp_path / "c", request)
@@ -166,8 +169,8 @@ def test_a_load_in_the_background_has_the_settings_of_its_caller(tmp_path: Path)
     assert loaded["v"].sharding.is_equivalent_to(NamedSharding(MESH, PartitionSpec("x")), 1)
 
 
-def test_nothing_changes_before_everything_is_there(tmp_path: Path) -> None:
-    """A load into a module that fails in the middle leaves no mixture of old and new parameters."""
+def test_a_failed_load_changes_no_parameter(tmp_path: Path) -> None:
+    """If a load into a module fails in the middle, the module has no mixture of old and new parameters."""
     saved = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
     ckptcore.save(tmp_path / "c", {"m": saved}, layout="safetensors")
     data = next((tmp_path / "c").rglob("*.safetensors"))
@@ -184,18 +187,18 @@ def test_nothing_changes_before_everything_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transform", [jax.jit, jax.eval_shape, jax.grad, jax.vmap])
 @pytest.mark.parametrize("with_mesh", [False, True] if hasattr(jax, "set_mesh") else [False])
 def test_a_load_while_jax_traces(tmp_path: Path, transform: Any, with_mesh: bool) -> None:
-    """Such as weights that an initializer loads."""
+    """For example, an initializer may load weights."""
     ckptcore.save(tmp_path / "c", {"w": np.float32(3)})
     argument = jnp.ones(2 if transform is jax.vmap else ())
-    found: list[Any] = []
+    results: list[Any] = []
 
     def function(x: jax.Array) -> jax.Array:
-        found.append(ckptcore.load(tmp_path / "c")["w"])
-        return x * found[0]
+        results.append(ckptcore.load(tmp_path / "c")["w"])
+        return x * results[0]
 
     with jax.set_mesh(MESH) if with_mesh else nullcontext():
         if transform is jax.eval_shape:
             jax.eval_shape(function, argument)
         else:
             transform(function)(argument)
-    assert found[0] == 3
+    assert results[0] == 3

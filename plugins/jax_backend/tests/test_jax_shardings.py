@@ -1,4 +1,4 @@
-"""Conversion of shardings to notes of arrays and back."""
+"""Shardings become notes of arrays, and notes become shardings again."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def mesh_of(ids, **axes: int) -> Mesh:
 
 
 def notes_of(sharding, shape=(16, 8)) -> dict:
-    """Return the notes of an array, as a load reads them."""
+    """Return the notes of an array as JSON, like a load reads them."""
     return json.loads(json.dumps(dict(HANDLER.describe(jax.device_put(jnp.zeros(shape), sharding)).notes)))
 
 
@@ -52,12 +52,12 @@ def test_devices_in_order_are_not_listed():
 
 
 @pytest.mark.parametrize("ids", [[7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 4, 6, 1, 3, 5, 7]])
-def test_devices_in_another_order_are_listed_in_that_of_the_mesh(ids):
-    found = notes_of(NamedSharding(mesh_of(ids, a=4, b=2), P(("b", "a"))))
-    assert found == noted({"a": 4, "b": 2}, [["b", "a"]], devices=ids)
+def test_devices_in_another_order_are_listed_in_the_order_of_the_mesh(ids):
+    notes = notes_of(NamedSharding(mesh_of(ids, a=4, b=2), P(("b", "a"))))
+    assert notes == noted({"a": 4, "b": 2}, [["b", "a"]], devices=ids)
 
 
-def test_some_of_the_devices_are_listed_unless_they_are_the_first():
+def test_a_subset_other_than_the_first_devices_is_listed():
     assert notes_of(NamedSharding(mesh_of([4, 5, 6, 7], a=4), P("a"))) == noted({"a": 4}, ["a"], devices=[4, 5, 6, 7])
 
 
@@ -67,12 +67,12 @@ def test_the_order_of_the_axes_survives_json():
 
 
 @pytest.mark.skipif(not HAS_AXIS_TYPES, reason="this version of JAX has no types of axes")
-def test_types_of_axes_are_noted_where_one_is_not_auto():
+def test_types_of_axes_are_noted_if_any_is_not_auto():
     kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=kinds), P("b"))
-    found = notes_of(sharding)
-    assert found == noted({"a": 4, "b": 2}, ["b"], axis_types=["Auto", "Explicit"])
-    assert sharding_from_notes(found) == sharding
+    notes = notes_of(sharding)
+    assert notes == noted({"a": 4, "b": 2}, ["b"], axis_types=["Auto", "Explicit"])
+    assert sharding_from_notes(notes) == sharding
 
 
 def test_name_of_a_device_equals_that_of_orbax(tmp_path):
@@ -86,7 +86,7 @@ def test_name_of_a_device_equals_that_of_orbax(tmp_path):
     assert notes_of(sharding)["sharding"] == {"type": "SingleDeviceSharding", "device": theirs["device_str"]}
 
 
-# --- there and back
+# --- round trips
 
 
 @st.composite
@@ -108,9 +108,9 @@ def test_any_mesh_and_spec_are_restored(drawn):
     shape = tuple(extent * 8 for extent in shape)
     abstract = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
     notes = json.loads(json.dumps(dict(HANDLER.describe(abstract).notes)))
-    found = sharding_from_notes(notes)
-    assert found == sharding
-    assert found.devices_indices_map(shape) == sharding.devices_indices_map(shape)
+    restored = sharding_from_notes(notes)
+    assert restored == sharding
+    assert restored.devices_indices_map(shape) == sharding.devices_indices_map(shape)
 
 
 def test_single_device_sharding_is_restored():
@@ -154,18 +154,18 @@ def test_missing_devices_are_replaced_by_position():
     assert sharding_from_notes(noted({"a": 4}, ["a"]), four) == NamedSharding(mesh_of([4, 5, 6, 7], a=4), P("a"))
     turned = noted({"a": 4}, ["a"], devices=[300, 100, 200, 0])
     assert sharding_from_notes(turned, four) == NamedSharding(mesh_of([7, 5, 6, 4], a=4), P("a"))
-    one = {"sharding": {"type": "SingleDeviceSharding", "device": "cuda:1"}}
-    assert sharding_from_notes(one, four) == SingleDeviceSharding(four[0])
+    single = {"sharding": {"type": "SingleDeviceSharding", "device": "cuda:1"}}
+    assert sharding_from_notes(single, four) == SingleDeviceSharding(four[0])
 
 
-def test_too_few_devices_make_no_sharding():
+def test_too_few_devices_give_no_sharding():
     notes = noted({"a": 4, "b": 2}, ["a"])
     assert sharding_from_notes(notes) is not None
     assert sharding_from_notes(notes, jax.devices()[:7]) is None
     assert sharding_from_notes({"sharding": {"type": "SingleDeviceSharding", "device": "cpu:0"}}, []) is None
 
 
-def test_other_classes_make_no_sharding():
+def test_notes_of_other_classes_give_no_sharding():
     assert sharding_from_notes({"sharding": {"type": "GSPMDSharding", "devices": 8}}) is None
 
 
@@ -188,7 +188,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=str)
-def test_malformed_notes_make_no_sharding(hostile):
+def test_malformed_notes_give_no_sharding(hostile):
     assert sharding_from_notes({"sharding": hostile}) is None
 
 
@@ -211,9 +211,9 @@ ANY_JSON = st.recursive(
     ),
     ANY_JSON,
 )
-def test_no_notes_make_a_load_fail(sharding, memory_kind):
-    found = sharding_from_notes({"sharding": sharding, "memory_kind": memory_kind})
-    assert found is None or found.device_set <= set(jax.devices())
+def test_any_notes_give_a_sharding_or_none(sharding, memory_kind):
+    restored = sharding_from_notes({"sharding": sharding, "memory_kind": memory_kind})
+    assert restored is None or restored.device_set <= set(jax.devices())
 
 
 # --- several processes

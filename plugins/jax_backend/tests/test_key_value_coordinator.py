@@ -35,7 +35,7 @@ def _rank(file: str, address: str, rank: int, size: int, timeout_seconds: float,
     try:
         coordinator = KeyValueCoordinator.of_job(timeout_seconds=timeout_seconds)
         outcome: tuple[bool, object] = (True, work(coordinator))
-    except Exception as error:  # noqa: BLE001  # the parent raises it again
+    except Exception as error:  # noqa: BLE001  # the parent raises the error again
         outcome = (False, error)
     Path(file).write_bytes(pickle.dumps(outcome))
     jax.distributed.shutdown()  # waits for all ranks
@@ -76,7 +76,7 @@ class TestMoreAndFewerRanks(TestKeyValueCoordinator):
 
 
 def _left_behind(coordinator: KeyValueCoordinator) -> list[str]:
-    """Return the keys that are set after exchanges of small and large payloads."""
+    """Return the keys that remain in the service after exchanges of small and large payloads."""
     for number, nbytes in enumerate((0, 10, 3_000_000)):
         coordinator.gather(f"a/b#{number}", bytes(nbytes))
         coordinator.broadcast(f"a/b#{number}", bytes(nbytes) if coordinator.rank == 0 else None)
@@ -102,7 +102,7 @@ class _WithoutCounter:
         self.key_value_delete = client.key_value_delete
 
 
-# --- which job a process is part of
+# --- which job a process belongs to
 
 
 class _FailingClient:
@@ -123,7 +123,7 @@ class _FailingClient:
 
 @pytest.fixture
 def in_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Simulate a job of this size."""
+    """Return a function that simulates a job of the given size."""
 
     def join(size: int) -> None:
         monkeypatch.setattr(distributed.global_state, "client", _FailingClient())
@@ -140,7 +140,7 @@ def test_process_without_initialization_saves_alone() -> None:
         KeyValueCoordinator.of_job()
 
 
-def test_a_job_of_one_process_is_none(in_job: Callable[[int], None]) -> None:
+def test_a_job_of_one_process_needs_no_coordinator(in_job: Callable[[int], None]) -> None:
     in_job(1)
     assert ckpt_coordinator() is None
     assert KeyValueCoordinator.of_job().size == 1
@@ -179,7 +179,7 @@ class _OtherLauncher:
         return KeyValueCoordinator(_FailingClient(), 0, 2)
 
 
-def test_a_process_that_is_part_of_two_jobs_has_to_choose(in_job: Callable[[int], None]) -> None:
+def test_a_process_in_two_jobs_must_select_a_coordinator(in_job: Callable[[int], None]) -> None:
     in_job(2)
     with pytest.raises(PluginConflictError, match=r"the plugins .*jax.* report a job .*JobOptions\(coordinator="):
         runtime_of(Context(plugins=PluginOptions(extra=(_OtherLauncher(),)))).job()

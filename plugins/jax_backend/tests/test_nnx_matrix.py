@@ -21,7 +21,7 @@ X: Final = jnp.linspace(-1, 1, 12).reshape(4, 3)
 
 
 class Normalised(nnx.Module):
-    """Layers with statistics, random streams and attributes that are None."""
+    """Layers with statistics and random streams, and attributes that are None."""
 
     def __init__(self, rngs: Any) -> None:
         self.linear = nnx.Linear(3, 4, use_bias=False, rngs=rngs)
@@ -36,7 +36,7 @@ class Normalised(nnx.Module):
 
 
 class Contained(nnx.Module):
-    """Layers in lists and dicts, below variables of its own types."""
+    """Layers in lists and dicts, and variables of a type that the program defines."""
 
     def __init__(self, rngs: Any) -> None:
         self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(11)])
@@ -54,11 +54,11 @@ class Contained(nnx.Module):
 
 
 class Counter(nnx.Variable):  # type: ignore[misc,name-defined]
-    """A variable of a program's own type."""
+    """A variable type that the program defines."""
 
 
 class Stacked(nnx.Module):
-    """Layers that are created by `nnx.vmap` and scanned."""
+    """Layers that `nnx.vmap` creates and the call scans."""
 
     def __init__(self, rngs: Any) -> None:
         keys = rngs.split(3)
@@ -134,7 +134,7 @@ def _new(name: str, seed: int) -> Any:
 
 @functools.cache
 def objects(name: str) -> Program:
-    """Return a program that saves the objects."""
+    """Return a program that saves the NNX objects themselves."""
     train = nnx.jit(_train, donate_argnums=0)
 
     def step(state: Any) -> Any:
@@ -149,7 +149,7 @@ def objects(name: str) -> Program:
 
 @functools.cache
 def states(name: str) -> Program:
-    """Return a program that saves the states of the objects."""
+    """Return a program that saves the states of its objects."""
     graph, _ = nnx.split(_new(name, 1))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -166,7 +166,7 @@ def states(name: str) -> Program:
 
 @functools.cache
 def dicts(name: str) -> Program:
-    """Return a program that saves the states of the objects as plain dicts."""
+    """Return a program that saves the states of its objects as plain dicts."""
     graph, like = nnx.split(_new(name, 1))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -186,7 +186,7 @@ def dicts(name: str) -> Program:
 PROGRAMS: Final = {"objects": objects, "states": states, "dicts": dicts}
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(objects("NNX: tied weights"), tmp_path)
 
 

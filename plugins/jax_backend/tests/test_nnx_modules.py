@@ -38,7 +38,7 @@ class Tied(nnx.Module):
 
 
 class Twice(nnx.Module):
-    """A layer that is used twice."""
+    """One layer under two attributes."""
 
     def __init__(self, rngs: Any) -> None:
         self.first = self.last = nnx.Linear(3, 3, rngs=rngs)
@@ -51,7 +51,7 @@ class Twice(nnx.Module):
 
 
 class Parent(nnx.Module):
-    """Parts that refer to their parent and to each other."""
+    """Parts with references to their parent and to each other."""
 
     def __init__(self, rngs: Any) -> None:
         self.one = nnx.Linear(3, 3, rngs=rngs)
@@ -90,7 +90,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 @nnx.jit
 def train(model: Any, optimizer: Any) -> None:
-    """Make one step."""
+    """Train for one step."""
     gradients = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(model)
     optimizer.update(model, gradients)
 
@@ -117,14 +117,14 @@ def continued(make: Any) -> list[Any]:
 
 
 def leaves(*values: Any) -> list[Any]:
-    """Return the arrays of modules and states, as NumPy arrays."""
-    found = [leaf for value in values for leaf in jax.tree.leaves(nnx.state(value))]
+    """Return the arrays of modules and states as NumPy arrays."""
+    arrays = [leaf for value in values for leaf in jax.tree.leaves(nnx.state(value))]
     return [np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-            for leaf in found]  # fmt: skip
+            for leaf in arrays]  # fmt: skip
 
 
-def assert_equal(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected) and all(map(np.array_equal, found, expected))
+def assert_equal(actual: list[Any], expected: list[Any]) -> None:
+    assert len(actual) == len(expected) and all(map(np.array_equal, actual, expected))
 
 
 def _in_place(path: Path, make: Any) -> tuple[Any, Any]:
@@ -151,7 +151,7 @@ def _other(path: Path, make: Any) -> tuple[Any, Any]:
 
 
 def _states(path: Path, make: Any) -> tuple[Any, Any]:
-    """Load the states, and update the objects with them."""
+    """Load the states, and update the objects from them."""
     model, optimizer = new(make)
     loaded = ckptcore.load(path, ckptcore.abstract({"model": nnx.state(model), "optimizer": nnx.state(optimizer)}))
     nnx.update(model, loaded["model"])
@@ -189,7 +189,7 @@ def test_layouts(tmp_path: Path, make: Any, layout: str) -> None:
 
 
 def test_a_module_is_stored_like_its_state(tmp_path: Path) -> None:
-    """Each shared variable once, and nothing of what has no variables."""
+    """Each shared variable is stored once. Attributes without variables are not stored."""
     for make in MODULES:
         model, _ = trained(make)
         ckptcore.save(tmp_path / f"{make.__name__} m", {"model": model})
@@ -209,7 +209,7 @@ def test_variables_stay_the_same_objects(tmp_path: Path) -> None:
 
 
 def test_a_part_that_refers_to_its_parent(tmp_path: Path) -> None:
-    """All of the graph that can be reached from it is its state, as for Flax."""
+    """The state of the part is all of the graph that it refers to, as in Flax."""
     model, _ = trained(Parent)
     ckptcore.save(tmp_path / "c", {"part": model.one})
     other = Parent(nnx.Rngs(1))
@@ -218,7 +218,7 @@ def test_a_part_that_refers_to_its_parent(tmp_path: Path) -> None:
 
 
 class Pair(nnx.Module):
-    """One of two modules with a common part."""
+    """A module that shares a part with another module."""
 
     def __init__(self, torso: Any, rngs: Any) -> None:
         self.torso = torso
@@ -251,8 +251,8 @@ def test_modules_that_share_a_part(tmp_path: Path, layout: str) -> None:
 
 
 def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
-    one, other = pair(0), pair(1)
-    ckptcore.save(tmp_path / "c", {"actor": one["actor"], "critic": other["critic"], "again": one["actor"]})
+    first, other = pair(0), pair(1)
+    ckptcore.save(tmp_path / "c", {"actor": first["actor"], "critic": other["critic"], "again": first["actor"]})
     with pytest.raises(TreeMismatchError, match="one object in the request, but separate in .*Request two objects"):
         ckptcore.load(tmp_path / "c", pair(2))
     two = {"actor": pair(2)["actor"], "critic": pair(3)["critic"], "again": ...}
@@ -261,12 +261,12 @@ def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
 
 
 def test_a_shared_variable_that_is_loaded_in_one_place(tmp_path: Path) -> None:
-    """It has the stored value, also if another place is first."""
-    one = pair(0)
-    ckptcore.save(tmp_path / "c", {"critic": one["critic"]})
+    """The variable gets the stored value even if the tree lists another place first."""
+    modules = pair(0)
+    ckptcore.save(tmp_path / "c", {"critic": modules["critic"]})
     kept = ckptcore.load(tmp_path / "c", pair(1), matching=ckptcore.Matching(missing="keep"))
-    ckptcore.save(tmp_path / "d", one)
+    ckptcore.save(tmp_path / "d", modules)
     chosen = ckptcore.load(tmp_path / "d", pair(1), select=ckptcore.select.names("critic"))
     for loaded in (kept, chosen):
         assert loaded["actor"].torso.kernel is loaded["critic"].torso.kernel
-        assert_equal(leaves(loaded["critic"]), leaves(one["critic"]))
+        assert_equal(leaves(loaded["critic"]), leaves(modules["critic"]))

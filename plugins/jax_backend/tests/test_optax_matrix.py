@@ -138,7 +138,7 @@ def program(name: str) -> Program:
     def new(seed: int) -> Any:
         tree = parameters(seed)
         if name == "sm3":
-            del tree["scale"]  # it cannot train scalars
+            del tree["scale"]  # this optimizer cannot train scalars
         if name == "lookahead":
             tree = optax.LookaheadParams.init_synced(tree)
         return own({"parameters": tree, "optimizer": optimizer.init(tree)})
@@ -150,14 +150,14 @@ def program(name: str) -> Program:
         updates, inner = optimizer.update(gradients, inner, tree, value=value, grad=gradients, value_fn=loss)
         return {"parameters": optax.apply_updates(tree, updates), "optimizer": inner}
 
-    refused = ("Orbax 0", "Orbax 1") if name == "contrib.galore" else ()  # Orbax saves no empty arrays
+    refused = ("Orbax 0", "Orbax 1") if name == "contrib.galore" else ()  # Orbax cannot save empty arrays
     return Program(new, step, lambda: jax.eval_shape(lambda: new(1)), refused=refused)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(program("MultiSteps"), tmp_path)
 
 
@@ -170,7 +170,8 @@ def test_all_ways(name: str, tmp_path: Path, full: bool, subtests: pytest.Subtes
 
 
 def test_every_alias_is_tried() -> None:
-    """A new one of a later Optax fails here, until it has its arguments."""
-    made_by = {name: getattr(value, "func", value) for name, value in vars(optax).items()}  # some are partial functions
+    """Fails if a new version of Optax adds an optimizer, until `ALIASES` has its arguments."""
+    # Some aliases are partial functions.
+    made_by = {name: getattr(value, "func", value) for name, value in vars(optax).items()}
     exported = {name for name, value in made_by.items() if getattr(value, "__module__", "") == "optax._src.alias"}
     assert exported == set(ALIASES)

@@ -1,4 +1,4 @@
-"""Remedies in error texts for JAX: each is followed as the text says, and what was saved must come back."""
+"""Remedies in errors for JAX. Each test follows the advice of the text, and then loads what it saved."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ckptcore.context import JobOptions
 VALUES = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 
 
-def test_text_in_the_place_of_an_array(tmp_path: Path) -> None:
-    """A number becomes an array by default."""
+def test_a_stored_text_for_a_requested_array(tmp_path: Path) -> None:
+    """A number can be loaded as an array, but a text cannot."""
     ckptcore.save(tmp_path / "c", {"n": 1.5, "text": "a"})
     refused(
         lambda: ckptcore.load(tmp_path / "c", {"n": jnp.zeros(()), "text": jnp.zeros(())}),
@@ -51,7 +51,7 @@ def test_mutable_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "other"), [("float6_e2m3fn", "float8_e4m3fn"), ("float6_e3m2fn", "float8_e5m2"), ("int1", "int8")]
 )
-def test_dtypes_that_jax_only_names(tmp_path: Path, name: str, other: str) -> None:
+def test_dtypes_that_jax_defines_but_does_not_support(tmp_path: Path, name: str, other: str) -> None:
     if not hasattr(ml_dtypes, name):
         pytest.skip("an older ml_dtypes")
     stored = np.array([0, -1, 0]).astype(getattr(ml_dtypes, name))
@@ -84,7 +84,7 @@ def test_shardings_that_do_not_divide_the_shape(tmp_path: Path) -> None:
 
 
 class Service:
-    """The key-value service of a JAX job, in this process."""
+    """The key-value service of a JAX job, simulated in this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -189,7 +189,7 @@ def test_arrays_without_elements(tmp_path: Path) -> None:
     assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], VALUES)
 
 
-# --- random keys ------------------------------------------------------------------------------------------------------
+# --- random keys
 
 
 def test_random_keys_of_another_implementation(tmp_path: Path) -> None:
@@ -216,15 +216,15 @@ def test_abstract_meshes(tmp_path: Path) -> None:
         "load within `with jax.set_mesh(mesh):`, or call ckptcore.abstract(tree) there and pass its result",
     )
     with jax.set_mesh(mesh):
-        found = [ckptcore.load(tmp_path / "c", like)]
+        copies = [ckptcore.load(tmp_path / "c", like)]
         concrete = ckptcore.abstract(like)
-    found.append(ckptcore.load(tmp_path / "c", concrete))
+    copies.append(ckptcore.load(tmp_path / "c", concrete))
     with jax.set_mesh(other):
         refused(
             lambda: ckptcore.load(tmp_path / "c", like),
             "set a mesh with the same axes, or create the abstract tree with the current mesh",
         )
         current = NamedSharding(other.abstract_mesh, P("y"))
-        found.append(ckptcore.load(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=current)}))
-    for loaded in found:
+        copies.append(ckptcore.load(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=current)}))
+    for loaded in copies:
         assert np.array_equal(loaded["w"], VALUES) and len(loaded["w"].sharding.device_set) == 2

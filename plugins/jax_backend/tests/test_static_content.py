@@ -1,4 +1,7 @@
-"""Static content of registered containers is not saved, also in lists, tuples and dicts; a load takes the caller's."""
+"""Static content of registered containers is not saved. A load takes it from the request.
+
+This includes static content in lists, tuples and dicts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class State:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Mutable:
-    """A registered container that programs change."""
+    """A registered container that programs modify."""
 
     def __init__(self, weight: Any, part: Any) -> None:
         self.weight, self.part = weight, part
@@ -88,13 +91,13 @@ MIXED: dict[str, Any] = {
 }
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if eqx.is_array(other):
-            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(leaf, other)
         else:
-            assert one is other or one == other
+            assert leaf is other or leaf == other
 
 
 WAYS = pytest.mark.parametrize(
@@ -127,15 +130,15 @@ def test_arrays_next_to_static_content_are_saved(tmp_path: Path, container: type
         loaded = ckptcore.load(tmp_path / "c", target)
         assert jax.tree.structure(loaded) == jax.tree.structure(mine)
         leaves = zip(*map(jax.tree.leaves, (loaded, saved, mine)), strict=True)
-        for one, stored, own in leaves:
-            assert one is own if callable(own) else bool(np.all(np.asarray(one) == np.asarray(stored)))
+        for leaf, stored, own in leaves:
+            assert leaf is own if callable(own) else bool(np.all(np.asarray(leaf) == np.asarray(stored)))
 
 
-def test_without_the_caller_none_is_in_the_place_of_static_items(tmp_path: Path) -> None:
+def test_without_a_request_static_items_load_as_none(tmp_path: Path) -> None:
     part = (linear(1.0), jax.nn.relu, {"f": jnp.tanh, "w": jnp.ones(1)})
     ckptcore.save(tmp_path / "c", Model(jnp.ones(2), part))
-    found = ckptcore.load(tmp_path / "c")["part"]
-    assert type(found) is tuple and found[1] is None and list(found[2]) == ["w"]
+    loaded = ckptcore.load(tmp_path / "c")["part"]
+    assert type(loaded) is tuple and loaded[1] is None and list(loaded[2]) == ["w"]
 
 
 def test_a_filtered_model_and_the_whole_one_load_into_each_other(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_a_filtered_model_and_the_whole_one_load_into_each_other(tmp_path: Path)
             loaded = ckptcore.load(tmp_path / name / saved, new)
             assert_same(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
             assert jax.tree.structure(loaded) == jax.tree.structure(model)
-        request, filtered = (eqx.filter(one, lambda leaf: not callable(leaf)) for one in (new, model))
+        request, filtered = (eqx.filter(module, lambda leaf: not callable(leaf)) for module in (new, model))
         assert_same(ckptcore.load(tmp_path / name / "whole", request), filtered)
 
 
@@ -159,8 +162,8 @@ def test_mutable_containers_are_filled(tmp_path: Path, name: str) -> None:
     before = jax.tree.leaves(same.part)
     ckptcore.load_into(tmp_path / "c", target)
     assert target["m"] is same and np.all(same.weight == 1)
-    for old, new, one in zip(before, jax.tree.leaves(same.part), jax.tree.leaves(MIXED[name](1.0)), strict=True):
-        assert new is old if callable(old) else np.all(np.asarray(new) == np.asarray(one))
+    for old, new, expected in zip(before, jax.tree.leaves(same.part), jax.tree.leaves(MIXED[name](1.0)), strict=True):
+        assert new is old if callable(old) else np.all(np.asarray(new) == np.asarray(expected))
 
 
 def test_tied_weights_of_shared_layers(tmp_path: Path) -> None:
@@ -170,14 +173,14 @@ def test_tied_weights_of_shared_layers(tmp_path: Path) -> None:
         return eqx.nn.Shared((embedding, head), lambda pair: pair[1].weight, lambda pair: pair[0].weight)
 
     ckptcore.save(tmp_path / "c", Model(jnp.ones(2), shared(0)))
-    assert len([one for one in ckptcore.metadata(tmp_path / "c").tree.leaves if one.kind == "array"]) == 2
+    assert len([record for record in ckptcore.metadata(tmp_path / "c").tree.leaves if record.kind == "array"]) == 2
     loaded = ckptcore.load(tmp_path / "c", Model(jnp.zeros(2), shared(1)))
     embedding, head = loaded.part()
     assert embedding.weight is head.weight
     np.testing.assert_array_equal(head.weight, shared(0)()[0].weight)
 
 
-def test_a_changed_place_is_a_difference(tmp_path: Path) -> None:
+def test_arrays_in_other_positions_are_a_mismatch(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", Model(jnp.ones(2), [jnp.tanh, jnp.ones(2)]))
     for part in ([jnp.tanh, jnp.tanh], [jnp.zeros(2), jnp.tanh], [jnp.zeros(2), jnp.zeros(2)]):
         with pytest.raises(TreeMismatchError, match="part"):

@@ -24,7 +24,7 @@ INIT: Final = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
 class Model(nn.Module):
-    """A model with all kinds of variables."""
+    """A model with all kinds of Flax variables."""
 
     parts: str = ""
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of a stack."""
+    """One layer of a scanned stack."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> Any:
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class State(TrainState):  # type: ignore[no-untyped-call]
-    """A state with what programs add to it."""
+    """A train state with fields that programs add."""
 
     rng: Any = None
     scale: Any = None
@@ -90,7 +90,7 @@ PROGRAMS: Final = {
 
 
 def _shardings(state: Any) -> Any:
-    """Divide the last axis among devices, as far as it can be."""
+    """Divide the last axis among the devices where its length allows it."""
     mesh = jax.make_mesh((4, 2), ("x", "y"))
 
     def of(leaf: Any) -> Any:
@@ -130,8 +130,8 @@ def program(name: str) -> Program:
 
         def loss(tree: Any) -> Any:
             variables = {"params": tree, **state.statistics}
-            found, changed = model.apply(variables, X, rngs={"dropout": key}, mutable=[*state.statistics])
-            return jnp.mean(found**2), changed
+            output, changed = model.apply(variables, X, rngs={"dropout": key}, mutable=[*state.statistics])
+            return jnp.mean(output**2), changed
 
         if state.scale is None:
             scale = None
@@ -160,7 +160,7 @@ def program(name: str) -> Program:
     return Program(new, jitted, shape)
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(program("Linen: TrainState, `DynamicScale`"), tmp_path)
 
 

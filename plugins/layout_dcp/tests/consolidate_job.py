@@ -27,7 +27,10 @@ MAX_FILE_BYTES = 500
 
 
 class Model(torch.nn.Module):
-    """Blocks with unevenly divisible rows, one different dtype, and an array smaller than the mesh."""
+    """Model whose rows do not divide evenly among processes.
+
+    One array has another dtype, and one is smaller than the mesh.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +43,8 @@ class Model(torch.nn.Module):
         values = self.embed(tokens).to(torch.bfloat16)
         for block in self.blocks:
             values = torch.tanh(block(values))
-        found: torch.Tensor = self.head(values.float())
-        return found
+        output: torch.Tensor = self.head(values.float())
+        return output
 
 
 def save(by: str, directory: Path, context: ckptcore.Context) -> None:

@@ -1,4 +1,4 @@
-"""Storage that counts requests and injects faults, and a leaf that requests a box of an array."""
+"""Storage that counts requests and injects faults, and a leaf that loads one box of an array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEME: Final = "counted"
 
 @dataclasses.dataclass(frozen=True)
 class CountedPlugin:
-    """The storage ``counted://``: local files behind a fault plan, which counts requests and bytes."""
+    """Storage ``counted://``: local files behind a fault plan, which counts requests and bytes."""
 
     plan: FaultPlan
 
@@ -33,12 +33,12 @@ class CountedPlugin:
 
 
 def place(path: Path) -> str:
-    """Return a file or directory as a URL of the storage."""
+    """Return the URL of a file or directory in the storage ``counted://``."""
     return f"{_SCHEME}://{path}"
 
 
 def counted(plan: FaultPlan) -> Context:
-    """Return a context whose storage has a fault plan. Operations run in a fixed order."""
+    """Return a context whose storage has a fault plan. Its operations run in a fixed order."""
     return Context(
         plugins=PluginOptions(extra=(CountedPlugin(plan),), handlers={Part: PartHandler()}),
         io=IOOptions(threads=1),
@@ -48,14 +48,14 @@ def counted(plan: FaultPlan) -> Context:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A requested box of a NumPy array, as one process of a job would request it."""
+    """Request for one box of a NumPy array, like that of one process of a job."""
 
     spec: ArraySpec
     box: Box
 
 
 class PartHandler(LeafHandler):
-    """Loads only the box."""
+    """Loads only the requested box."""
 
     priority = 0
 

@@ -1,4 +1,4 @@
-"""A directory as the store that a layout inspects."""
+"""A directory as a read store, to pass to a layout's inspection."""
 
 from __future__ import annotations
 

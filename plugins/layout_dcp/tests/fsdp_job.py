@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def _model(seed: int) -> torch.nn.Sequential:
-    """Unevenly divisible rows, and an array smaller than the mesh."""
+    """Return a model whose rows do not divide evenly among processes, with an array smaller than the mesh."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(10, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3, bias=False))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -37,17 +37,20 @@ def _model(seed: int) -> torch.nn.Sequential:
 
 
 def _losses(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    """Train on the same data in every process, so that losses depend on the number of processes only by rounding."""
+    """Train and return the losses.
+
+    All processes train on the same data, so losses of jobs of different sizes differ only by rounding.
+    """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    losses = []
     for _ in range(STEPS):
         inputs, targets = torch.randn(8, 10, generator=generator), torch.randn(8, 3, generator=generator)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -93,7 +96,6 @@ if __name__ == "__main__":
         main(sys.argv[1], Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # Exit without finalizing the interpreter: a gloo thread that drops its last collective needs
-    # the interpreter lock, does not
-    # get it, and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # Exit without finalizing the interpreter. A gloo thread that drops its last collective would otherwise wait for the
+    # interpreter lock, fail to get it, and abort the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

@@ -26,7 +26,7 @@ import ckptcore
 
 
 def _model(seed: int, kind: str) -> torch.nn.Sequential:
-    """Rows that are uneven when tensors are divided twice along one axis."""
+    """Return a model whose rows divide unevenly if they are divided twice along one axis."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.Tanh(), torch.nn.Linear(14, 6))
     size = dist.get_world_size()
@@ -90,14 +90,14 @@ def main(task: str, kind: str, directory: Path) -> None:
         state = ckptcore.load(directory / "c", state)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    found = dict(_whole({"model": model_state, "optimizer": optimizer_state, "step": state["step"]}))
+    leaves = dict(_whole({"model": model_state, "optimizer": optimizer_state, "step": state["step"]}))
     expected = torch.load(directory / "whole.pt")
-    assert set(found) == set(expected), set(found) ^ set(expected)
+    assert set(leaves) == set(expected), set(leaves) ^ set(expected)
     for path, value in expected.items():
         if isinstance(value, torch.Tensor):
-            assert value.dtype == found[path].dtype and torch.equal(value, found[path]), path
+            assert value.dtype == leaves[path].dtype and torch.equal(value, leaves[path]), path
         else:
-            assert value == found[path], path
+            assert value == leaves[path], path
     (directory / f"{task}.{kind}.{rank}").touch()
 
 

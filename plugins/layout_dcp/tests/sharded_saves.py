@@ -1,4 +1,4 @@
-"""Checkpoints of sharded jobs, saved from one process by ckptcore and by torch."""
+"""Checkpoints like those of sharded jobs, saved from one process by ckptcore or by torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptcore.protocols import Coordinator, LeafHandler
 
 
 def boxes_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
-    """Return the box of each process of a mesh that divides the axes like DTensor and ``torch.chunk``."""
+    """Return the box of each process of a mesh. Divides the axes like DTensor and ``torch.chunk``."""
     cuts = []
     for extent, parts in zip(shape, grid, strict=True):
         step = -(-extent // parts)
@@ -35,7 +35,7 @@ def boxes_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """An array, of which each process of a mesh saves one part."""
+    """An array that a mesh of processes saves. Each process saves one part."""
 
     array: HostArray
     grid: tuple[int, ...]
@@ -66,7 +66,7 @@ class _ShardedHandler(LeafHandler):
 
 
 def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, ...]) -> None:
-    """Save what a job with one process per part of `grid` would save in the layout ``dcp``."""
+    """Save in the layout ``dcp`` what a job with one process for each part of `grid` would save."""
     tree = {name: _Sharded(array, grid) for name, array in state.items()}
 
     def save(coordinator: Coordinator) -> None:
@@ -82,7 +82,7 @@ def save_ours(location: Path, state: Mapping[str, HostArray], grid: tuple[int, .
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans the parts of one process of a mesh, as torch would for DTensors."""
+    """Plans the parts of one process of a mesh, as torch would plan them for DTensors."""
 
     def __init__(self, state: Mapping[str, HostArray], grid: tuple[int, ...], rank: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def save_torch(location: Path, state: Mapping[str, HostArray], grid: tuple[int, ...]) -> None:
-    """Write what torch.distributed.checkpoint would write in such a job."""
+    """Write what torch.distributed.checkpoint would write in a job with one process for each part of `grid`."""
     planners = [_Planner(state, grid, rank) for rank in range(int(np.prod(grid)))]
     plans, metadata = create_default_global_save_plan([planner.plan for planner in planners])
     writers = [FileSystemWriter(location, sync_files=False) for _ in planners]

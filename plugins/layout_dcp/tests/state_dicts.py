@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckptcore.model import ArraySpec
 
 VERSION = ("1.0.0",) if "version" in [field.name for field in dataclasses.fields(Metadata)] else ()
-"""The argument of `Metadata` that PyTorch has had since version 2.8."""
+"""Additional arguments of `Metadata`. PyTorch before 2.8 has none."""
 
 DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the elements in C order."""
+    """Return the bytes of the elements in C order."""
     if not tensor.numel():
         return b""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -30,14 +30,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Return a tensor with every bit pattern."""
+    """Return a tensor with the elements of `bit_patterns`."""
     flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
 
 
 def loaded(location: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict loaded by `dcp.load`."""
+    """Load a state dict with `dcp.load` and return it."""
     dcp.load(like, checkpoint_id=location, no_dist=True)
     return like
 
@@ -72,21 +72,21 @@ def blank(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def assert_same(found: Any, expected: Any, path: str = "") -> None:
+def assert_same(actual: Any, expected: Any, path: str = "") -> None:
     """Assert equal types, keys and elements."""
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor) and found.dtype == expected.dtype, path
-        assert found.shape == expected.shape and bytes_of(found) == bytes_of(expected), path
+        assert isinstance(actual, torch.Tensor) and actual.dtype == expected.dtype, path
+        assert actual.shape == expected.shape and bytes_of(actual) == bytes_of(expected), path
     elif isinstance(expected, dict):
-        assert isinstance(found, dict) and list(found) == list(expected), path
+        assert isinstance(actual, dict) and list(actual) == list(expected), path
         for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
+            assert_same(actual[key], expected[key], f"{path}/{key}")
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}/{number}")
+        assert type(actual) is type(expected) and len(actual) == len(expected), path
+        for number, (item, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(item, other, f"{path}/{number}")
     else:
-        assert type(found) is type(expected) and found == expected, path
+        assert type(actual) is type(expected) and actual == expected, path
 
 
 def network(seed: int) -> torch.nn.Sequential:

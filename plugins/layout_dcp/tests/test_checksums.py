@@ -1,4 +1,4 @@
-"""`verify` compares the checksums that torch stores, and says where there are none. torch writes the files."""
+"""`verify` compares the checksums that torch stores, and lists files without checksums. torch writes the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state() -> dict[str, object]:
-    """Whole storages, a part of one, a transposed one, tied ones, and arrays in the pickle."""
+    """Return tensors with all kinds of views, tied tensors, and NumPy arrays, whose bytes are in the pickle."""
     whole, flat = torch.randn(100, 10), torch.randn(1000)
     return {
         "whole": whole,
@@ -54,7 +54,9 @@ def test_a_file_of_torch_save_is_sound(tmp_path: Path) -> None:
         ("transposed", lambda tensor: bytes_of(tensor.t())),
     ],
 )
-def test_damage_of_every_view_is_found(tmp_path: Path, name: str, stored: Callable[[torch.Tensor], bytes]) -> None:
+def test_damage_in_any_kind_of_view_is_found(
+    tmp_path: Path, name: str, stored: Callable[[torch.Tensor], bytes]
+) -> None:
     values = state()
     torch.save(values, tmp_path / "a.pt")
     tensor = values[name]

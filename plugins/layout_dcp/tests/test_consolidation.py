@@ -18,34 +18,34 @@ from plugins.layout_dcp.tests.consolidate_job import MAX_FILE_BYTES
 from plugins.layout_dcp.tests.test_jobs import launch
 
 FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
-"""Uses pieces of 8 KiB."""
+"""A Context whose copies use pieces of 8 KiB."""
 
 
 def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors like ``transformers.modeling_utils`` (4.57): through the index, each from the file it names."""
+    """Read tensors like ``transformers.modeling_utils`` (4.57): each from the file that the index names."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
-    found = {}
+    tensors = {}
     for name in sorted(set(index["weight_map"].values())):
         assert (directory / name).is_file()
-        with safe_open(directory / name, "pt") as opened:
-            assert opened.metadata()["format"] == "pt"
-            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118  # it is no mapping
-        assert all(torch.equal(found[key], tensor) for key, tensor in load_file(directory / name).items())
-    assert set(found) == set(index["weight_map"])
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        with safe_open(directory / name, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  # not a mapping
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in load_file(directory / name).items())
+    assert set(tensors) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert {path.name for path in directory.glob("*.safetensors")} == set(index["weight_map"].values())
-    return found
+    return tensors
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert equal names, dtypes, shapes and elements."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process_converts_a_checkpoint(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(50, 100), torch.nn.Linear(100, 3, dtype=torch.bfloat16))
     dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=str(tmp_path / "theirs"))
     ckptcore.copy(
@@ -60,13 +60,13 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_path: Path) -> None:
-    """An item of 400 kB exceeds a piece, and has only one checksum."""
+def test_a_copy_verifies_items_that_fit_into_memory(tmp_path: Path) -> None:
+    """The item of 400 kB is larger than the pieces of a copy. Its only checksum covers all of it."""
     tensor = torch.arange(100_000, dtype=torch.float32).reshape(1000, 100)
     dcp.save({"model": {"w": tensor}}, checkpoint_id=str(tmp_path / "theirs"))
     (path,) = (tmp_path / "theirs").glob("*.distcp")
     data = bytearray(path.read_bytes())
-    assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # the checksum exists
+    assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # torch has stored the checksum
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     context = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=500_000))
@@ -75,8 +75,8 @@ def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_pat
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_file_of_torch(tmp_path: Path) -> None:
-    """Tensors that are views of one storage, strided, tied or tiny."""
+def test_a_file_of_torch_save_is_converted(tmp_path: Path) -> None:
+    """Converts tensors that are views of one storage, transposed, tied or tiny."""
     storage = torch.arange(20_000, dtype=torch.float32)
     state = {
         "row": storage[:9000].reshape(90, 100),
@@ -93,11 +93,11 @@ def test_a_file_of_torch(tmp_path: Path) -> None:
         subtree="model",
         context=FAST,
     )
-    found = read_as_transformers(tmp_path / "hf")
+    restored = read_as_transformers(tmp_path / "hf")
     loaded = ckptcore.load(tmp_path / "hf")
-    assert set(found) | {"tied"} == set(state)
+    assert set(restored) | {"tied"} == set(state)
     for name, tensor in state.items():
-        assert torch.equal(found.get(name, tensor), tensor)
+        assert torch.equal(restored.get(name, tensor), tensor)
         assert loaded[name].astype("float64").tolist() == tensor.double().tolist()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch loads checkpoints of PyTorch that ckptcore copied unchanged."""
+"""PyTorch loads its own checkpoints from copies that ckptcore made without changes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_torch_loads_a_copy(tmp_path: Path) -> None:
     report = ckptcore.copy(between, tmp_path / "copy")
     assert report.sent_bytes == report.nbytes
     assert _files(tmp_path / "copy") == _files(tmp_path / "written")
-    found = {"w": torch.zeros(100, 1000), "step": torch.tensor(0)}
-    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "copy"), no_dist=True)
-    assert torch.equal(found["w"], state["w"])
-    assert torch.equal(found["step"], state["step"])
+    target = {"w": torch.zeros(100, 1000), "step": torch.tensor(0)}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "copy"), no_dist=True)
+    assert torch.equal(target["w"], state["w"])
+    assert torch.equal(target["step"], state["step"])
 
 
 @pytest.mark.parametrize("name", ["file_per_item", "hugging_face_shards", "nested", "two_processes", "zstd"])

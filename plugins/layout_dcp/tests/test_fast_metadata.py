@@ -1,4 +1,4 @@
-"""The fast reader of ``.metadata`` returns the same as the plain reader, for all bytes."""
+"""The fast reader of ``.metadata`` returns the same result as the plain reader, for any bytes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def _copied(text: str) -> str:
-    """Return an equal text as another object, which a pickle writes again."""
+    """Return an equal text as another object. A pickle stores both, instead of a reference to the first."""
     return "".join(list(text))
 
 
 def _tensors(
     count: int, chunks: int, axes: int, *, shared: bool, step: int = 1000, seed: int = 0
 ) -> tuple[theirs.Metadata, int]:
-    """Return tensors with this many chunks along their first axis, and the number of chunks."""
+    """Return metadata of tensors with this many chunks along their first axis, and the total number of chunks."""
     chance = random.Random(seed)
     entries: dict[str, Any] = {}
     places: list[tuple[theirs.MetadataIndex, _StorageInfo]] = []
@@ -67,15 +67,15 @@ def _plain(data: bytes) -> DcpMetadata:
 
 
 def _fast(data: bytes) -> tuple[DcpMetadata, int]:
-    """Read without falling back to the plain reader. Return the number of objects read fast."""
+    """Read without falling back to the plain reader. Also return how many objects the fast reader read."""
     reader = FastObjectReader(data, MetadataDecoder(".metadata", len(data)).size)
     objects = 0
 
     def read(function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:
         nonlocal objects
-        found = reader.read(function, position, memo)
-        objects += 0 if found is None else len(found[0])
-        return found
+        result = reader.read(function, position, memo)
+        objects += 0 if result is None else len(result[0])
+        return result
 
     read_pickle(data, key=".metadata", objects=read)
     return read_fast(data, key=".metadata"), objects
@@ -90,12 +90,12 @@ def _outcome(read: Callable[[], DcpMetadata]) -> DcpMetadata | tuple[type, str]:
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("count", "chunks", "axes"), [(3, 300, 2), (300, 1, 2), (60, 8, 1), (100, 1, 0), (20, 20, 5)])
-def test_objects_of_torch(count: int, chunks: int, axes: int, shared: bool) -> None:
+def test_most_objects_of_torch_are_read_fast(count: int, chunks: int, axes: int, shared: bool) -> None:
     metadata, total = _tensors(count, chunks, axes, shared=shared)
     data = pickle.dumps(metadata, protocol=4)
-    found, objects = _fast(data)
-    assert found == _plain(data)
-    assert list(found.tensors) == list(_plain(data).tensors) and found.names == _plain(data).names
+    decoded, objects = _fast(data)
+    assert decoded == _plain(data)
+    assert list(decoded.tensors) == list(_plain(data).tensors) and decoded.names == _plain(data).names
     assert objects > 2.6 * total, "most of the chunks and of their places, of two objects each, are read fast"
 
 
@@ -108,13 +108,13 @@ def test_objects_of_torch(count: int, chunks: int, axes: int, shared: bool) -> N
     st.sampled_from((1, 100, 70_000)),
     st.integers(0, 99),
 )
-def test_any_tensors(count: int, chunks: int, axes: int, shared: bool, step: int, seed: int) -> None:
+def test_any_tensors_are_read_equally(count: int, chunks: int, axes: int, shared: bool, step: int, seed: int) -> None:
     metadata, _ = _tensors(count, chunks if axes else 1, axes, shared=shared, step=step, seed=seed)
     data = pickle.dumps(metadata, protocol=4)
     assert _fast(data)[0] == _plain(data)
 
 
-def test_no_flipped_bit_makes_a_difference() -> None:
+def test_both_readers_agree_on_flipped_bits() -> None:
     chance = random.Random(7)
     outcomes = set()
     for count, chunks in ((2, 20), (25, 1)):
@@ -124,13 +124,13 @@ def test_no_flipped_bit_makes_a_difference() -> None:
         for _ in range(60):
             data = bytearray(good)
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            found = _outcome(lambda data=data: read_metadata(bytes(data), key=".metadata"))  # type: ignore[misc]
-            assert found == _outcome(lambda data=data: _plain(bytes(data)))  # type: ignore[misc]
-            outcomes.add("error" if isinstance(found, tuple) else "same" if found == expected else "other")
+            outcome = _outcome(lambda data=data: read_metadata(bytes(data), key=".metadata"))  # type: ignore[misc]
+            assert outcome == _outcome(lambda data=data: _plain(bytes(data)))  # type: ignore[misc]
+            outcomes.add("error" if isinstance(outcome, tuple) else "same" if outcome == expected else "other")
     assert outcomes == {"error", "same", "other"}
 
 
-def test_no_opcode_that_is_put_in_or_left_out_makes_a_difference() -> None:
+def test_both_readers_agree_on_inserted_and_replaced_opcodes() -> None:
     chance = random.Random(8)
     metadata, _ = _tensors(12, 5, 2, shared=True)
     good = pickle.dumps(metadata, protocol=4).replace(b"\x95" + b"\0" * 8, b"")
@@ -139,19 +139,19 @@ def test_no_opcode_that_is_put_in_or_left_out_makes_a_difference() -> None:
         place = chance.choice(marks)
         opcode = bytes([chance.choice(b"012N)]}(tuae\x85\x86\x94R.")])
         data = good[:place] + opcode + good[place + chance.choice((0, 1)) :]
-        found = _outcome(lambda data=data: read_metadata(data, key=".metadata"))  # type: ignore[misc]
-        assert found == _outcome(lambda data=data: _plain(data))  # type: ignore[misc]
+        outcome = _outcome(lambda data=data: read_metadata(data, key=".metadata"))  # type: ignore[misc]
+        assert outcome == _outcome(lambda data=data: _plain(data))  # type: ignore[misc]
 
 
 def _twice(metadata: theirs.Metadata) -> None:
-    """Duplicate chunks and locations."""
+    """Duplicate the chunks."""
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, theirs.TensorStorageMetadata):
             entry.chunks += [theirs.ChunkStorageMetadata(each.offsets, each.sizes) for each in entry.chunks]
 
 
 def _empty_ones(metadata: theirs.Metadata) -> None:
-    """Empty chunks that begin where others do."""
+    """Add empty chunks with the same offsets as other chunks."""
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, theirs.TensorStorageMetadata):
             entry.chunks += [
@@ -160,39 +160,39 @@ def _empty_ones(metadata: theirs.Metadata) -> None:
 
 
 def _left_out(metadata: theirs.Metadata) -> None:
-    """Missing locations."""
+    """Remove the locations of some chunks."""
     for index in list(metadata.storage_data)[::3]:
         if index.offset is not None:
             del metadata.storage_data[index]
 
 
 def _without_offsets(metadata: theirs.Metadata) -> None:
-    """Tensors whose location has no offsets."""
+    """Remove the offsets from the locations of tensors."""
     metadata.storage_data = {theirs.MetadataIndex(index.fqn): info for index, info in metadata.storage_data.items()}
 
 
 def _of_no_directory(metadata: theirs.Metadata) -> None:
-    """A file outside of the checkpoint."""
+    """Refer to a file outside of the checkpoint."""
     for number, info in enumerate(metadata.storage_data.values()):
         if number == 40:
             info.relative_path = "../x"
 
 
 def _outside(metadata: theirs.Metadata) -> None:
-    """A chunk outside of its tensor."""
+    """Move a chunk outside of its tensor."""
     entry = list(metadata.state_dict_metadata.values())[1]
     entry.chunks[-1].sizes = torch.Size((1 << 20, 1 << 20))
 
 
 def _transformed(metadata: theirs.Metadata) -> None:
-    """Items with transforms."""
+    """Add transforms to items."""
     for number, info in enumerate(metadata.storage_data.values()):
         if number % 5 == 2:
             info.transform_descriptors = ["stream.zstd/1"]
 
 
 def _of_many_axes(metadata: theirs.Metadata) -> None:
-    """A tensor with more axes than the fast reader supports."""
+    """Replace a tensor by one with more axes than the fast reader supports."""
     shape = torch.Size([1] * 20)
     chunk = theirs.ChunkStorageMetadata(torch.Size([0] * 20), shape)
     properties = theirs.TensorProperties(dtype=torch.int16)
@@ -201,7 +201,7 @@ def _of_many_axes(metadata: theirs.Metadata) -> None:
 
 
 def _shared_list(metadata: theirs.Metadata) -> None:
-    """Two tensors with one list of chunks."""
+    """Make two tensors share one list of chunks."""
     first, second, *_ = metadata.state_dict_metadata.values()
     second.chunks = first.chunks
 
@@ -221,21 +221,21 @@ def _shared_list(metadata: theirs.Metadata) -> None:
         _shared_list,
     ],
 )
-def test_what_is_not_as_usual(change: Callable[[theirs.Metadata], None], chunks: int) -> None:
+def test_both_readers_agree_on_unusual_metadata(change: Callable[[theirs.Metadata], None], chunks: int) -> None:
     metadata, _ = _tensors(40, chunks, 2, shared=False)
     change(metadata)
     data = pickle.dumps(metadata, protocol=4)
-    found = _outcome(lambda: read_metadata(data, key=".metadata"))
-    assert found == _outcome(lambda: _plain(data))
+    outcome = _outcome(lambda: read_metadata(data, key=".metadata"))
+    assert outcome == _outcome(lambda: _plain(data))
 
 
-def test_memo_entries_that_are_put_by_number() -> None:
+def test_memo_entries_with_explicit_numbers() -> None:
     metadata, _ = _tensors(30, 4, 2, shared=True)
     data = pickle.dumps(metadata, protocol=3)
     assert read_metadata(data, key=".metadata") == _plain(data)
 
 
-def test_an_object_within_a_chunk_that_is_used_again() -> None:
+def test_a_size_shared_by_a_tensor_and_its_chunk() -> None:
     metadata, _ = _tensors(30, 6, 2, shared=True)
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, theirs.TensorStorageMetadata):

@@ -47,29 +47,29 @@ def built(expected: Any) -> Any:
     return [built(child) for child in expected] if isinstance(expected, list) else expected
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    assert type(found) is type(expected), where
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
+    assert type(actual) is type(expected), where
     if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected), where
+        assert sorted(actual) == sorted(expected), where
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}/{key}")
+            assert_same(actual[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
+        assert len(actual) == len(expected), where
         for number, child in enumerate(expected):
-            assert_same(found[number], child, f"{where}/{number}")
+            assert_same(actual[number], child, f"{where}/{number}")
     elif isinstance(expected, np.ndarray):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert found.tobytes() == expected.tobytes(), where
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        assert actual.tobytes() == expected.tobytes(), where
     else:
-        assert repr(found) == repr(expected), where  # nan is not equal to nan
+        assert repr(actual) == repr(expected), where  # nan is not equal to nan
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_golden_loads_as_what_was_saved(name: str) -> None:
+def test_a_golden_loads_as_the_saved_tree(name: str) -> None:
     assert_same(ckptcore.load(GOLDEN / name), built(EXPECTED[name]["tree"]))
 
 
-def test_a_golden_of_several_loads_by_name() -> None:
+def test_a_golden_with_several_checkpointables_loads_by_name() -> None:
     (name,) = [name for name, told in EXPECTED.items() if "checkpointables" in told]
     assert_same(ckptcore.load_checkpointables(GOLDEN / name), built(EXPECTED[name]["checkpointables"]))
 
@@ -96,28 +96,28 @@ def _arrays(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]
 
 
 def _dtype(array: np.ndarray[Any, Any]) -> torch.dtype:
-    found = getattr(torch, array.dtype.name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, array.dtype.name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_ours_are_sound_and_foreign_without_their_root(name: str, tmp_path: Path) -> None:
+def test_our_goldens_are_sound_and_load_without_their_root(name: str, tmp_path: Path) -> None:
     assert ckptcore.verify(GOLDEN / name).ok
     shutil.copytree(GOLDEN / name, tmp_path / "c", ignore=shutil.ignore_patterns("checkpoint.*"))
-    found = ckptcore.metadata(tmp_path / "c")
-    assert (found.layout, found.save_id) == ("dcp", None)
+    metadata = ckptcore.metadata(tmp_path / "c")
+    assert (metadata.layout, metadata.save_id) == ("dcp", None)
     assert_same(ckptcore.load(tmp_path / "c"), built(EXPECTED[name]["tree"]))
 
 
-def test_a_save_gives_the_bytes_of_our_golden(tmp_path: Path) -> None:
+def test_a_save_writes_the_bytes_of_our_golden(tmp_path: Path) -> None:
     with fixed_saves():
         ckptcore.save(tmp_path / "ours", built(EXPECTED["ours"]["tree"]), layout="dcp")
     for path in (GOLDEN / "ours").iterdir():
         assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_bit_of_a_golden_is_missed(tmp_path: Path) -> None:
+def test_a_changed_byte_of_a_golden_is_found(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "two_processes", tmp_path / "c")
     (file,) = (tmp_path / "c").glob("__1_0.distcp")
     data = file.read_bytes()
@@ -127,7 +127,7 @@ def test_a_bit_of_a_golden_is_missed(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
 
 
-def test_the_goldens_are_small_and_say_nothing_of_where_they_were_made() -> None:
+def test_goldens_are_small_and_contain_no_local_paths() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) < 300_000
     for path in files:

@@ -1,4 +1,4 @@
-"""Safetensors shards: every box is at its stated offset, and invalid headers are rejected."""
+"""Safetensors shards: the reader puts every box at its stated offset, and rejects invalid headers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from plugins.layout_dcp.tests.directories import Directory
 
 
 def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Assert that a directory has these tensors and no others."""
-    found = inspect_dcp(Directory(path), None)
-    assert found is not None
-    table = dcp_index(found.tree, json.loads(json.dumps(found.state)))
-    assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
-    for leaf, (name,) in enumerate(found.tree.paths):
-        record = found.tree.leaves[leaf]
+    """Assert that a directory contains exactly the expected tensors."""
+    inspection = inspect_dcp(Directory(path), None)
+    assert inspection is not None
+    table = dcp_index(inspection.tree, json.loads(json.dumps(inspection.state)))
+    assert set(map(str, inspection.tree.paths)) == {str((name,)) for name in expected}
+    for leaf, (name,) in enumerate(inspection.tree.paths):
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
         whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
         for chunk in table.boxes(leaf, Box.whole(record.spec.shape)):
@@ -53,7 +53,7 @@ def _header(offsets: Any, shape: Any, stop: Any, dtype: Any = "F32") -> dict[str
     }
 
 
-def test_safetensors_in_parts(tmp_path: Path) -> None:
+def test_parts_of_a_tensor_in_two_files(tmp_path: Path) -> None:
     whole = np.arange(12, dtype=np.float32).reshape(4, 3)
     _shard(tmp_path, 1, _header([0, 0], [1, 3], 12), whole[:1].tobytes())
     _shard(tmp_path, 2, _header([1, 0], [3, 3], 36), whole[1:].tobytes())
@@ -77,21 +77,21 @@ def test_safetensors_in_parts(tmp_path: Path) -> None:
         {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
     ],
 )
-def test_parts_that_cannot_be_are_refused(tmp_path: Path, header: Mapping[str, Any]) -> None:
+def test_invalid_part_headers_are_refused(tmp_path: Path, header: Mapping[str, Any]) -> None:
     _shard(tmp_path, 1, header, bytes(12))
     with pytest.raises((CorruptCheckpointError, UnsupportedLeafError)):
         inspect_dcp(Directory(tmp_path), None)
 
 
-def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(tmp_path: Path) -> None:
+def test_files_without_sharding_information_are_not_dcp(tmp_path: Path) -> None:
     _shard(tmp_path, 1, {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, bytes(12))
     assert inspect_dcp(Directory(tmp_path), None) is None
 
 
 @pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageReader"), reason="PyTorch before 2.8 reads no such files")
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
-    """The layout safetensors writes arrays that no process holds completely as safetensors shards."""
+def test_torch_loads_slices_written_by_ckptcore(tmp_path: Path) -> None:
+    """The layout safetensors writes an array as safetensors shards if no process has all of it."""
     state = {
         "w": np.arange(60, dtype=np.float32).reshape(10, 6),
         "b": np.arange(7, dtype=np.float64),
@@ -116,10 +116,10 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
 
     layout = ckptcore.SafetensorsLayout(standalone=True)
     ThreadJob(2, timeout_seconds=60).run(job)
-    found = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
+    target = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
+    dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
     for name, array in state.items():
-        assert np.array_equal(found[name].numpy(), array)
+        assert np.array_equal(target[name].numpy(), array)
     (tmp_path / "ours" / "checkpoint.json").unlink()
     expect_shards(tmp_path / "ours", {name: torch.from_numpy(array) for name, array in state.items()})
     layout = ckptcore.SafetensorsLayout()
@@ -132,19 +132,19 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
-def test_pairs_of_float4_in_parts_that_torch_wrote(tmp_path: Path) -> None:
+def test_parts_of_float4_pairs_written_by_torch(tmp_path: Path) -> None:
     pairs = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
     state = {"w": pairs.view(torch.float4_e2m1fn_x2), "x": torch.ones(2)}
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
     expect_shards(tmp_path, {"w": pairs, "x": torch.ones(2)})
-    found = inspect_dcp(Directory(tmp_path), None)
-    assert found is not None
-    kinds = {path: record.kind for path, record in zip(found.tree.paths, found.tree.leaves, strict=True)}
+    inspection = inspect_dcp(Directory(tmp_path), None)
+    assert inspection is not None
+    kinds = {path: record.kind for path, record in zip(inspection.tree.paths, inspection.tree.leaves, strict=True)}
     assert kinds == {("w",): "torch.float4_e2m1fn_x2", ("x",): "array"}
 
 
-def test_offsets_of_pairs_are_in_pairs(tmp_path: Path) -> None:
-    """The writer states offsets in pairs, the unit of its tensors, and the shape in elements."""
+def test_offsets_of_float4_are_counted_in_pairs(tmp_path: Path) -> None:
+    """torch writes offsets in pairs, the unit of its float4 tensors, but the shape in elements."""
     pairs = np.arange(12, dtype=np.uint8).reshape(2, 6)
     _shard(tmp_path, 1, _header([0, 0], [2, 4], 4, "F4"), pairs[:, :2].tobytes())
     _shard(tmp_path, 2, _header([0, 2], [2, 8], 8, "F4"), pairs[:, 2:].tobytes())

@@ -1,4 +1,4 @@
-"""Inspection of checkpoints written by torch: the tree is that of the state, and every chunk is located."""
+"""Inspection of checkpoints written by torch: returns the tree of the saved state, and the location of every chunk."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _save(path: Path, state: dict[str, Any] | None = None, **options: Any) -> Pa
 
 
 def _inspect(path: Path) -> Inspection:
-    found = inspect_dcp(Directory(path), None)
-    assert found is not None
-    return found
+    inspection = inspect_dcp(Directory(path), None)
+    assert inspection is not None
+    return inspection
 
 
 def _value(record: LeafRecord) -> object:
@@ -84,12 +84,12 @@ def _value(record: LeafRecord) -> object:
 
 
 def _chunks(inspection: Inspection, leaf: int) -> Sequence[StoredItem]:
-    state = json.loads(json.dumps(inspection.state))  # it must be JSON
+    state = json.loads(json.dumps(inspection.state))  # the state must be valid JSON
     return ItemIndex(inspection.tree, state).items(leaf)
 
 
 def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
-    """Return a leaf as torch itself reads its items."""
+    """Read a leaf with torch, from the items that the inspection located."""
     record = inspection.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)
     whole: torch.Tensor | None = torch.empty(record.spec.shape) if 0 in record.spec.shape else None
@@ -108,7 +108,7 @@ def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
 
 
 def _rebuilt(path: Path, inspection: Inspection) -> Any:
-    """Return the state, with tensors loaded by torch and values by ckptcore."""
+    """Return the state: tensors loaded by torch, values by ckptcore."""
     leaves = iter(range(len(inspection.tree.leaves)))
 
     def build(node: Skeleton) -> Any:
@@ -127,15 +127,17 @@ def _rebuilt(path: Path, inspection: Inspection) -> Any:
     return build(inspection.tree.skeleton)
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and torch.equal(found.double(), expected.detach().double())
+        return isinstance(actual, torch.Tensor) and torch.equal(actual.double(), expected.detach().double())
     if isinstance(expected, Mapping):
         # torch converts the keys of flattened mappings to text.
-        return list(map(str, found)) == list(map(str, expected)) and all(map(_same, found.values(), expected.values()))
+        return list(map(str, actual)) == list(map(str, expected)) and all(
+            map(_same, actual.values(), expected.values())
+        )
     if isinstance(expected, list | tuple):
-        return type(found) is type(expected) and len(found) == len(expected) and all(map(_same, found, expected))
-    return repr(found) == repr(expected)
+        return type(actual) is type(expected) and len(actual) == len(expected) and all(map(_same, actual, expected))
+    return repr(actual) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -143,36 +145,36 @@ def _same(found: Any, expected: Any) -> bool:
     [{}, {"single_file_per_rank": False}, {"thread_count": 3}, {"_extensions": [ZStandard()]}],
     ids=["one file", "a file each", "three threads", "compressed"],
 )
-def test_what_torch_writes_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_state_saved_by_torch_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     _save(tmp_path, **options)
-    found = _inspect(tmp_path)
-    assert found.writer == "torch.distributed.checkpoint"
-    assert _same(_rebuilt(tmp_path, found), _state())
-    TreeMetadata.from_json(json.loads(json.dumps(found.tree.to_json())))
+    inspection = _inspect(tmp_path)
+    assert inspection.writer == "torch.distributed.checkpoint"
+    assert _same(_rebuilt(tmp_path, inspection), _state())
+    TreeMetadata.from_json(json.loads(json.dumps(inspection.tree.to_json())))
 
 
-def test_values_next_to_each_other_take_one_request(tmp_path: Path) -> None:
+def test_adjacent_values_take_one_request(tmp_path: Path) -> None:
     store = Directory(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
-    found = inspect_dcp(store, ".metadata")
-    assert found is not None and len(found.tree.leaves) == 201
+    inspection = inspect_dcp(store, ".metadata")
+    assert inspection is not None and len(inspection.tree.leaves) == 201
     assert store.gets == 2
 
 
 def test_a_large_state_of_values_is_read_in_several_requests(tmp_path: Path) -> None:
     state = {str(number): bytes([number]) * (3 << 20) for number in range(5)}
-    found = _inspect(_save(tmp_path, state))
-    assert _same(_rebuilt(tmp_path, found), state)
+    inspection = _inspect(_save(tmp_path, state))
+    assert _same(_rebuilt(tmp_path, inspection), state)
 
 
-def test_elements_are_where_the_length_of_an_item_says(tmp_path: Path) -> None:
+def test_the_length_of_an_item_gives_the_offset_of_its_elements(tmp_path: Path) -> None:
     sizes = [1, 47, 48, 63, 64, 65, 1000, 1 << 16]
     dtypes = [torch.uint8, torch.float32, torch.float8_e5m2, torch.uint64]
     state = {f"{size}.{dtype}": torch.ones(size).to(dtype) for size in sizes for dtype in dtypes}
-    found = _inspect(_save(tmp_path, state))
+    inspection = _inspect(_save(tmp_path, state))
     data = (tmp_path / "__0_0.distcp").read_bytes()
-    for leaf, record in enumerate(found.tree.leaves):
+    for leaf, record in enumerate(inspection.tree.leaves):
         assert isinstance(record, ArrayRecord)
-        (chunk,) = _chunks(found, leaf)
+        (chunk,) = _chunks(inspection, leaf)
         nbytes = record.spec.nbytes
         start = chunk.offset + chunk.nbytes - 873 - nbytes // 64 * 64
         assert data[start : start + nbytes] == np.ones(record.spec.shape, record.spec.numpy_dtype).tobytes()
@@ -187,16 +189,16 @@ class _Custom:
 
 def test_objects_of_classes_stay_inert(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    found = _inspect(_save(tmp_path / "made", {"a": _Custom(), "s": {1}, "t": 1}))
-    types = {node.type for node in found.tree.skeleton.children if isinstance(node, Node)}  # type: ignore[union-attr]  # a dict
+    inspection = _inspect(_save(tmp_path / "made", {"a": _Custom(), "s": {1}, "t": 1}))
+    types = {node.type for node in inspection.tree.skeleton.children if isinstance(node, Node)}  # type: ignore[union-attr]  # a dict
     assert any(name is not None and name.endswith("_Custom") for name in types)
-    assert [_value(record) for record in found.tree.leaves] == [3, 1, 1]
+    assert [_value(record) for record in inspection.tree.leaves] == [3, 1, 1]
 
 
 def test_tensors_within_values_are_listed_without_elements(tmp_path: Path) -> None:
-    found = _inspect(_save(tmp_path, {"a": (torch.zeros(2, 3), 1), "b": torch.ones(1)}))
-    assert [getattr(record, "spec", None) is not None for record in found.tree.leaves] == [True, False, True]
-    assert [len(_chunks(found, leaf)) for leaf in range(3)] == [0, 0, 1]
+    inspection = _inspect(_save(tmp_path, {"a": (torch.zeros(2, 3), 1), "b": torch.ones(1)}))
+    assert [getattr(record, "spec", None) is not None for record in inspection.tree.leaves] == [True, False, True]
+    assert [len(_chunks(inspection, leaf)) for leaf in range(3)] == [0, 0, 1]
 
 
 def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
@@ -204,7 +206,10 @@ def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
 
 
 def _two_ranks(path: Path) -> None:
-    """Write what two processes write that save without collectives: different shards, and shared entries."""
+    """Write the files of two processes that save without collectives.
+
+    They have different shards, and shared entries.
+    """
     for rank in range(2):
         part = path / f"part{rank}"
         _save(part, {"w": torch.full((2, 3), rank), "x": torch.ones(2), "step": 4 + rank})
@@ -223,12 +228,12 @@ def _two_ranks(path: Path) -> None:
         _merge(path, metadata, rank)
 
 
-def test_ranks_that_saved_each_for_itself_are_united(tmp_path: Path) -> None:
+def test_files_of_ranks_that_saved_separately_are_merged(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
-    found = _inspect(tmp_path)
+    inspection = _inspect(tmp_path)
     expected = {"w": torch.tensor([[0] * 3] * 2 + [[1] * 3] * 2), "x": torch.ones(2), "step": 4}
-    assert _same(_rebuilt(tmp_path, found), expected)
-    record = found.tree.leaves[0]
+    assert _same(_rebuilt(tmp_path, inspection), expected)
+    record = inspection.tree.leaves[0]
     assert isinstance(record, ArrayRecord) and record.cuts == ((2,), ())
 
 
@@ -242,7 +247,7 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_other_directories_are_none(tmp_path: Path) -> None:
+def test_other_directories_are_not_recognized(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
     assert inspect_dcp(Directory(tmp_path), None) is None
     assert inspect_dcp(Directory(tmp_path), "x.safetensors") is None
@@ -250,7 +255,7 @@ def test_other_directories_are_none(tmp_path: Path) -> None:
     assert inspect_dcp(Directory(tmp_path), None) is None
 
 
-def test_a_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path)
     (tmp_path / ".metadata").unlink()
     with pytest.raises(UncommittedCheckpointError, match="is missing: the save failed or is still running"):
@@ -260,7 +265,7 @@ def test_a_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
         inspect_dcp(Directory(tmp_path), None)
 
 
-def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_and_truncated_files(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1, "b": 2})
     file = tmp_path / "__0_0.distcp"
     data = file.read_bytes()
@@ -272,7 +277,7 @@ def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_values_are_refused(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1, "b": 2})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     first, second = metadata.storage_data
@@ -282,7 +287,7 @@ def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
         _inspect(tmp_path)
 
 
-def test_a_stated_length_takes_no_memory(tmp_path: Path) -> None:
+def test_a_huge_stated_length_allocates_no_memory(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -292,7 +297,7 @@ def test_a_stated_length_takes_no_memory(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_the_error_names_unknown_transforms(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -303,8 +308,11 @@ def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transform", ["stream.zstd/1", None])
-def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tmp_path: Path) -> None:
-    """The pickle is compressed inside its item or with it, also after an uncompressed value of equal length."""
+def test_a_value_that_expands_a_thousand_times_is_refused(transform: str | None, tmp_path: Path) -> None:
+    """Compression is inside the item or around it.
+
+    A value of equal length, which compression hardly shortens, comes first.
+    """
     chance = random.Random(3)
     pickles = {
         "random": b"\x80\x02(" + b"".join([b"K" + chance.randbytes(1) for _ in range(15_000)]) + b"l.",
@@ -333,8 +341,8 @@ def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tm
 
 
 @pytest.mark.parametrize("shape", [(1 << 50, 10), (7, 10)])
-def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """It is rejected before anything is read, and `verify` reports it. Other arrays load."""
+def test_a_tensor_that_its_chunks_do_not_cover(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """A load rejects the tensor before it reads any data, and `verify` reports it. Other arrays load."""
     _save(tmp_path, {"w": torch.zeros(6, 10), "v": torch.ones(3)})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size(shape)  # type: ignore[union-attr]  # it is a tensor
@@ -358,14 +366,14 @@ class _Evil:
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     _save(tmp_path, {"a": (_Evil(),), "b": 1})
-    found = _inspect(tmp_path)
-    assert len(found.tree.leaves) >= 2
+    inspection = _inspect(tmp_path)
+    assert len(inspection.tree.leaves) >= 2
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
     with pytest.raises(CorruptCheckpointError, match="expected a Metadata"):
         _inspect(tmp_path)
 
 
-def test_damage_is_refused_or_read_as_something_else(tmp_path: Path) -> None:
+def test_damage_raises_a_checkpoint_error_or_changes_a_value(tmp_path: Path) -> None:
     _save(tmp_path, {"a": (1, "x"), "b": {"c": [1, 2]}, "t": torch.zeros(2)})
     chance = random.Random(3)
     originals = {name: (tmp_path / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
@@ -412,7 +420,7 @@ dist.destroy_process_group()
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
+def test_a_state_saved_by_several_processes_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(_JOB))
     jobs = [
@@ -430,12 +438,14 @@ def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
         "v": torch.arange(8.0).reshape(2, 4),
         "r": torch.ones(4),
     }
-    found = _inspect(tmp_path / "plain")
-    rebuilt = _rebuilt(tmp_path / "plain", found)
+    inspection = _inspect(tmp_path / "plain")
+    rebuilt = _rebuilt(tmp_path / "plain", inspection)
     assert _same({name: rebuilt[name] for name in (*expected, "nested")}, {**expected, "nested": {"step": 3}})
     expect_shards(tmp_path / "hf", expected)
 
 
-def test_no_value_record_is_left_over(tmp_path: Path) -> None:
-    found = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
-    assert found.tree.leaves == () and not any(isinstance(record, ValueRecord) for record in found.tree.leaves)
+def test_empty_containers_have_no_leaves(tmp_path: Path) -> None:
+    inspection = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
+    assert inspection.tree.leaves == () and not any(
+        isinstance(record, ValueRecord) for record in inspection.tree.leaves
+    )

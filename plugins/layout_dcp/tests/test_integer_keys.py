@@ -1,4 +1,4 @@
-"""Objects whose states have integer keys, from checkpoints of PyTorch's DCP, which have only text keys."""
+"""Objects whose states have integer keys, loaded from DCP checkpoints, in which all keys are text."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _optimizer() -> torch.optim.Optimizer:
 
 def _save_with_torch(state: dict[str, Any], location: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group exists
+        warnings.simplefilter("ignore")  # torch warns if no process group exists
         dcp.save(state, checkpoint_id=location)
 
 
 @pytest.mark.parametrize("name", _SCHEDULERS)
-def test_a_scheduler_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_scheduler_resumes(name: str, tmp_path: Path) -> None:
     first = _SCHEDULERS[name](_optimizer())
     _rates(first, 1)
     _save_with_torch({"optimizer": first.optimizer.state_dict(), "scheduler": first.state_dict()}, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""torch.save items at offsets from a hostile state."""
+"""An index of torch.save items from a hostile state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, ReadItem, Tr
 TREE = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(ArraySpec((10, 10), "uint8")),))
 
 
-def test_two_chunks_at_one_place_are_both_filled(tmp_path: Path) -> None:
+def test_two_chunks_at_one_offset_are_both_filled(tmp_path: Path) -> None:
     stored = io.BytesIO()
     torch.save(torch.ones((5, 10), dtype=torch.uint8), stored)
     (tmp_path / "f").write_bytes(stored.getvalue())

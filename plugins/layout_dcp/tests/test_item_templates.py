@@ -29,7 +29,7 @@ def _members(item: bytes) -> Mapping[str, ZipMember]:
 
 
 def _general(item: bytes, name: str) -> bytes | None:
-    """Return a member and the structure of an item as the general reader sees them; None if it rejects the item."""
+    """Return a member's content, read by the general reader. Return None if that reader rejects the item."""
     try:
         members = _members(item)
         parts = [read_member(lambda start, stop: item[start:stop], members[part], key="item") for part in _READ]
@@ -57,7 +57,7 @@ def _templates(item: bytes, name: str) -> TemplateCache[None, str]:
         ("text", "more", "data.pkl"),
     ],
 )
-def test_an_item_like_the_first(first: Any, second: Any, name: str) -> None:
+def test_an_item_with_equal_structure_matches(first: Any, second: Any, name: str) -> None:
     other = _item(second)
     matched = _templates(_item(first), name).match(None, memoryview(other))
     assert matched is not None and matched[1] == "first"
@@ -65,7 +65,7 @@ def test_an_item_like_the_first(first: Any, second: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "second", "name"), [(torch.zeros(3), torch.ones(3), "data/0"), (5, 6, "data.pkl")])
-def test_no_flipped_bit_is_let_through(first: Any, second: Any, name: str) -> None:
+def test_a_match_never_hides_a_flipped_bit(first: Any, second: Any, name: str) -> None:
     known = _templates(_item(first), name)
     good = bytearray(_item(second))
     content = _general(bytes(good), name)
@@ -77,12 +77,12 @@ def test_no_flipped_bit_is_let_through(first: Any, second: Any, name: str) -> No
             let_through += 1
             assert bytes(matched[0]) == content == _general(bytes(good), name), place
         good[place] ^= 1 << place % 8
-    # The 40 digits of the serialization id, its two checksums, and the one after the content are
-    # not read.
+    # Some bytes may differ, because no reader uses them: the 40 digits of the serialization id, its two checksums, and
+    # the checksum that follows the content.
     assert let_through == 40 + 4 + 4 + 4
 
 
-def test_others_are_no_match() -> None:
+def test_items_with_another_structure_do_not_match() -> None:
     known = _templates(_item(torch.zeros(16)), "data/0")
     for other in (torch.zeros(15), torch.zeros(4, 4), torch.zeros(16, dtype=torch.int32), torch.zeros(32)[::2], 5):
         assert known.match(None, memoryview(_item(other))) is None
@@ -90,7 +90,7 @@ def test_others_are_no_match() -> None:
     assert known.match(None, memoryview(b"")) is None
 
 
-def test_pickles_of_several_lengths_in_items_of_one() -> None:
+def test_pickles_of_different_lengths_in_items_of_equal_length() -> None:
     known = _templates(_item(5), "data.pkl")
     for value in (300, 70_000):
         item = _item(value)
@@ -103,7 +103,7 @@ def test_pickles_of_several_lengths_in_items_of_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_load_finds_a_flipped_bit_behind_the_first_item(tmp_path: Path) -> None:
+def test_a_load_finds_a_flipped_bit_after_the_first_item(tmp_path: Path) -> None:
     state = {f"t{number}": torch.full((16,), float(number)) for number in range(4)}
     save(state, storage_writer=FileSystemWriter(tmp_path / "torch"), no_dist=True)
     file = tmp_path / "torch" / "__0_0.distcp"

@@ -1,4 +1,4 @@
-"""Items written without torch: torch, Python's zipfile and their CRC-32 agree."""
+"""Items written without torch: torch and Python's zipfile read them, and compute the same CRC-32."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_torch_loads_a_tensor(dtype: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("position", [0, 64, 4032, 1 << 20])
 @pytest.mark.parametrize("count", [0, 1, 1000, 1 << 18])
-def test_elements_are_aligned_and_summed(count: int, position: int) -> None:
+def test_elements_are_aligned_and_have_a_checksum(count: int, position: int) -> None:
     spec = ArraySpec((count,), "float32")
     elements = bit_patterns(spec).tobytes()
     data = _item(spec, elements, position)
@@ -56,7 +56,7 @@ def test_elements_are_aligned_and_summed(count: int, position: int) -> None:
         assert archive.read("archive/data/0") == elements
 
 
-def test_a_flipped_bit_is_seen_by_others() -> None:
+def test_zipfile_finds_a_flipped_bit() -> None:
     spec = ArraySpec((64,), "float32")
     data = bytearray(_item(spec, bytes(256)))
     data[len(tensor_item(spec, 0).head) + 5] ^= 1
@@ -83,7 +83,7 @@ def test_torch_loads_a_value(value: Any) -> None:
 
 @pytest.mark.slow
 def test_more_than_four_gibibytes() -> None:
-    """Sizes and the directory offset no longer fit into 4 bytes."""
+    """Sizes and the offset of the zip directory exceed 4 bytes."""
     spec = ArraySpec(((1 << 32) + 5,), "uint8")
     item = tensor_item(spec, 0)
     elements = np.zeros(spec.shape, np.uint8)
@@ -103,7 +103,7 @@ def test_more_than_four_gibibytes() -> None:
     assert tuple(loaded.shape) == spec.shape and loaded[-1] == 7
 
 
-def test_what_torch_has_no_dtype_for() -> None:
+def test_physical_shapes_of_dtypes_that_torch_lacks() -> None:
     assert physical_spec(ArraySpec((2, 3), "datetime64[s]")) == ArraySpec((2, 3), "int64")
     assert physical_spec(ArraySpec((2,), "U5")) == ArraySpec((2, 20), "uint8")
     assert physical_spec(ArraySpec((2,), "float16")) == ArraySpec((2,), "float16")

@@ -1,4 +1,4 @@
-"""Jobs of real processes: one library loads what the other saved, in as many processes, in fewer, or in one."""
+"""Jobs of real processes: each library loads what the other saved, in as many processes, fewer, or only one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def launch(program: str, size: int, *arguments: str | Path, start: Callable[...,
 
 def losses(directory: Path, task: str, size: int) -> list[float]:
     """Return the losses of a task."""
-    found: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
-    assert len(found) == 3
-    return found
+    losses_of_task: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
+    assert len(losses_of_task) == 3
+    return losses_of_task
 
 
 def resumed(
@@ -49,28 +49,28 @@ def resumed(
 
 
 @pytest.mark.slow
-def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
+def test_torch_resumes_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "ckptcore", 2, (1,))
     _expect_weights_in_slices(tmp_path)
 
 
 def _expect_weights_in_slices(directory: Path) -> None:
-    """The same save also wrote weights in another layout, in slices that one process collects."""
+    """Check weights that the job also exported in another layout, in slices that one process collects."""
     ckptcore.copy(directory / "weights", directory / "published", subtree=())
-    found = load_file(directory / "published" / "model.safetensors")
+    loaded = load_file(directory / "published" / "model.safetensors")
     expected = ckptcore.load(directory / "ckptcore")["model"]
-    assert list(found) == list(expected) == ["0.weight", "0.bias", "2.weight"]
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert list(loaded) == list(expected) == ["0.weight", "0.bias", "2.weight"]
+    assert all(np.array_equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
-def test_ckptcore_goes_on_in_fewer_processes(tmp_path: Path) -> None:
+def test_ckptcore_resumes_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "torch", 2, (1,), run_torchrun)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", ["ckptcore", "torch"])
-def test_from_four_to_as_many_and_fewer(tmp_path: Path, saver: str) -> None:
+def test_four_processes_resume_as_four_and_fewer(tmp_path: Path, saver: str) -> None:
     resumed(tmp_path, saver, 4, (4, 2, 1))
 
 
@@ -80,8 +80,8 @@ LOADS = {"fsdp-tp": [("hsdp", 4), ("whole", 1)], "hsdp": [("fsdp-tp", 4), ("fsdp
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", ["ckptcore", "torch"])
 @pytest.mark.parametrize("kind", LOADS)
-def test_a_mesh_of_two_axes_is_loaded_elsewhere(tmp_path: Path, kind: str, saver: str) -> None:
-    """FSDP shards of tensor-parallel shards are strided, and replicas hold equal shards."""
+def test_a_mesh_of_two_axes_loads_on_another_mesh(tmp_path: Path, kind: str, saver: str) -> None:
+    """FSDP divides tensor-parallel shards into strided boxes. Processes of one replica group have equal shards."""
     launch("mesh_job.py", 4, f"save-{saver}", kind, tmp_path)
     for loaded_as, size in LOADS[kind]:
         for loader in ("ckptcore", "torch"):

@@ -1,4 +1,4 @@
-"""The layout dcp keeps no reference to tensors after a save or load, and frees snapshot memory."""
+"""The layout dcp keeps no reference to tensors after a save or load, and frees the memory of snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plugins.torch_backend.tests.held_memory import OPERATIONS, State, without_c
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_nothing_holds_a_tensor(tmp_path: Path, name: str) -> None:
+def test_no_tensor_is_referenced_afterwards(tmp_path: Path, name: str) -> None:
     state = State()
     watched = state.held
     with without_collector():

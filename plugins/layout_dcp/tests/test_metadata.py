@@ -1,4 +1,4 @@
-"""The file ``.metadata``: read from torch, written for torch, and rejected if invalid."""
+"""The file ``.metadata``: read as torch writes it, written so that torch reads it, and rejected if it is invalid."""
 
 from __future__ import annotations
 
@@ -68,31 +68,31 @@ def _read(value: object) -> DcpMetadata:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_writes_is_read(tmp_path: Path) -> None:
+def test_metadata_written_by_torch_is_read(tmp_path: Path) -> None:
     state = {
         "w": torch.zeros(2, 3, requires_grad=True),
         "a": {"b": [torch.ones(2, dtype=torch.uint16), 3]},
         "t": (1, 2),
     }
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    found = read_metadata((tmp_path / ".metadata").read_bytes(), key=".metadata")
-    assert found.paths == {"w": ("w",), "a.b.0": ("a", "b", 0), "a.b.1": ("a", "b", 1), "t": ("t",)}
-    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()} == {
+    metadata = read_metadata((tmp_path / ".metadata").read_bytes(), key=".metadata")
+    assert metadata.paths == {"w": ("w",), "a.b.0": ("a", "b", 0), "a.b.1": ("a", "b", 1), "t": ("t",)}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in metadata.tensors.items()} == {
         "w": ("float32", (2, 3)),
         "a.b.0": ("uint16", (2,)),
     }
-    assert set(found.values) == {"a.b.1", "t"}
-    assert found.names == ["w", "a.b.0", "a.b.1", "t"]
-    assert found.tensors["w"].requires_grad and not found.tensors["a.b.0"].requires_grad
-    assert found.checkpoint_id == str(tmp_path)
+    assert set(metadata.values) == {"a.b.1", "t"}
+    assert metadata.names == ["w", "a.b.0", "a.b.1", "t"]
+    assert metadata.tensors["w"].requires_grad and not metadata.tensors["a.b.0"].requires_grad
+    assert metadata.checkpoint_id == str(tmp_path)
     size = (tmp_path / "__0_0.distcp").stat().st_size
-    places = [*found.values.values(), *[chunk for tensor in found.tensors.values() for chunk in tensor.chunks]]
+    places = [*metadata.values.values(), *[chunk for tensor in metadata.tensors.values() for chunk in tensor.chunks]]
     assert sum(place.length for place in places) == size
 
 
 def test_every_field_is_read() -> None:
-    found = _read(_of_torch())
-    assert found == DcpMetadata(
+    metadata = _read(_of_torch())
+    assert metadata == DcpMetadata(
         {
             "model.w": DcpTensor(
                 "bfloat16",
@@ -123,29 +123,30 @@ def test_every_field_is_read() -> None:
     )
 
 
-def test_torch_reads_what_is_written() -> None:
+def test_torch_reads_our_metadata() -> None:
     expected = _of_torch()
     data = write_metadata(_read(expected))
     assert len(data) < len(pickle.dumps(expected, protocol=4))
-    found = pickle.loads(data)
-    assert found == expected
-    assert {(index.fqn, index.index) for index in found.storage_data} == {
+    metadata = pickle.loads(data)
+    assert metadata == expected
+    assert {(index.fqn, index.index) for index in metadata.storage_data} == {
         (index.fqn, index.index) for index in expected.storage_data
     }
-    for tensor in found.state_dict_metadata.values():
+    for tensor in metadata.state_dict_metadata.values():
         if isinstance(tensor, theirs.TensorStorageMetadata):
             assert type(tensor.size) is type(tensor.chunks[0].offsets) is torch.Size
             assert tensor.properties.memory_format is torch.contiguous_format
-    pickletools.dis(data, StringIO())  # raises an error for an undefined memo entry or a stack that is not empty
+    # Raises an error for an undefined memo entry, or if the stack is not empty at the end.
+    pickletools.dis(data, StringIO())
 
 
-def test_no_paths_and_no_entries() -> None:
-    found = pickle.loads(write_metadata(DcpMetadata({}, {})))
-    assert found == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
-    assert _read(found) == DcpMetadata({}, {})
+def test_empty_metadata() -> None:
+    metadata = pickle.loads(write_metadata(DcpMetadata({}, {})))
+    assert metadata == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
+    assert _read(metadata) == DcpMetadata({}, {})
 
 
-def test_more_texts_than_a_byte_counts() -> None:
+def test_more_names_than_one_byte_can_number() -> None:
     names = [f"block.{number}.{'x' * (number % 300)}" for number in range(600)]
     metadata = DcpMetadata(
         {name: DcpTensor("float32", (4,), (DcpChunk((0,), (4,), f"__{name}.distcp", 0, 9),)) for name in names[:500]},
@@ -157,7 +158,7 @@ def test_more_texts_than_a_byte_counts() -> None:
     assert _read(pickle.loads(data)) == metadata
 
 
-def test_chunks_that_are_stored_twice_count_once_and_what_is_stored_nowhere_not_at_all() -> None:
+def test_duplicate_chunks_count_once_and_chunks_without_a_location_are_skipped() -> None:
     of_torch = _of_torch()
     entry = of_torch.state_dict_metadata["model.w"]
     entry.chunks.append(entry.chunks[0])
@@ -166,12 +167,12 @@ def test_chunks_that_are_stored_twice_count_once_and_what_is_stored_nowhere_not_
     assert [chunk.offsets for chunk in chunks] == [(0, 0)]
 
 
-def test_what_other_software_adds_is_passed_over() -> None:
+def test_additions_of_other_software_are_ignored() -> None:
     of_torch = _of_torch()
     of_torch.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 4)}}
     of_torch.planner_data = {"not": "paths"}
-    found = _read(of_torch)
-    assert found.paths is None and found.names == ["model.w", "scalar", "deep", "große", "opt.lr"]
+    metadata = _read(of_torch)
+    assert metadata.paths is None and metadata.names == ["model.w", "scalar", "deep", "große", "opt.lr"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_files_outside_of_the_checkpoint_are_refused(path: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "length"), [(-1, 1), (1, -1), (1 << 62, 1), (True, 1), ("0", 1), (0.0, 1), (None, 1), (1 << 5000, 1)]
 )
-def test_places_that_are_none_are_refused(offset: Any, length: Any) -> None:
+def test_invalid_offsets_and_lengths_are_refused(offset: Any, length: Any) -> None:
     of_torch = _of_torch()
     of_torch.storage_data[theirs.MetadataIndex("scalar", ())] = _place("a", offset, length)
     with pytest.raises(CorruptCheckpointError, match="expected a number of bytes"):
@@ -204,7 +205,7 @@ def test_chunks_outside_of_their_tensor_are_refused(offsets: tuple[int, ...], si
         _read(of_torch)
 
 
-def test_tensors_for_which_there_is_no_memory_are_refused() -> None:
+def test_tensors_larger_than_the_address_space_are_refused() -> None:
     of_torch = _of_torch()
     of_torch.state_dict_metadata["model.w"] = _tensor(torch.bfloat16, (1 << 40, 1 << 40))
     with pytest.raises(CorruptCheckpointError, match="exceeds the address space"):
@@ -212,22 +213,22 @@ def test_tensors_for_which_there_is_no_memory_are_refused() -> None:
 
 
 def _expect_unreadable(of_torch: theirs.Metadata, name: str, error: type[Exception], message: str) -> None:
-    found = _read(of_torch)
-    assert name in found.names
-    assert name not in {*found.tensors, *found.values}
-    (record,) = found.unreadable.values()
+    metadata = _read(of_torch)
+    assert name in metadata.names
+    assert name not in {*metadata.tensors, *metadata.values}
+    (record,) = metadata.unreadable.values()
     problem = unreadable_error(record)
     assert isinstance(problem, error)
     assert message in str(problem)
 
 
-def test_dtypes_that_no_array_has_are_named() -> None:
+def test_an_error_names_an_unsupported_dtype() -> None:
     of_torch = _of_torch()
     of_torch.state_dict_metadata["deep"] = _tensor(torch.quint8, (2,))
     _expect_unreadable(of_torch, "deep", UnsupportedLeafError, "'deep' has the dtype torch.quint8")
 
 
-def test_a_value_that_is_stored_nowhere_is_named() -> None:
+def test_an_error_names_a_value_without_a_file() -> None:
     of_torch = _of_torch()
     del of_torch.storage_data[theirs.MetadataIndex("opt.lr")]
     _expect_unreadable(of_torch, "opt.lr", CorruptCheckpointError, "lists no file for the value 'opt.lr'")
@@ -268,7 +269,7 @@ def _old(module: str, name: str, **state: Any) -> Call:
     ],
     ids=["torch 2.0 to 2.2", "torch 1.13"],
 )
-def test_classes_are_known_where_they_were_before(metadata: str, properties: str, files: str) -> None:
+def test_classes_are_found_in_the_modules_of_older_versions(metadata: str, properties: str, files: str) -> None:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     encoding = Call(Global(properties, "MEM_FORMAT_ENCODING"), (0,))
     state: Any = (Global("torch", "half"), layout, False, encoding, False)
@@ -290,12 +291,12 @@ def test_classes_are_known_where_they_were_before(metadata: str, properties: str
     assert read_metadata(write_pickle(whole, protocol=4), key=".metadata") == expected
 
 
-def test_bytes_behind_the_pickle_are_refused() -> None:
+def test_bytes_after_the_pickle_are_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="ends at byte"):
         read_metadata(pickle.dumps(_of_torch(), protocol=4) + b"x", key=".metadata")
 
 
-def test_one_list_of_chunks_for_many_tensors_is_refused_soon() -> None:
+def test_one_list_of_chunks_for_many_tensors_is_refused_early() -> None:
     entry = _tensor(torch.bfloat16, (10,), *[((0,), (1,))] * 3000)
     entries = {
         str(number): theirs.TensorStorageMetadata(entry.properties, entry.size, entry.chunks) for number in range(3000)
@@ -307,7 +308,7 @@ def test_one_list_of_chunks_for_many_tensors_is_refused_soon() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_damage_is_refused_or_read_as_something_else() -> None:
+def test_damage_raises_an_error_or_changes_a_value() -> None:
     data = pickle.dumps(_of_torch(), protocol=4)
     chance = random.Random(7)
     refused = 0

@@ -1,4 +1,4 @@
-"""Names of entries equal those of torch for every tree that torch supports."""
+"""Names of entries equal those of torch, for every tree that torch supports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tree(value: object) -> TreeMetadata:
 
 
 def _values(names: TreeEntries) -> dict[str, Any]:
-    """Return the pickled values, as torch's own unpickler reads them."""
+    """Return the pickled values, read with torch's own unpickler."""
     return {value.name: pickle.loads(write_pickle(value.value, protocol=2)) for value in names.values}
 
 
@@ -80,21 +80,21 @@ _TREES = st.recursive(_VALUES | st.just(_TENSOR), lambda children: _containers(c
 
 
 @given(st.dictionaries(st.text("ab01.", min_size=1, max_size=3), _TREES, max_size=4))
-def test_names_and_values_are_those_of_torch(state: dict[str, Any]) -> None:
+def test_names_and_values_equal_those_of_torch(state: dict[str, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
-    except ValueError:  # torch rejects names that collide
+    except ValueError:  # torch rejects duplicate names
         return
     names = tree_entries(_tree(state))
     assert list(names.paths.items()) == list(paths.items())
     assert {array.name for array in names.arrays} == {name for name, value in flat.items() if value is _TENSOR}
     expected = {name: value for name, value in flat.items() if value is not _TENSOR}
-    found = _values(names)
-    assert found == expected and str(found) == str(expected)  # the text distinguishes 1 from True, and -0.0 from 0.0
+    values = _values(names)
+    assert values == expected and str(values) == str(expected)  # the text distinguishes 1 from True, and 0.0 from -0.0
 
 
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), _TREES, max_size=4))
-def test_leaves_are_all_listed_once(state: dict[str, Any]) -> None:
+def test_every_leaf_is_listed_once(state: dict[str, Any]) -> None:
     tree = _tree(state)
     names = tree_entries(tree)
     leaves = [array.leaf for array in names.arrays] + [leaf for value in names.values for leaf in value.leaves]
@@ -103,24 +103,24 @@ def test_leaves_are_all_listed_once(state: dict[str, Any]) -> None:
 
 
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), _TREES, max_size=4))
-def test_the_tree_comes_back_as_torch_brings_it_back(state: dict[str, Any]) -> None:
+def test_names_give_the_tree_that_torch_rebuilds(state: dict[str, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
         expected = unflatten_state_dict(dict(flat), paths)
-    except (ValueError, TypeError, AttributeError, KeyError):  # keys 1 and "1" in one mapping
+    except (ValueError, TypeError, AttributeError, KeyError):  # the mapping has both 1 and "1" as keys
         return
-    if any(one != other and other[: len(one)] == one for one in paths.values() for other in paths.values()):
-        return  # an error here, while torch silently loses one of the two
+    if any(path != other and other[: len(path)] == path for path in paths.values() for other in paths.values()):
+        return  # ckptcore rejects it, while torch loses one of the two entries without an error
     subtrees = {name: _tree(value) for name, value in flat.items()}
     skeleton, order = tree_of_names({name: tree.skeleton for name, tree in subtrees.items()}, paths)
     assert sorted(order) == sorted(flat)
     leaves = [leaf for name in order for leaf in subtrees[name].leaves]
     wanted = _tree(expected)
-    if "None" not in str(expected):  # torch puts None for an empty mapping in a list
+    if "None" not in str(expected):  # torch has None in place of an empty mapping in a list
         assert (skeleton, leaves) == (wanted.skeleton, list(wanted.leaves))
 
 
-def test_tuples_with_arrays_are_taken_apart() -> None:
+def test_tuples_with_arrays_have_an_entry_for_each_item() -> None:
     names = tree_entries(_tree({"a": (_TENSOR, 3, ({"b": _TENSOR}, [1, 2])), "c": [(1, _TENSOR)]}))
     assert dict(names.paths) == {
         "a.0": ("a", 0),
@@ -133,7 +133,7 @@ def test_tuples_with_arrays_are_taken_apart() -> None:
     assert _values(names) == {"a.1": 3, "a.2.1": [1, 2], "c.0.0": 1}
 
 
-def test_objects_are_mappings() -> None:
+def test_objects_are_stored_as_mappings() -> None:
     node = Node("object", (Attribute("mu"), Attribute("nu")), (LEAF, LEAF), "optax.Adam")
     tree = TreeMetadata(
         Node("dict", ("o", "t"), (node, Node("tuple", (0,), (node,)))), (_ARRAY, *[ValueRecord("int", 1)] * 3)
@@ -143,20 +143,20 @@ def test_objects_are_mappings() -> None:
     assert _values(names) == {"o.nu": 1, "t": ({"mu": 1, "nu": 1},)}
 
 
-def test_names_that_collide_are_escaped() -> None:
+def test_colliding_names_are_escaped() -> None:
     names = tree_entries(_tree({"a.b": _TENSOR, "a": {"b": 1}, "x": {1: _TENSOR, "1": _TENSOR}}))
     assert len(names.paths) == 4 and names.paths["a.b"] == ("a", "b")
     assert all(name == ".".join(map(str, path)) for name, path in names.paths.items())
     assert [names.paths[array.name] for array in names.arrays] == [("a\\.b",), ("x", "1"), ("x.'1'",)]
 
 
-def test_a_field_and_a_key_of_one_name_in_a_value_are_refused() -> None:
+def test_a_field_and_a_key_with_equal_names_are_refused() -> None:
     node = Node("tuple", (0,), (Node("object", (Attribute("a"), "a"), (LEAF, LEAF)),))
     with pytest.raises(NameCollisionError, match="a field and a key of one name"):
         tree_entries(TreeMetadata(Node("dict", ("t",), (node,)), (ValueRecord("int", 1),) * 2))
 
 
-def test_trees_that_are_no_dict_get_names_too() -> None:
+def test_trees_other_than_dicts_get_names_too() -> None:
     assert dict(tree_entries(_tree([_TENSOR, (1, 2)])).paths) == {"0": ("0",), "1": ("1",)}
     assert dict(tree_entries(_tree(_TENSOR)).paths) == {"array": ("array",)}
     assert dict(tree_entries(_tree(3)).paths) == {"value": ("value",)}
@@ -171,17 +171,17 @@ def test_tied_arrays_are_listed_under_each_name() -> None:
 @pytest.mark.parametrize(
     "record", [ValueRecord("int", "x"), ValueRecord("bool", 1), ValueRecord("bytes", "?"), ValueRecord("float", None)]
 )
-def test_records_that_are_no_values_are_refused(record: ValueRecord) -> None:
+def test_invalid_value_records_are_refused(record: ValueRecord) -> None:
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):
         tree_entries(TreeMetadata(Node("dict", ("a",), (LEAF,)), (record,)))
 
 
-def test_records_of_other_plugins_stay_json() -> None:
+def test_values_of_other_plugins_are_stored_as_json() -> None:
     tree = TreeMetadata(Node("dict", ("a",), (LEAF,)), (ValueRecord("torch.thing", {"b": [1, None]}),))
     assert _values(tree_entries(tree)) == {"a": {"b": [1, None]}}
 
 
-def test_paths_that_contradict_each_other_leave_names() -> None:
+def test_contradictory_paths_are_ignored() -> None:
     entries = {"a": LEAF, "a.0": LEAF, "b": Node("list", (0,), (LEAF,))}
     flat = Node("dict", ("a", "a.0", "b"), (LEAF, LEAF, entries["b"]))
     for paths in (
@@ -193,7 +193,7 @@ def test_paths_that_contradict_each_other_leave_names() -> None:
         assert tree_of_names(entries, paths) == (flat, ["a", "a.0", "b"])
 
 
-def test_lists_with_gaps_are_dicts_and_take_no_memory() -> None:
+def test_lists_with_gaps_become_small_dicts() -> None:
     skeleton, order = tree_of_names(
         {"a": LEAF, "b": LEAF, "c": LEAF}, {"a": ("l", 1 << 60), "b": ("l", 1), "c": ("m", 0)}
     )

@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars, dict subclasses and modules before torch 1.6, in files that torch writes."""
+"""NumPy arrays and scalars, subclasses of dict, and modules saved before torch 1.6, in files that torch writes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _assert_same(loaded: object, expected: Any) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_arrays_and_scalars(zipped: bool, protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
-    protocol = protocol if zipped else max(protocol, 2)  # the legacy format begins with protocol 2
+    protocol = protocol if zipped else max(protocol, 2)  # the legacy format has at least protocol 2
     torch.save(ARRAYS, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     loaded = ckptcore.load(path)
     for name, expected in ARRAYS.items():
@@ -59,7 +59,7 @@ def test_arrays_and_scalars(zipped: bool, protocol: int, tmp_path: Path) -> None
 
 
 def test_random_states_of_trainers(tmp_path: Path) -> None:
-    """As the Trainer and Accelerate save them: the state of NumPy has an array of 624 numbers."""
+    """The Trainer and Accelerate save NumPy's random state, which contains an array of 624 numbers."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state(), "step": 7}
     torch.save(state, tmp_path / "rng_state.pth")
     loaded = ckptcore.load(tmp_path / "rng_state.pth")
@@ -79,8 +79,8 @@ def test_an_array_fills_a_target_and_survives_a_copy(tmp_path: Path) -> None:
     _assert_same(ckptcore.load(tmp_path / "copy")["mean"], np.arange(6.0).reshape(2, 3).T)
 
 
-def test_arrays_of_one_byte_are_no_tied_arrays(tmp_path: Path) -> None:
-    """Python has one object for each byte, so their literals are the same object."""
+def test_arrays_of_one_byte_are_not_tied(tmp_path: Path) -> None:
+    """Python caches bytes objects of length 1, so the contents of both arrays are the same object in the pickle."""
     shared = np.array([True])
     torch.save({"a": np.array([True]), "b": np.array([True]), "c": shared, "d": shared}, tmp_path / "file.pt")
     loaded = ckptcore.load(tmp_path / "file.pt")
@@ -89,7 +89,7 @@ def test_arrays_of_one_byte_are_no_tied_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_values_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+def test_arrays_and_scalars_in_values_of_dcp(tmp_path: Path) -> None:
     state = {"array": np.arange(3.0), "scalar": np.float32(2.5), "weights": torch.ones(2)}
     dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path / "step"), no_dist=True)
     loaded = ckptcore.load(tmp_path / "step")
@@ -98,7 +98,7 @@ def test_values_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_scalars_of_protocol_0_are_numbers(tmp_path: Path) -> None:
-    """Its texts have escapes, so the bytes have no range in the file."""
+    """Protocol 0 escapes some bytes of a scalar, so it cannot be read from a range of the file."""
     torch.save({"scalar": np.float32(1.5), "step": np.int64(3)}, tmp_path / "file.pt", pickle_protocol=0)
     assert ckptcore.load(tmp_path / "file.pt") == {"scalar": 1.5, "step": 3}
 
@@ -151,7 +151,7 @@ def test_sizes_of_structures_are_checked(place: str, size: int, tmp_path: Path) 
 
 
 class Settings(dict[str, Any]):
-    """A dict whose items are attributes too."""
+    """A dict whose items are attributes, too."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(**items)
@@ -159,11 +159,11 @@ class Settings(dict[str, Any]):
 
 
 class Plain(dict[str, Any]):
-    """A dict of another name."""
+    """A plain subclass of dict."""
 
 
 class Items(list[Any]):
-    """A list of another name."""
+    """A plain subclass of list."""
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 4])
@@ -185,7 +185,7 @@ def test_a_dict_with_other_attributes_keeps_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())])
 def test_whole_modules_before_torch_1_6(module: torch.nn.Module, tmp_path: Path) -> None:
-    """The legacy format names the class of a module by a persistent id that also has its source."""
+    """The legacy format has a persistent id for the class of a module, which also contains its source code."""
     torch.save(module, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save(module, tmp_path / "new.pt")
     old, new = ckptcore.load(tmp_path / "old.pt"), ckptcore.load(tmp_path / "new.pt")
@@ -198,8 +198,8 @@ def test_whole_modules_before_torch_1_6(module: torch.nn.Module, tmp_path: Path)
         np.testing.assert_array_equal(weight, new["_modules"]["0"]["_parameters"]["weight"])
 
 
-def test_a_long_history_is_few_leaves(tmp_path: Path) -> None:
-    """A leaf for each number took 7 microseconds."""
+def test_a_long_list_of_numbers_is_one_leaf(tmp_path: Path) -> None:
+    """A leaf for each number would be slow (7 microseconds each)."""
     history = {"loss": [float(step) for step in range(5000)], "names": {f"w{step}": step for step in range(5000)}}
     torch.save(history, tmp_path / "file.pt")
     contents = ckptcore.metadata(tmp_path / "file.pt").contents
@@ -211,7 +211,7 @@ def test_a_long_history_is_few_leaves(tmp_path: Path) -> None:
 
 
 def test_one_list_in_many_places_is_limited(tmp_path: Path) -> None:
-    """A small file must not become a large tree."""
+    """A small file must not expand into a large tree."""
     shared = [float(number) for number in range(2000)]
     torch.save([shared] * 200, tmp_path / "file.pt")
     tracemalloc.start()
@@ -224,13 +224,13 @@ def test_one_list_in_many_places_is_limited(tmp_path: Path) -> None:
 
 
 def test_one_text_in_many_places_is_limited(tmp_path: Path) -> None:
-    """Each of the calls encodes the text again: 2 MB became 8 GB."""
+    """Each call would encode the text again: without a limit, 2 MB of pickle became 8 GB."""
     text = b"X" + (200_000).to_bytes(4, "little") + b"x" * 200_000
     call = b"c_codecs\nencode\nh\0X\x06\0\0\0latin1\x86R"
     pickle = b"\x80\x02](" + text + b"q\0" + call * 1000 + b"e."
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as file:
         file.writestr("archive/data.pkl", pickle)
-    ckptcore.save(tmp_path / "warm", {"w": 1})  # imports what a load needs
+    ckptcore.save(tmp_path / "warm", {"w": 1})  # imports the modules that a load needs
     tracemalloc.start()
     try:
         with pytest.raises(CorruptCheckpointError, match="far more leaves than bytes"):

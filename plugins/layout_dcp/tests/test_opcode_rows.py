@@ -1,4 +1,4 @@
-"""Rows of opcodes encoded at once have the same bytes as rows encoded one by one, and `pickle` reads them."""
+"""Opcodes encoded as rows of an array have the same bytes as opcodes encoded one by one, and `pickle` reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES = st.lists(st.integers(0, 1 << 40) | st.integers(0, 300), max_size=6).map
 
 
 @given(st.lists(_NUMBERS, min_size=1))
-def test_numbers(numbers: list[int]) -> None:
+def test_pickle_reads_rows_of_numbers(numbers: list[int]) -> None:
     rows, begins = encode_rows(
         [bytes_field(b"\x80\x04"), number_field(np.array(numbers, np.int64)), bytes_field(b".")], len(numbers)
     )
@@ -33,7 +33,7 @@ def test_numbers(numbers: list[int]) -> None:
 
 
 @given(st.lists(_SIZES, min_size=1))
-def test_sizes(sizes: list[tuple[int, ...]]) -> None:
+def test_rows_of_sizes_are_read(sizes: list[tuple[int, ...]]) -> None:
     most = max(map(len, sizes))
     padded = np.array([(*size, *[7] * (most - len(size))) for size in sizes], np.int64).reshape(len(sizes), most)
     fields = size_fields(np.array([len(size) for size in sizes]), padded, b"\x80\x04ctorch\nSize\n")
@@ -43,20 +43,20 @@ def test_sizes(sizes: list[tuple[int, ...]]) -> None:
         assert isinstance(made, Call) and made.function == Global("torch", "Size") and made.arguments == (size,)
 
 
-def test_references() -> None:
+def test_rows_of_memo_references() -> None:
     rows, begins = encode_rows([reference_field(np.array([0, 255, 256, 1 << 20]))], 4)
     assert rows == b"h\0h\xffj\0\1\0\0j\0\0\x10\0"
     assert begins.tolist() == [0, 2, 4, 9, 14]
 
 
-def test_more_rows_than_are_laid_out_at_a_time() -> None:
+def test_more_rows_than_one_batch() -> None:
     numbers = np.arange(20_000)
     rows, begins = encode_rows([number_field(numbers)], len(numbers))
     assert pickle.loads(b"\x80\x04](" + rows + b"e.") == numbers.tolist() and begins[-1] == len(rows)
 
 
 @given(st.data())
-def test_columns_and_single_chunks_make_the_same_file(data: st.DataObject) -> None:
+def test_columns_and_single_chunks_give_the_same_file(data: st.DataObject) -> None:
     tensors: dict[str, DcpTensor] = {}
     for name in data.draw(st.lists(st.text(max_size=3), unique=True, max_size=5)):
         axes = data.draw(st.integers(0, 5))

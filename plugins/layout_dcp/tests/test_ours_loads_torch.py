@@ -51,7 +51,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 def awkward() -> dict[str, torch.Tensor]:
-    """Strided tensors, and tensors of every dtype and number of axes."""
+    """Return strided tensors, and tensors of every dtype and number of axes."""
     base = torch.randn(4, 3, 6, 5)
     state = {f"{dtype}-{shape}": tensor_of(ArraySpec(shape, dtype)) for dtype in DTYPES for shape in SHAPES}
     return {
@@ -71,15 +71,15 @@ def awkward() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_tensor_whatever_options_the_writer_has(tmp_path: Path, writer: str) -> None:
+def test_every_tensor_loads_with_every_option_of_the_writer(tmp_path: Path, writer: str) -> None:
     state = awkward()
     saved(dict(state), tmp_path / "c", **WRITERS[writer])
-    found = ckptcore.load(tmp_path / "c")
-    assert set(found) == set(state)
+    restored = ckptcore.load(tmp_path / "c")
+    assert set(restored) == set(state)
     for name, tensor in state.items():
-        assert found[name].shape == tuple(tensor.shape), name
-        assert str(found[name].dtype) == str(tensor.dtype).removeprefix("torch."), name
-        assert found[name].tobytes() == bytes_of(tensor), name
+        assert restored[name].shape == tuple(tensor.shape), name
+        assert str(restored[name].dtype) == str(tensor.dtype).removeprefix("torch."), name
+        assert restored[name].tobytes() == bytes_of(tensor), name
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     assert_same(ckptcore.load(tmp_path / "c", like), {name: tensor.detach() for name, tensor in state.items()})
     assert ckptcore.verify(tmp_path / "c").ok
@@ -111,7 +111,7 @@ def _as_tensors(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
-def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
+def test_optimizers_resume_with_equal_losses(tmp_path: Path, kind: str) -> None:
     def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         net = network(seed)
         options = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
@@ -126,23 +126,23 @@ def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
     saved(state(net, optimizer), tmp_path / "c")
     expected = trained(net, optimizer, 9)
     other, its_optimizer = made(1)
-    found = ckptcore.load(tmp_path / "c", state(other, its_optimizer))
-    set_state_dict(other, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    restored = ckptcore.load(tmp_path / "c", state(other, its_optimizer))
+    set_state_dict(other, its_optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"])
     assert trained(other, its_optimizer, 9) == expected
 
 
 def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
-    """Its keys are numbers, which torch stores as text."""
+    """The state dict has numbers as keys, which torch stores as text."""
     net = network(0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, amsgrad=True)
     trained(net, optimizer, 0)
     state = optimizer.state_dict()
     saved(dict(state), tmp_path / "c")
-    found = ckptcore.load(tmp_path / "c", state)
-    assert_same(found, state)
+    restored = ckptcore.load(tmp_path / "c", state)
+    assert_same(restored, state)
 
 
-def test_load_into_what_is_there(tmp_path: Path) -> None:
+def test_load_into_keeps_the_memory_of_tensors(tmp_path: Path) -> None:
     state = {"net": dict(network(0).state_dict()), "plain": torch.arange(5.0), "step": 4}
     saved(dict(state), tmp_path / "c")
     other = {"net": dict(network(1).state_dict()), "plain": torch.zeros(5), "step": 0}
@@ -155,7 +155,7 @@ def test_load_into_what_is_there(tmp_path: Path) -> None:
     assert_same(dict(module.state_dict()), state["net"])
 
 
-def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
+def test_tensors_load_onto_a_mesh_of_jax(tmp_path: Path) -> None:
     state = {
         "w": torch.randn(64, 24),
         "bf16": torch.randn(16, 8).bfloat16(),
@@ -181,17 +181,17 @@ def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
         ),
         "step": 0,
     }
-    found = ckptcore.load(tmp_path / "c", like)
+    restored = ckptcore.load(tmp_path / "c", like)
     for name in ("w", "bf16", "uneven order", "large"):
-        assert found[name].sharding == like[name].sharding  # type: ignore[attr-defined]
-        assert np.asarray(found[name]).tobytes() == bytes_of(state[name]), name  # type: ignore[arg-type]
-    assert found["step"] == 3
+        assert restored[name].sharding == like[name].sharding  # type: ignore[attr-defined]
+        assert np.asarray(restored[name]).tobytes() == bytes_of(state[name]), name  # type: ignore[arg-type]
+    assert restored["step"] == 3
 
 
 @pytest.mark.parametrize("writer", ["plain", "file for each tensor", "ours"])
 @pytest.mark.parametrize(("shape", "axis"), [((4096, 2048), 0), ((8, 1 << 20), 1)])
 def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shape: tuple[int, int], axis: int) -> None:
-    """Elements are contiguous for the first axis, and in runs of a MiB for the second."""
+    """The requested elements are contiguous on axis 0, and in runs of 1 MiB on axis 1."""
     tensor = torch.randn(shape)
     state = {"w": tensor, "other": torch.randn(1 << 20)}
     if writer == "ours":
@@ -203,22 +203,22 @@ def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shap
     box = Box(tuple(start), tuple(stop))
     plan = FaultPlan()
     like = {"w": Part(ArraySpec(shape, "float32"), box), "other": ckptcore.PLACEHOLDER}
-    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
-    assert np.array_equal(found["w"], tensor.numpy()[box.slices])
+    restored = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert np.array_equal(restored["w"], tensor.numpy()[box.slices])
     wanted = box.size * 4
-    # ckptcore's checksums cover blocks of a MiB, which are read whole: one more for each run of
-    # elements.
+    # A checksum of ckptcore covers a block of 1 MiB, which is read completely. Each run of elements can need one block
+    # more.
     runs = shape[0] if axis else 1
     room = runs << 20 if writer == "ours" else 0
     assert wanted <= plan.bytes_read <= wanted + room + (1 << 16)
 
 
-def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+def test_unrequested_tensors_are_not_read(tmp_path: Path) -> None:
     saved({"large": torch.randn(1 << 22), "small": torch.ones(3), "step": 1}, tmp_path / "c")
     plan = FaultPlan()
     like = {"large": ckptcore.PLACEHOLDER, "small": torch.empty(3, device="meta"), "step": 0}
-    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
-    assert_same(found["small"], torch.ones(3))
+    restored = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert_same(restored["small"], torch.ones(3))
     assert plan.bytes_read < 1 << 16
     plan = FaultPlan()
     abstract = ckptcore.metadata(place(tmp_path / "c"), context=counted(plan)).abstract
@@ -227,7 +227,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
-def test_converted_and_back(tmp_path: Path, layout: str) -> None:
+def test_conversions_in_both_directions_lose_nothing(tmp_path: Path, layout: str) -> None:
     saved(dict(NESTED), tmp_path / "c")
     ckptcore.copy(tmp_path / "c", tmp_path / "there", layout=layout)
     assert ckptcore.metadata(tmp_path / "there").layout == layout
@@ -239,16 +239,16 @@ def test_converted_and_back(tmp_path: Path, layout: str) -> None:
     assert_same(loaded(tmp_path / "direct", blank(NESTED)), NESTED)
 
 
-def test_both_directions_in_turn(tmp_path: Path) -> None:
-    """Each library saves again what it loaded from the other; nothing is lost."""
+def test_nothing_is_lost_if_both_libraries_save_in_turn(tmp_path: Path) -> None:
+    """Each library saves what it loaded from the other."""
     state: dict[str, Any] = {**awkward(), **NESTED}
     state = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     saved(dict(state), tmp_path / "0")
     for number in range(2):
         state_here = ckptcore.load(tmp_path / str(2 * number), _meta(state))
         ckptcore.save(tmp_path / str(2 * number + 1), state_here, layout="dcp")
-        found = loaded(tmp_path / str(2 * number + 1), blank(state))
-        saved(found, tmp_path / str(2 * number + 2))
+        restored = loaded(tmp_path / str(2 * number + 1), blank(state))
+        saved(restored, tmp_path / str(2 * number + 2))
     assert_same(ckptcore.load(tmp_path / "4", _meta(state)), state)
 
 
@@ -258,7 +258,7 @@ def test_both_directions_in_turn(tmp_path: Path) -> None:
 def test_another_shape_or_dtype_is_an_error_with_its_path(
     tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """torch would cast without notice."""
+    """torch would cast the elements without an error."""
     saved({"model": {"w": torch.randn(2, 3)}}, tmp_path / "c")
     if shape == (2, 3):
         cast = loaded(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
@@ -269,8 +269,8 @@ def test_another_shape_or_dtype_is_an_error_with_its_path(
         ckptcore.load_into(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
 
 
-def test_stale_files_do_no_harm(tmp_path: Path) -> None:
-    """torch overwrites in place, and files of a larger job remain."""
+def test_stale_files_of_a_larger_job_are_ignored(tmp_path: Path) -> None:
+    """torch overwrites a checkpoint in place, and does not remove the files of a larger job."""
     saved({f"t{number}": torch.randn(10) for number in range(4)}, tmp_path / "c", thread_count=4)
     state = {"t0": torch.ones(10)}
     saved(dict(state), tmp_path / "c")
@@ -279,8 +279,8 @@ def test_stale_files_do_no_harm(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "c").ok
 
 
-def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path) -> None:
-    """Entry names are text, but the keys of an optimizer's parameters were numbers."""
+def test_an_optimizer_loads_a_state_with_text_keys(tmp_path: Path) -> None:
+    """The keys of an optimizer's state are numbers. DCP stores them as text."""
 
     def stepped(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(steps)
@@ -297,11 +297,11 @@ def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path
     for steps in (0, 2):  # an optimizer without state, and one with state
         _, optimizer = stepped(steps)
         ckptcore.load_into(tmp_path / "theirs", {"optimizer": optimizer})
-        found, expected = optimizer.state_dict(), original.state_dict()
-        assert found["param_groups"] == expected["param_groups"]
-        assert list(found["state"]) == [0, 1]
+        actual, expected = optimizer.state_dict(), original.state_dict()
+        assert actual["param_groups"] == expected["param_groups"]
+        assert list(actual["state"]) == [0, 1]
         for number, slots in expected["state"].items():
-            assert all(torch.equal(found["state"][number][name], held) for name, held in slots.items())
+            assert all(torch.equal(actual["state"][number][name], held) for name, held in slots.items())
 
 
 def _in_tuples() -> dict[str, Any]:
@@ -317,8 +317,8 @@ def _in_tuples() -> dict[str, Any]:
 def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
     state = _in_tuples()
     saved(state, tmp_path / "theirs", **WRITERS[writer])
-    found = ckptcore.load(tmp_path / "theirs")
-    pair, moments = found["pair"], found["moments"]
+    restored = ckptcore.load(tmp_path / "theirs")
+    pair, moments = restored["pair"], restored["moments"]
     assert isinstance(pair, tuple) and pair[1] == 5 and np.array_equal(pair[0], state["pair"][0].numpy())
     assert np.array_equal(pair[2]["deep"][0], pair[0].T) and pair[2]["deep"][1].tolist() == [1, 1, 1]
     assert moments[0].shape == (0,) and np.array_equal(moments[1], pair[0]) and moments[2] == 3
@@ -332,7 +332,7 @@ def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
     assert np.array_equal(again["pair"][0], pair[0]) and np.array_equal(again["moments"][1], pair[0])
 
 
-def test_a_damaged_tensor_in_a_tuple_is_noticed(tmp_path: Path) -> None:
+def test_damage_of_a_tensor_in_a_tuple_is_found(tmp_path: Path) -> None:
     saved({"pair": (torch.arange(1000.0), 1)}, tmp_path / "theirs")
     (file,) = (tmp_path / "theirs").glob("*.distcp")
     data = bytearray(file.read_bytes())
@@ -351,10 +351,10 @@ def test_tensors_in_compressed_tuples_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_buffers_load_as_bytes_and_into_buffers(tmp_path: Path) -> None:
-    """TorchTitan stores part of its state as the output of torch.save in a BytesIO."""
+    """TorchTitan stores part of its state in a BytesIO that contains the output of torch.save."""
     buffer = io.BytesIO()
     torch.save([1, 2.5], buffer)
     saved({"state": {"blob": buffer, "empty": io.BytesIO()}}, tmp_path / "theirs")
     assert ckptcore.load(tmp_path / "theirs")["state"] == {"blob": buffer.getvalue(), "empty": b""}
-    found = ckptcore.load(tmp_path / "theirs", {"state": {"blob": io.BytesIO(), "empty": io.BytesIO()}})
-    assert torch.load(found["state"]["blob"]) == [1, 2.5]
+    restored = ckptcore.load(tmp_path / "theirs", {"state": {"blob": io.BytesIO(), "empty": io.BytesIO()}})
+    assert torch.load(restored["state"]["blob"]) == [1, 2.5]

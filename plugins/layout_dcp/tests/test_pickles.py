@@ -44,7 +44,7 @@ VALUES = st.recursive(
 
 
 def plain(value: Any) -> Any:
-    """Return a small value as Python would build it, with builtin calls resolved."""
+    """Return a small value as Python would build it: calls of builtins are replaced by their results."""
     match value:
         case Call():
             call = Call(value.function, tuple(plain(each) for each in value.arguments))
@@ -70,11 +70,11 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("protocol", range(6))
 @given(value=VALUES)
-def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
+def test_pickles_written_by_python_are_read(protocol: int, value: Any) -> None:
     data = pickle.dumps(value, protocol)
-    found, end = read_pickle(b"before" + data + b"after", key="k", start=6)
-    made = plain(found)
-    if protocol < 3:  # sets of bytes are lists of calls, which are compared as plain values
+    decoded, end = read_pickle(b"before" + data + b"after", key="k", start=6)
+    made = plain(decoded)
+    if protocol < 3:  # below protocol 3 a set of bytes contains calls, so compare plain values
         assert made == value
     assert same(made, value)
     assert end == 6 + len(data)
@@ -82,10 +82,11 @@ def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @given(value=VALUES)
-def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
+def test_python_reads_our_pickles(protocol: int, value: Any) -> None:
     data = write_pickle(value, protocol=protocol)
     assert pickle.loads(data) == value
-    assert pickle._Unpickler(io.BytesIO(data)).load() == value  # the Python version is strict about frames
+    # Python's implementation, unlike that in C, checks the frames.
+    assert pickle._Unpickler(io.BytesIO(data)).load() == value
     pickletools.dis(data, io.StringIO())
     assert plain(read_pickle(data, key="k")[0]) == value
     assert write_pickle(value, protocol=protocol) == data
@@ -133,10 +134,11 @@ def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_bytes_are_those_of_pickle(protocol: int, value: Any) -> None:
+def test_the_encoder_writes_the_same_bytes_as_pickle(protocol: int, value: Any) -> None:
     written = write_pickle(value, protocol=protocol)
     if value == b"" and protocol == 2:
-        assert pickle.loads(written) == value  # encoded like other bytes, because torch rejects calls of ``bytes``
+        # ``bytes`` is encoded without a call, because torch rejects calls of ``bytes``.
+        assert pickle.loads(written) == value
     else:
         assert written == pickle.dumps(value, protocol)
 
@@ -152,7 +154,7 @@ def test_a_large_value_is_written_in_frames() -> None:
 
 
 @pytest.mark.system
-def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
+def test_bytes_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from ckptcore_dcp.pickles import write_pickle, Global, Call\n"
         "value = [{'b', 'a', 'c', 'dd'}, frozenset(['x', 'y', 'z']), "
@@ -169,28 +171,28 @@ def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_is_shared_stays_shared(protocol: int) -> None:
+def test_shared_values_stay_shared(protocol: int) -> None:
     inner: list[Any] = [1]
     pair = (inner, "x")
     call = Call(Global("m", "f"), (inner,), state={"s": pair}, appended=[pair], pairs=[("k", inner)])
-    found: Any = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")[0]
-    assert issubclass(type(found), list)
-    assert found[1] is found[2]
-    assert found[1][0] is found[0]
-    assert found[3] is found[4]
-    assert found[3].arguments[0] is found[0]
-    assert found[3].state["s"] is found[1]
-    assert found[3].appended[0] is found[1]
-    assert found[3].pairs[0][1] is found[0]
-    assert found[5]["a"] is found[0]
+    value: Any = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")[0]
+    assert issubclass(type(value), list)
+    assert value[1] is value[2]
+    assert value[1][0] is value[0]
+    assert value[3] is value[4]
+    assert value[3].arguments[0] is value[0]
+    assert value[3].state["s"] is value[1]
+    assert value[3].appended[0] is value[1]
+    assert value[3].pairs[0][1] is value[0]
+    assert value[5]["a"] is value[0]
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_values_that_contain_themselves(protocol: int) -> None:
+def test_values_that_contain_themselves_are_read(protocol: int) -> None:
     row: list[Any] = []
     row.append(row)
-    found = pickle.loads(write_pickle(row, protocol=protocol))
-    assert found[0] is found
+    decoded = pickle.loads(write_pickle(row, protocol=protocol))
+    assert decoded[0] is decoded
     for size in (1, 5):
         held: list[Any] = []
         pair = (held,) * size
@@ -210,18 +212,18 @@ def test_values_that_contain_themselves(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_is_made_of_itself_is_refused(protocol: int) -> None:
+def test_calls_with_themselves_as_argument_are_refused(protocol: int) -> None:
     call = Call(Global("m", "f"))
     call.arguments = (1j, "a", b"b", call)
     with pytest.raises(UnsupportedLeafError, match="contains itself"):
         write_pickle(call, protocol=protocol)
     call.arguments = ({call},)
-    if protocol == 2:  # in protocol 4 the set enters the memo before its items
+    if protocol == 2:  # protocol 4 puts the set into the memo before its items, so the cycle can be written
         with pytest.raises(UnsupportedLeafError, match="contains itself"):
             write_pickle(call, protocol=protocol)
 
 
-def test_calls_come_back_as_they_were() -> None:
+def test_calls_survive_a_round_trip() -> None:
     call = Call(
         Global("collections", "OrderedDict"),
         (),
@@ -231,17 +233,17 @@ def test_calls_come_back_as_they_were() -> None:
         keywords={"key": 2.5},
         new=True,
     )
-    found: Any = read_pickle(write_pickle(call, protocol=4), key="k")[0]
-    assert issubclass(type(found), Call)
-    assert found.function == call.function
-    assert (found.arguments, found.state, found.appended, found.pairs) == ((), {"a": 1}, call.appended, call.pairs)
-    assert (found.keywords, found.new) == (call.keywords, True)
+    value: Any = read_pickle(write_pickle(call, protocol=4), key="k")[0]
+    assert issubclass(type(value), Call)
+    assert value.function == call.function
+    assert (value.arguments, value.state, value.appended, value.pairs) == ((), {"a": 1}, call.appended, call.pairs)
+    assert (value.keywords, value.new) == (call.keywords, True)
     with pytest.raises(UnsupportedLeafError, match="keywords"):
         write_pickle(call, protocol=2)
 
 
 @pytest.mark.parametrize("value", [object(), bytearray(b"a"), range(3), collections.OrderedDict(), torch.float32])
-def test_what_is_no_value_is_not_written(value: Any) -> None:
+def test_unsupported_values_are_not_written(value: Any) -> None:
     with pytest.raises(UnsupportedLeafError, match="cannot be written"):
         write_pickle([value], protocol=2)
     with pytest.raises(UnsupportedLeafError, match="255 bytes"):
@@ -255,15 +257,15 @@ def test_deep_values_are_written_and_read() -> None:
     for number in range(50_000):
         value = (value,) if number % 2 else [value]
     data = write_pickle(value, protocol=4)
-    found: Any = read_pickle(data, key="k")[0]
+    decoded: Any = read_pickle(data, key="k")[0]
     for _ in range(50_000):
-        found = found[0]
-    assert found == []
+        decoded = decoded[0]
+    assert decoded == []
     with pytest.raises(CorruptCheckpointError, match="deep"):
         tree_of(value, key="k", limit=10**6)
 
 
-def test_globals_are_named_and_not_mapped() -> None:
+def test_globals_keep_their_stored_names() -> None:
     data = pickle.dumps([set, collections.OrderedDict, math.sin], 2)
     assert read_pickle(data, key="k")[0] == [
         Global("__builtin__", "set"),
@@ -272,7 +274,7 @@ def test_globals_are_named_and_not_mapped() -> None:
     ]
 
 
-def test_python_2_texts() -> None:
+def test_texts_of_python_2() -> None:
     assert read_pickle(b"(S'a\\x41\\n\\'b'\nU\x02\xc3\xa9T\x02\x00\x00\x00\xff\xfeVx\\u00e9\nl.", key="k")[0] == [
         "aA\n'b",
         "é",
@@ -287,9 +289,9 @@ def test_memo_entries_in_any_order() -> None:
         read_pickle(b"(NNN]q\x03h\x01l.", key="k")
 
 
-def test_shortcuts_give_what_single_opcodes_give() -> None:
-    # The machine executes `new object with attributes` and `call with a pair` at once; POP between
-    # the opcodes prevents it.
+def test_fused_opcodes_give_the_same_result_as_single_ones() -> None:
+    # The machine executes `new object with attributes` and `call with a pair` in one step each. POP between the opcodes
+    # prevents this.
     class_ = b"cm\nC\nq\x00"
     fused = class_ + b")\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86\x94\x85\x94R\x94ub."
     single = class_ + b")N0\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86N0\x94\x85\x94R\x94uN0b."
@@ -304,7 +306,7 @@ def test_shortcuts_give_what_single_opcodes_give() -> None:
         size = value.state["a"]
         assert issubclass(type(size), Call)
         assert (size.function, size.arguments, size.new) == (Global("m", "C"), ((1, 2),), False)
-    for number in range(10):  # each memo entry is equal in both cases
+    for number in range(10):  # both pickles have the same memo entries
         tail = b"0h" + bytes([number]) + b"."
         answers = []
         for data in (fused, single):
@@ -316,7 +318,7 @@ def test_shortcuts_give_what_single_opcodes_give() -> None:
         assert (answers[0] == "none") == (number > 6)
 
 
-def test_where_a_pickle_is_cut_short() -> None:
+def test_an_error_says_where_a_truncated_pickle_ends() -> None:
     data = pickle.dumps({"a": [1, 2.5, "x" * 300, b"y" * 300, 2**70], "b": (True, None)}, 4)
     for protocol in range(6):
         data = pickle.dumps({"a": [1, 2.5, "x" * 300, b"y" * 300, 2**70], "b": (True, None)}, protocol)
@@ -379,7 +381,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     assert loaded["model"]._metadata == expected["model"]._metadata
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns about a single process
+@pytest.mark.filterwarnings("ignore")  # torch warns that there is a single process
 def test_metadata_of_dcp(tmp_path: Path) -> None:
     save(state(), checkpoint_id=tmp_path / "checkpoint")
     data = (tmp_path / "checkpoint" / ".metadata").read_bytes()
@@ -397,7 +399,7 @@ def test_metadata_of_dcp(tmp_path: Path) -> None:
         assert pickle.loads(write_pickle(value, protocol=protocol)) == expected
 
 
-def test_brief_texts() -> None:
+def test_descriptions_of_large_values_are_short() -> None:
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -416,7 +418,7 @@ def test_brief_texts() -> None:
     assert repr(Call(Global("a", "b"), (1, 2))) == "<call of a.b with 2 arguments>"
 
 
-def test_walks_are_bounded() -> None:
+def test_trees_have_a_limit_of_leaves() -> None:
     value: Any = []
     for _ in range(100):
         value = [value, value]
@@ -431,7 +433,7 @@ def test_walks_are_bounded() -> None:
 
 
 @given(data=st.data(), value=VALUES, protocol=st.integers(0, 5))
-def test_damage_is_found_or_gives_a_value(data: st.DataObject, value: Any, protocol: int) -> None:
+def test_damage_raises_an_error_or_gives_another_value(data: st.DataObject, value: Any, protocol: int) -> None:
     good = bytearray(pickle.dumps(value, protocol))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(good) - 1))
@@ -443,8 +445,8 @@ def test_damage_is_found_or_gives_a_value(data: st.DataObject, value: Any, proto
             case _ if len(good) > 1:
                 del good[place]
     try:
-        found, end = read_pickle(bytes(good), key="k")
+        decoded, end = read_pickle(bytes(good), key="k")
     except CorruptCheckpointError:
         return
     assert 0 < end <= len(good)
-    brief(found)
+    brief(decoded)

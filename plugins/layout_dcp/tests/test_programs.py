@@ -1,4 +1,4 @@
-"""Programs of PyTorch: TorchScript, and archives of ``torch.export.save``. PyTorch writes them."""
+"""Programs of PyTorch: files of TorchScript and of ``torch.export.save``. PyTorch writes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ writes_archives = pytest.mark.skipif(
 
 
 class Scripted(torch.nn.Module):
-    """A module whose attributes have every type of list and dict."""
+    """A module with attributes of every list and dict type that TorchScript supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Scripted(torch.nn.Module):
         self.pair = (1, "x")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x) * len(self.sizes)
-        return found
+        output: torch.Tensor = self.layer(x) * len(self.sizes)
+        return output
 
 
 class Offset(torch.nn.Module):
@@ -49,29 +49,29 @@ class Offset(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x) + torch.arange(4)
-        return found
+        output: torch.Tensor = self.layer(x) + torch.arange(4)
+        return output
 
 
 def test_attributes_of_torchscript_are_plain_values(tmp_path: Path) -> None:
     module = torch.jit.script(Scripted())
     torch.jit.save(module, tmp_path / "module.pt")
-    metadata, found = ckptcore.metadata(tmp_path / "module.pt"), ckptcore.load(tmp_path / "module.pt")
+    metadata, loaded = ckptcore.metadata(tmp_path / "module.pt"), ckptcore.load(tmp_path / "module.pt")
     assert metadata.writer == "TorchScript (torch.jit.save)"
-    assert (found["sizes"], found["rates"], found["flags"], found["names"]) == (
+    assert (loaded["sizes"], loaded["rates"], loaded["flags"], loaded["names"]) == (
         [1, 2],
         [0.5],
         [True, False],
         ["a", "b"],
     )
-    assert (found["nested"], found["pair"]) == ({"x": [[1], [2, 3]]}, (1, "x"))
+    assert (loaded["nested"], loaded["pair"]) == ({"x": [[1], [2, 3]]}, (1, "x"))
     for name, tensor in module.state_dict().items():
-        value = found
+        value = loaded
         for key in name.split("."):
             value = value[key]
         np.testing.assert_array_equal(value, tensor.numpy())
     ckptcore.copy(tmp_path / "module.pt", tmp_path / "copy", layout="safetensors")
-    np.testing.assert_equal(ckptcore.load(tmp_path / "copy"), found)
+    np.testing.assert_equal(ckptcore.load(tmp_path / "copy"), loaded)
 
 
 def test_weights_of_a_frozen_module_are_constants(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_weights_of_a_frozen_module_are_constants(tmp_path: Path) -> None:
     frozen = torch.jit.freeze(torch.jit.script(module))
     torch.jit.save(frozen, tmp_path / "frozen.pt")
     constants = ckptcore.load(tmp_path / "frozen.pt")["CONSTANTS"]
-    found = {constant.tobytes() for constant in constants}
-    assert {tensor.numpy().tobytes() for tensor in module.state_dict().values()} <= found
+    contents = {constant.tobytes() for constant in constants}
+    assert {tensor.numpy().tobytes() for tensor in module.state_dict().values()} <= contents
     assert ckptcore.verify(tmp_path / "frozen.pt").state == "sound"
 
 
@@ -90,12 +90,12 @@ def test_weights_of_an_exported_program(tmp_path: Path, dtype: torch.dtype) -> N
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval().to(dtype)
     layers[0].weight = torch.nn.Parameter(torch.randn(3, 4, dtype=dtype).t())
     torch.export.save(torch.export.export(layers, (torch.ones(2, 3, dtype=dtype),)), tmp_path / "program.pt2")
-    metadata, found = ckptcore.metadata(tmp_path / "program.pt2"), ckptcore.load(tmp_path / "program.pt2")
+    metadata, loaded = ckptcore.metadata(tmp_path / "program.pt2"), ckptcore.load(tmp_path / "program.pt2")
     assert metadata.writer == "torch.export.save"
     state = layers.state_dict()
-    assert set(found) == set(state)
+    assert set(loaded) == set(state)
     for name, tensor in state.items():
-        np.testing.assert_array_equal(found[name].astype(np.float64), tensor.double().numpy())
+        np.testing.assert_array_equal(loaded[name].astype(np.float64), tensor.double().numpy())
     assert ckptcore.verify(tmp_path / "program.pt2").state == "sound"
     ckptcore.load_into(tmp_path / "program.pt2", other := torch.nn.Sequential(*layers))
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
@@ -141,7 +141,7 @@ def test_a_missing_file_of_a_program_is_damage(tmp_path: Path) -> None:
 
 
 def damage(path: Path, member: str) -> None:
-    """Change a byte in the middle of a member."""
+    """Change a byte in the middle of a member of a zip."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if member in name)
         stored = archive.read(name)
@@ -164,7 +164,7 @@ def test_verify_compares_every_member_of_a_program(tmp_path: Path, member: str) 
     try:
         assert not ckptcore.verify(tmp_path / "module.pt").ok
     except CorruptCheckpointError:
-        assert member == "data.pkl"  # which describes the tree
+        assert member == "data.pkl"  # this member describes the tree
 
 
 def test_verify_compares_members_that_no_tensor_uses(tmp_path: Path) -> None:

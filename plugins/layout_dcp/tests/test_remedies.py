@@ -1,4 +1,4 @@
-"""Remedies in error texts for files of `torch.save` and DCP: each is followed as the text says."""
+"""Remedies in errors for files of `torch.save` and DCP. Each test follows the advice of the text, and it works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ pytestmark = [
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 SPARSE = VALUES.to_sparse()
-QUANTIZED: Callable[[], torch.Tensor] = lambda: torch.quantize_per_tensor(VALUES, 0.5, 1, torch.qint8)  # it warns
+# torch warns about it.
+QUANTIZED: Callable[[], torch.Tensor] = lambda: torch.quantize_per_tensor(VALUES, 0.5, 1, torch.qint8)
 IN_PARTS = [
     (lambda: SPARSE, "save its indices and values", lambda it: [it.coalesce().indices(), it.coalesce().values()]),
     (lambda: SPARSE, "or tensor.to_dense()", lambda it: it.to_dense()),
@@ -58,7 +59,7 @@ def test_tensors_in_files_of_torch_save(tmp_path: Path, make: Any, text: str, fo
         loaded = ckptcore.load(tmp_path / "refused.pt", framework="torch")
     except CheckpointError as error:
         assert text in str(error)
-    else:  # it loads without the remedy
+    else:  # some torch versions save it so that it loads without the remedy
         assert same_value(loaded["w"], value)
     torch.save({"w": follow(value)}, tmp_path / "followed.pt")
     assert same_value(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(value))
@@ -74,7 +75,7 @@ def test_cycles_in_files_of_torch_save(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "cycle.pt")
 
 
-def test_the_layout_of_torch_save_only_reads(tmp_path: Path) -> None:
+def test_the_layout_torch_cannot_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="save with layout='dcp', 'safetensors'"):
         ckptcore.save(tmp_path / "c", {"w": VALUES}, layout="torch")
     for layout in ("dcp", "safetensors"):
@@ -83,7 +84,7 @@ def test_the_layout_of_torch_save_only_reads(tmp_path: Path) -> None:
 
 
 class Rebuilt:
-    """Is pickled as a call of a function, as tensors of other devices are."""
+    """Pickles as a call of a function, like tensors of other devices."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -124,13 +125,14 @@ class Rebuilt:
         ),
     ],
 )
-def test_tensors_that_torch_makes_as_it_loads(tmp_path: Path, make: Any, text: str, follow: Any) -> None:
+def test_tensors_that_torch_converts_as_it_loads(tmp_path: Path, make: Any, text: str, follow: Any) -> None:
     torch.save({"w": make(), "n": 1}, tmp_path / "refused.pt")
     with pytest.raises(CheckpointError) as caught:
         ckptcore.load(tmp_path / "refused.pt")
     assert f"w: it cannot be loaded, because it was saved as {text}." in str(caught.value)
     assert ckptcore.load(tmp_path / "refused.pt", {"w": PLACEHOLDER, "n": 0})["n"] == 1
-    loaded = torch.load(tmp_path / "refused.pt", weights_only=False)["w"]  # by the program that follows the advice
+    # The user who follows the advice loads with torch.
+    loaded = torch.load(tmp_path / "refused.pt", weights_only=False)["w"]
     torch.save({"w": follow(loaded)}, tmp_path / "followed.pt")
     assert same_value(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(loaded))
 
@@ -143,7 +145,7 @@ def test_integers_that_pickles_of_torch_do_not_have(tmp_path: Path) -> None:
     assert int(ckptcore.load(tmp_path / "c")["a"]["n"]) == number
 
 
-# --- files that are damaged, or of another kind -----------------------------------------------------------------------
+# --- damaged files, and files of other kinds --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("member", ["", "model/"])
@@ -171,25 +173,26 @@ def members_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_zips_that_torch_does_not_read(tmp_path: Path, compression: int) -> None:
+def test_compressed_zips_that_torch_does_not_read(tmp_path: Path, compression: int) -> None:
     torch.save({"w": VALUES}, tmp_path / "saved.pt")
     zipped(tmp_path / "c.pt", members_of(tmp_path / "saved.pt"), compression)
     with pytest.raises(CheckpointError, match=f"of compression {compression}. Unpack it and zip the directory again"):
         ckptcore.load(tmp_path / "c.pt")
     with zipfile.ZipFile(tmp_path / "c.pt") as archive:
         archive.extractall(tmp_path / "unpacked")
-    made = shutil.make_archive(str(tmp_path / "again"), "zip", tmp_path / "unpacked")  # deflates, also with directories
+    # `shutil` compresses the members, and adds directories.
+    made = shutil.make_archive(str(tmp_path / "again"), "zip", tmp_path / "unpacked")
     assert same_value(ckptcore.load(made, framework="torch")["w"], VALUES)
     zipped(tmp_path / "c.pt", members_of(Path(made)))
     assert same_value(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], VALUES)
 
 
-def test_zips_in_parts(tmp_path: Path) -> None:
+def test_multi_part_zips(tmp_path: Path) -> None:
     torch.save({"w": VALUES}, tmp_path / "saved.pt")
     zipped(tmp_path / "whole.pt", members_of(tmp_path / "saved.pt"))
     data = bytearray((tmp_path / "whole.pt").read_bytes())
     end = data.rindex(b"PK\5\6")
-    data[end + 4 : end + 8] = b"\1\0\1\0"  # the number of the last part, which has the directory
+    data[end + 4 : end + 8] = b"\1\0\1\0"  # the number of the last part, which contains the zip directory
     (tmp_path / "part.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="it is one of several parts. Join them first, as `zip -s 0"):
         ckptcore.load(tmp_path / "part.pt")
@@ -203,7 +206,7 @@ def changed(path: Path, change: Callable[[bytearray], object]) -> None:
 
 
 def entry_of(data: bytearray, name: bytes) -> int:
-    """Return the offset of a member's entry in the directory."""
+    """Return the offset of a member's entry in the zip directory."""
     return data.rindex(name) - 46
 
 
@@ -276,7 +279,7 @@ def test_indexes_of_files_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_damaged_files_of_dcp(tmp_path: Path) -> None:
-    """The metadata with a name that is no text, and a value without a pickle."""
+    """Metadata in which a name is not text, and an item without a pickle."""
     location = tmp_path / "c"
     dcp.save({"w": VALUES, "n": 1.5}, checkpoint_id=location, no_dist=True)
     shutil.copytree(location, tmp_path / "copy")
@@ -332,5 +335,5 @@ def test_files_of_ranks_of_which_one_is_missing(tmp_path: Path) -> None:
     ):
         ckptcore.load(tmp_path / "step_2")
     assert same_value(ckptcore.load(tmp_path / "step_2" / "rank_2.pt", framework="torch")["w"], VALUES + 2)
-    found = ckptcore.load(tmp_path / "step_1", framework="torch")
-    assert all(same_value(found[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))
+    loaded = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert all(same_value(loaded[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))

@@ -1,7 +1,7 @@
-"""Runs of PyTorch programs are seen, or refused with the way on.
+"""A `Checkpointer` finds the steps of runs of PyTorch programs, or its error says how to read them.
 
-The files of trainers have their names, and small contents. `plugins/integrations/tests/trainers/test_runs_of_others.py`
-has those that the trainers themselves write.
+The files have the names that trainers use, and small contents.
+`plugins/integrations/tests/trainers/test_runs_of_others.py` tests files written by the trainers themselves.
 """
 
 import re
@@ -16,7 +16,7 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.step_names import StepNameFormat, StepNames
 
 NAMES = {"StepNames": StepNames, "StepNameFormat": StepNameFormat}
-"""For the code in errors."""
+"""Names for the code in error messages, which the tests evaluate."""
 
 
 @pytest.mark.brings("run of files `ckpt_1000.pt` of `torch.save`", "torch", "refused")
@@ -122,7 +122,7 @@ def test_a_run_of_dcp_with_a_prefix_is_seen(tmp_path):
         assert run.load()["w"].tolist() == [10, 10]
 
 
-def test_files_of_one_checkpoint_are_no_steps(tmp_path):
+def test_files_of_one_checkpoint_are_not_steps(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "initial.pt")
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"state_rank_{rank}.pt")

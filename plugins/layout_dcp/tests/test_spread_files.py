@@ -1,4 +1,4 @@
-"""Data files of very many processes are spread over hashed directories, and all readers find them."""
+"""The layout puts the data files of very many processes into hashed subdirectories. All readers find them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS = 3
 
 
 def saved(location: Path, layout: DcpLayout) -> list[str]:
-    """Save a sharded state in a job. Return the file names."""
+    """Save a sharded state in a job, and return the names of its files."""
 
     def job(coordinator: Coordinator) -> None:
         whole = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -48,7 +48,7 @@ def saved(location: Path, layout: DcpLayout) -> list[str]:
 
 
 @pytest.mark.parametrize("spread_from", [1, RANKS])
-def test_everybody_reads_files_that_are_spread(tmp_path: Path, spread_from: int) -> None:
+def test_all_readers_find_files_in_subdirectories(tmp_path: Path, spread_from: int) -> None:
     location = tmp_path / "c"
     files = saved(location, DcpLayout(spread_from=spread_from))
     assert files == sorted(data_file_name(rank, spread=True) for rank in range(RANKS))
@@ -64,22 +64,22 @@ def test_everybody_reads_files_that_are_spread(tmp_path: Path, spread_from: int)
         dcp.load(target, storage_reader=reader)
         assert np.array_equal(target["w"].numpy(), expected)
         assert target["step"] == 7
-    (location / "checkpoint.json").unlink()  # what torch would have written
+    (location / "checkpoint.json").unlink()  # the files that torch would have written
     assert np.array_equal(ckptcore.load(location)["w"], expected)
 
 
 @pytest.mark.parametrize("spread_from", [RANKS + 1, None])
-def test_files_of_few_processes_have_the_names_that_torch_gives_them(tmp_path: Path, spread_from: int | None) -> None:
+def test_files_of_few_processes_have_the_names_of_torch(tmp_path: Path, spread_from: int | None) -> None:
     assert saved(tmp_path / "c", DcpLayout(spread_from=spread_from)) == [f"__{rank}_0.distcp" for rank in range(RANKS)]
 
 
-def test_the_option_goes_with_the_layout() -> None:
+def test_the_option_is_pickled_with_the_layout() -> None:
     layout = DcpLayout(spread_from=5)
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert DcpLayout().spread_from == 1024
 
 
-def test_thousands_of_files_are_spread_evenly() -> None:
+def test_thousands_of_files_are_evenly_distributed() -> None:
     count = Counter(data_file_name(rank, spread=True).partition("/")[0] for rank in range(8192))
     assert len(count) == 256
     assert max(count.values()) < 64

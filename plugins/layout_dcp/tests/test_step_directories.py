@@ -1,4 +1,4 @@
-"""Step directories of TorchTitan and xorl, written by torch.distributed.checkpoint with their structure."""
+"""Step directories with the structure of TorchTitan and xorl, written by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def titan(step: int) -> dict[str, Any]:
-    """The state of TorchTitan: weights by name, and other stateful objects by name."""
+    """Return a state like that of TorchTitan: weights and other stateful objects, by name."""
     moments = {f"state.layers.0.w.{name}": torch.full((3,), float(step)) for name in ("exp_avg", "exp_avg_sq", "step")}
     return {
         "tok_embeddings.weight": torch.full((2, 2), float(step)),
@@ -55,7 +55,7 @@ def titan_run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def xorl_step(tmp_path: Path) -> Path:
-    """A step with a checkpoint of the weights, one of the optimizer, and files of two processes and of all."""
+    """A step with checkpoints of the weights and the optimizer, a file of each process, and a file of the whole job."""
     step = tmp_path / "outputs" / "global_step_100"
     save({"q.weight": torch.arange(6.0).reshape(2, 3), "n": 7}, step / "model")
     save({"state": {"q.weight": {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1}]}, step / "optimizer")
@@ -101,7 +101,7 @@ def test_errors_abbreviate_many_steps(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_a_step_of_several_checkpoints_has_their_names(xorl_step: Path) -> None:
+def test_the_checkpointables_of_a_step_are_named_like_its_checkpoints(xorl_step: Path) -> None:
     with pytest.raises(CompositeCheckpointError, match=r"\(extra_state, model, optimizer, scheduler.pt\)"):
         ckptcore.load(xorl_step)
     loaded = ckptcore.load_checkpointables(xorl_step)
@@ -116,7 +116,7 @@ def test_a_step_of_several_checkpoints_has_their_names(xorl_step: Path) -> None:
     assert ranks["extra_state_rank_1.pt"]["rng"].tolist() == [1] * 4 and ranks["extra_state_rank_0.pt"]["step"] == 100
 
 
-def test_one_of_several_is_loaded_by_name_and_by_its_location(xorl_step: Path) -> None:
+def test_one_checkpointable_is_loaded_by_name_and_by_location(xorl_step: Path) -> None:
     model = {"q.weight": torch.zeros(2, 3), "n": 0}
     loaded = ckptcore.load_checkpointables(xorl_step, {"model": model})
     assert torch.equal(loaded["model"]["q.weight"], torch.arange(6.0).reshape(2, 3))
@@ -125,14 +125,14 @@ def test_one_of_several_is_loaded_by_name_and_by_its_location(xorl_step: Path) -
     assert ckptcore.load(xorl_step / "extra_state" / "extra_state_rank_1.pt")["step"] == 100
 
 
-def test_metadata_of_several(xorl_step: Path) -> None:
-    found = ckptcore.metadata(xorl_step)
-    layouts = {name: told.layout for name, told in found.checkpointables.items()}
+def test_metadata_of_several_checkpointables(xorl_step: Path) -> None:
+    metadata = ckptcore.metadata(xorl_step)
+    layouts = {name: told.layout for name, told in metadata.checkpointables.items()}
     assert layouts == {"extra_state": "torch", "model": "dcp", "optimizer": "dcp", "scheduler.pt": "torch"}
-    assert not found.checkpointables.deleted and not found.checkpointables.unreadable and found.save_id is None
+    assert not metadata.checkpointables.deleted and not metadata.checkpointables.unreadable and metadata.save_id is None
 
 
-def test_steps_of_several_are_steps(xorl_step: Path) -> None:
+def test_a_reader_finds_steps_with_several_checkpointables(xorl_step: Path) -> None:
     shutil.copytree(xorl_step, xorl_step.parent / "global_step_200")
     with ckptcore.CheckpointReader(xorl_step.parent) as reader:
         assert reader.steps == (100, 200)
@@ -142,7 +142,7 @@ def test_steps_of_several_are_steps(xorl_step: Path) -> None:
         ckptcore.load(xorl_step.parent)
 
 
-def test_a_step_that_was_never_finished_is_none(xorl_step: Path) -> None:
+def test_an_unfinished_step_is_not_found(xorl_step: Path) -> None:
     later = xorl_step.parent / "global_step_200"
     shutil.copytree(xorl_step, later)
     (later / "optimizer" / ".metadata").unlink()
@@ -152,7 +152,7 @@ def test_a_step_that_was_never_finished_is_none(xorl_step: Path) -> None:
         assert reader.steps == (100,) and reader.latest == 100
 
 
-def test_several_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> None:
+def test_several_checkpointables_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> None:
     assert not ckptcore.verify(xorl_step).problems
     ckptcore.copy(xorl_step, tmp_path / "ours", layout="safetensors")
     ours, theirs = ckptcore.load_checkpointables(tmp_path / "ours"), ckptcore.load_checkpointables(xorl_step)
@@ -160,7 +160,7 @@ def test_several_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> 
     assert ours["model"]["q.weight"].tobytes() == theirs["model"]["q.weight"].tobytes()
 
 
-def test_memory_has_directories_too(xorl_step: Path) -> None:
+def test_step_directories_in_memory_are_found(xorl_step: Path) -> None:
     location = "memory://step-directories/step_1"
     context = ckptcore.Context()
     storage = runtime_of(context).registry.storage("memory")("memory://step-directories", _options())
@@ -180,7 +180,7 @@ def _options() -> Any:
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_the_command_line_takes_them(xorl_step: Path) -> None:
+def test_the_command_line_reads_step_directories(xorl_step: Path) -> None:
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", "ckptcore", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -201,7 +201,7 @@ def test_other_files_in_a_checkpoint_are_ignored(titan_run: Path) -> None:
     assert DcpLayout().inspect_composite(DirectoryReadStore(step)) is None
 
 
-def test_files_of_ranks_are_one_mapping_if_all_are_there() -> None:
+def test_files_of_ranks_are_found_if_none_is_missing() -> None:
     assert find_rank_files(["a_rank10.pt", *(f"a_rank{rank}.pt" for rank in range(10))]) == [
         f"a_rank{rank}.pt" for rank in range(11)
     ]
@@ -222,21 +222,21 @@ def test_a_directory_of_many_names_is_not_listed(tmp_path: Path) -> None:
     assert DcpLayout().inspect_composite(DirectoryReadStore(tmp_path)) is None
 
 
-def test_what_cannot_be_read_is_named(xorl_step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_listed(xorl_step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptcore_dcp import torch_files
 
     def refused(*arguments: object, **options: object) -> object:
         raise UnsupportedLeafError("it holds a graph")
 
     monkeypatch.setattr(torch_files, "read_pickle", refused)
-    found = ckptcore.metadata(xorl_step)
-    assert list(found.checkpointables) == ["model", "optimizer"]
-    assert found.checkpointables.unreadable.keys() == {"extra_state", "scheduler.pt"}
+    metadata = ckptcore.metadata(xorl_step)
+    assert list(metadata.checkpointables) == ["model", "optimizer"]
+    assert metadata.checkpointables.unreadable.keys() == {"extra_state", "scheduler.pt"}
     assert ckptcore.load_checkpointables(xorl_step, ["model"])["model"]["n"] == 7
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin"])
-def test_files_of_other_libraries_are_found_in_their_directory(tmp_path: Path, name: str) -> None:
+def test_weights_are_found_under_the_file_names_of_other_libraries(tmp_path: Path, name: str) -> None:
     torch.save({"w": torch.arange(3)}, tmp_path / name)
     torch.save({"step": 3}, tmp_path / "trainer.bin")
     assert ckptcore.load(tmp_path)["w"].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Tensors in pickles: the same as in torch; unsupported tensors are rejected with a remedy."""
+"""Tensors in pickles: equal to those of torch. Errors for unsupported tensors name a remedy."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _pickled(state: object) -> Value:
 
 
 def _tensor(state: object) -> StoredTensor:
-    found = stored_tensor(_pickled(state), key="file", path="w")
-    assert found is not None
-    return found
+    stored = stored_tensor(_pickled(state), key="file", path="w")
+    assert stored is not None
+    return stored
 
 
 def _storage(kind: str = "FloatStorage", count: object = 10, *more: Value) -> Persistent:
-    return Persistent(("storage", Global("torch", kind), "0", "cpu", count, *more))  # type: ignore[arg-type]  # hostile ones too
+    return Persistent(("storage", Global("torch", kind), "0", "cpu", count, *more))  # type: ignore[arg-type]  # hostile
 
 
 def _rebuild(
@@ -69,26 +69,26 @@ def _rebuild(
         lambda: torch.ones(3).to(torch.float8_e5m2)[1:],
     ],
 )
-def test_shape_strides_and_offset_are_those_of_torch(make: Callable[[], torch.Tensor]) -> None:
+def test_shape_strides_and_offset_equal_those_of_torch(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    found = _tensor(tensor)
-    assert found.shape == tuple(tensor.shape)
-    assert found.strides == tensor.stride()
-    assert found.offset == tensor.storage_offset()
-    assert found.dtype == str(tensor.dtype).removeprefix("torch.")
-    assert found.itemsize == tensor.element_size()
-    assert found.requires_grad == tensor.requires_grad
-    assert found.is_contiguous == tensor.is_contiguous()
-    assert found.storage_bytes == tensor.untyped_storage().nbytes()
-    check_bounds(found, tensor.untyped_storage().nbytes(), key="file", path="w")
-    if found.span:
+    stored = _tensor(tensor)
+    assert stored.shape == tuple(tensor.shape)
+    assert stored.strides == tensor.stride()
+    assert stored.offset == tensor.storage_offset()
+    assert stored.dtype == str(tensor.dtype).removeprefix("torch.")
+    assert stored.itemsize == tensor.element_size()
+    assert stored.requires_grad == tensor.requires_grad
+    assert stored.is_contiguous == tensor.is_contiguous()
+    assert stored.storage_bytes == tensor.untyped_storage().nbytes()
+    check_bounds(stored, tensor.untyped_storage().nbytes(), key="file", path="w")
+    if stored.span:
         with pytest.raises(CorruptCheckpointError, match="ends? at byte"):
-            check_bounds(found, (found.offset + found.span) * found.itemsize - 1, key="file", path="w")
+            check_bounds(stored, (stored.offset + stored.span) * stored.itemsize - 1, key="file", path="w")
 
 
-def test_tensors_with_attributes_are_tensors() -> None:
+def test_tensors_with_attributes_are_recognized() -> None:
     tensor = torch.ones(3)
-    tensor.note = "n"  # type: ignore[attr-defined]  # torch pickles it another way then
+    tensor.note = "n"  # type: ignore[attr-defined]  # torch pickles a tensor with attributes in another way
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.note = "n"  # type: ignore[attr-defined]  # see above
     assert _tensor(tensor).shape == (3,)
@@ -99,19 +99,19 @@ def test_tensors_with_attributes_are_tensors() -> None:
 def test_bare_storages() -> None:
     assert _tensor(torch.ones(3).untyped_storage()).spec.shape == (12,)
     legacy = _storage("HalfStorage", 10, ("1", 4, 3))
-    found = stored_tensor(legacy, key="file", path="s")
-    assert found is not None and (found.dtype, found.shape, found.offset) == ("float16", (3,), 4)
+    stored = stored_tensor(legacy, key="file", path="s")
+    assert stored is not None and (stored.dtype, stored.shape, stored.offset) == ("float16", (3,), 4)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
 def test_dtypes_stored_as_raw_bytes() -> None:
-    found = _tensor(torch.empty(3, dtype=torch.float4_e2m1fn_x2))
-    assert (found.dtype, found.kind) == ("uint8", "torch.float4_e2m1fn_x2")
+    stored = _tensor(torch.empty(3, dtype=torch.float4_e2m1fn_x2))
+    assert (stored.dtype, stored.kind) == ("uint8", "torch.float4_e2m1fn_x2")
 
 
 def test_views_of_storages_before_torch_1_6() -> None:
-    found = stored_tensor(_rebuild(_storage("FloatStorage", 10, ("9", 4, 6)), 1, (2,)), key="file", path="w")
-    assert found is not None and found.offset == 5
+    stored = stored_tensor(_rebuild(_storage("FloatStorage", 10, ("9", 4, 6)), 1, (2,)), key="file", path="w")
+    assert stored is not None and stored.offset == 5
     for view in (("9", 5, 6), ("9", -1, 2), ("9", 1), "9", ("9", 1.0, 2)):
         with pytest.raises(CorruptCheckpointError):
             stored_tensor(_rebuild(_storage("FloatStorage", 10, view), 0, (2,)), key="file", path="w")
@@ -127,21 +127,21 @@ def test_views_of_storages_before_torch_1_6() -> None:
         (lambda: torch.empty(3, dtype=torch.bits8), "bits8"),
     ],
 )
-def test_what_no_array_can_hold_is_refused(make: Callable[[], torch.Tensor], message: str) -> None:
+def test_tensors_without_an_array_representation_are_unreadable(make: Callable[[], torch.Tensor], message: str) -> None:
     _, leaves = tree_of(_pickled({"a": [make()]}), key="file")
     (leaf,) = leaves
     assert isinstance(leaf, Unreadable)
     assert message in leaf.reason and "[0]" not in leaf.reason
 
 
-def test_tensors_of_classes_are_refused() -> None:
+def test_tensors_of_subclasses_are_refused() -> None:
     call = Call(
         Global("torch._tensor", "_rebuild_from_type_v2"),
         (Global("torch._utils", "_rebuild_tensor_v2"), Global("evil", "Tensor"), _rebuild(_storage()).arguments, {}),
     )
     with pytest.raises(UnsupportedLeafError, match="DTensor"):
         stored_tensor(call, key="file", path="w")
-    of_types: list[Value] = [[], {}, None, Persistent([])]  # unhashable values too
+    of_types: list[Value] = [[], {}, None, Persistent([])]  # also unhashable values
     for of_type in of_types:
         with pytest.raises(UnsupportedLeafError):
             stored_tensor(
@@ -184,12 +184,12 @@ def test_tensors_of_classes_are_refused() -> None:
         _rebuild(_storage("UntypedStorage"), 0, (1,), (1,), Global("os", "float32"), name="_rebuild_tensor_v3"),
     ],
 )
-def test_tensors_that_cannot_be(value: Value) -> None:
+def test_invalid_tensors_are_refused(value: Value) -> None:
     with pytest.raises(CorruptCheckpointError):
         stored_tensor(value, key="file", path="w")
 
 
-def test_tensors_in_tensors_without_end() -> None:
+def test_deeply_nested_tensors_are_refused() -> None:
     value: Value = _rebuild(_storage())
     for _ in range(100_000):
         value = Call(Global("torch._utils", "_rebuild_parameter"), (value, True, _HOOKS))
@@ -205,7 +205,7 @@ def test_tensors_in_tensors_without_end() -> None:
         stored_tensor(value, key="file", path="w")
 
 
-def test_views_may_not_repeat_a_few_bytes_without_end() -> None:
+def test_large_views_of_a_few_bytes_are_refused() -> None:
     for strides in ((0, 0), (0, 1), (1, 1)):
         tensor = StoredTensor("0", "float32", (1 << 16, 1 << 16), strides, 0)
         with pytest.raises(UnsupportedLeafError, match="expand"):
@@ -237,7 +237,7 @@ def test_trees_of_plain_values() -> None:
     assert [type(leaf) for leaf in leaves] == [type(leaf) for leaf in expected]
 
 
-def test_scalars_of_numpy_are_numbers() -> None:
+def test_numpy_scalars_are_numbers() -> None:
     state = [
         np.float64(0.5),
         np.float32(1.5),
@@ -253,7 +253,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
     assert [type(leaf) for leaf in leaves] == [float, float, int, int, bool, complex, float, int]
 
 
-def test_what_only_looks_like_a_scalar_of_numpy_stays_inert() -> None:
+def test_calls_that_only_resemble_numpy_scalars_stay_inert() -> None:
     made = Global("numpy.core.multiarray", "scalar")
     dtype = Call(Global("numpy", "dtype"), ("f8", False, True), state=(3, "<"))
     for arguments in (
@@ -272,7 +272,7 @@ class _Settings:
         self.weight = torch.ones(2)
 
 
-def test_objects_of_unknown_classes_are_their_attributes() -> None:
+def test_objects_of_unknown_classes_are_trees_of_their_attributes() -> None:
     skeleton, leaves = tree_of(_pickled(_Settings()), key="file")
     assert isinstance(skeleton, Node)
     assert (skeleton.kind, skeleton.keys) == ("object", (Attribute("rate"), Attribute("weight")))
@@ -280,26 +280,26 @@ def test_objects_of_unknown_classes_are_their_attributes() -> None:
     assert leaves[0] == 0.5 and isinstance(leaves[1], StoredTensor)
 
 
-def test_whole_modules_are_their_attributes() -> None:
+def test_whole_modules_are_trees_of_their_attributes() -> None:
     skeleton, leaves = tree_of(_pickled(torch.nn.Sequential(torch.nn.Linear(2, 3))), key="file")
     assert isinstance(skeleton, Node) and skeleton.type == "torch.nn.modules.container.Sequential"
     assert sorted(leaf.shape for leaf in leaves if isinstance(leaf, StoredTensor)) == [(3,), (3, 2)]
 
 
-def test_keys_that_no_path_has_come_as_pairs() -> None:
+def test_dicts_with_unsupported_keys_become_pairs() -> None:
     skeleton, leaves = tree_of(_pickled({(1, 2): 3, None: 4}), key="file")
     pair = Node("tuple", (0, 1), (Node("tuple", (0, 1), (LEAF, LEAF)), LEAF))
     assert skeleton == Node("object", (0, 1), (pair, Node("tuple", (0, 1), (LEAF, LEAF))), "builtins.dict")
     assert list(leaves) == [1, 2, 3, None, 4]
 
 
-def test_sets_come_in_one_order() -> None:
+def test_sets_have_a_fixed_order() -> None:
     names = {"b", "a", "c", "z", "q"}
-    _, leaves = tree_of(names, key="file")  # type: ignore[arg-type]  # of values
+    _, leaves = tree_of(names, key="file")  # type: ignore[arg-type]  # a set of values
     assert list(leaves) == sorted(names)
 
 
-def test_trees_that_never_end() -> None:
+def test_infinite_and_huge_trees_are_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     deep: Any = []

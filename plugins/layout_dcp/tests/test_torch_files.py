@@ -1,4 +1,4 @@
-"""Files of torch.save, loaded bit for bit without torch and without executing code in them."""
+"""Files of torch.save load bit for bit, without torch, and without executing code in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _save(state: object, path: Path, zipped: bool = True) -> None:
 
 
 class _CountingStore(DirectoryReadStore):
-    """A store that counts the requested bytes."""
+    """A store that counts the bytes read from it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -68,18 +68,18 @@ class _CountingStore(DirectoryReadStore):
 
 
 def _inspect(path: Path) -> Inspection:
-    found = TorchLayout().inspect(DirectoryReadStore(path.parent), path.name)
-    assert found is not None
-    return found
+    inspection = TorchLayout().inspect(DirectoryReadStore(path.parent), path.name)
+    assert inspection is not None
+    return inspection
 
 
-def _read(store: DirectoryReadStore, found: Inspection, items: Sequence[tuple[int, Box]]) -> list[HostArray]:
+def _read(store: DirectoryReadStore, inspection: Inspection, items: Sequence[tuple[int, Box]]) -> list[HostArray]:
     buffers: list[HostArray] = []
     for leaf, box in items:
-        record = found.tree.leaves[leaf]
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         buffers.append(np.empty(box.shape, record.spec.numpy_dtype))
-    index = TorchLayout().index(found.tree, found.state)
+    index = TorchLayout().index(inspection.tree, inspection.state)
     assert sorted(store.read_boxes(index, [ReadItem(leaf, box) for leaf, box in items], buffers)) == list(
         range(len(items))
     )
@@ -97,23 +97,23 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def _assert_same(found: Any, expected: Any) -> None:
+def _assert_same(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, np.ndarray)
-        assert found.shape == tuple(expected.shape)
-        assert str(found.dtype) == str(expected.dtype).removeprefix("torch.")
-        assert found.tobytes() == _bits(expected)
+        assert isinstance(actual, np.ndarray)
+        assert actual.shape == tuple(expected.shape)
+        assert str(actual.dtype) == str(expected.dtype).removeprefix("torch.")
+        assert actual.tobytes() == _bits(expected)
     elif isinstance(expected, dict):
-        assert type(found) is type(expected)
-        assert list(found) == list(expected)
+        assert type(actual) is type(expected)
+        assert list(actual) == list(expected)
         for key, value in expected.items():
-            _assert_same(found[key], value)
+            _assert_same(actual[key], value)
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            _assert_same(one, other)
+        assert type(actual) is type(expected) and len(actual) == len(expected)
+        for leaf, other in zip(actual, expected, strict=True):
+            _assert_same(leaf, other)
     else:
-        assert type(found) is type(expected) and found == expected
+        assert type(actual) is type(expected) and actual == expected
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -124,8 +124,8 @@ def _tensors() -> dict[str, torch.Tensor]:
     )  # fmt: skip
     torch.manual_seed(0)
     base = torch.randn(6, 5) * 10
-    found = {str(dtype): base.abs().to(dtype) for dtype in dtypes}
-    found |= {
+    tensors = {str(dtype): base.abs().to(dtype) for dtype in dtypes}
+    tensors |= {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
         "none": torch.empty(3, 0, dtype=torch.int32),
@@ -141,7 +141,7 @@ def _tensors() -> dict[str, torch.Tensor]:
         "bf16 transposed": torch.randn(3, 4).to(torch.bfloat16).T,
         "fp8 stepped": torch.randn(12).to(torch.float8_e4m3fn)[::3],
     }
-    return found
+    return tensors
 
 
 @_FORMATS
@@ -235,8 +235,8 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
     expected = first | {"b": second["b"]}
     _assert_same(_load(tmp_path), expected)
     _assert_same(_load(tmp_path / "pytorch_model.bin.index.json"), expected)
-    found = TorchLayout().inspect(DirectoryReadStore(tmp_path), None)
-    assert found is not None and dict(found.tree.aliases) == {2: 1}
+    inspection = TorchLayout().inspect(DirectoryReadStore(tmp_path), None)
+    assert inspection is not None and dict(inspection.tree.aliases) == {2: 1}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_indexes_that_are_wrong(index: str, tmp_path: Path) -> None:
+def test_invalid_indexes_are_refused(index: str, tmp_path: Path) -> None:
     directory = tmp_path / "here"
     directory.mkdir()
     _save({"a": torch.ones(1)}, tmp_path / "secret.bin")
@@ -265,49 +265,47 @@ def test_indexes_that_are_wrong(index: str, tmp_path: Path) -> None:
         TorchLayout().inspect(DirectoryReadStore(directory), None)
 
 
-def test_a_directory_with_one_file(tmp_path: Path) -> None:
+def test_a_directory_with_only_pytorch_model_bin(tmp_path: Path) -> None:
     _save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     _assert_same(_load(tmp_path), {"w": torch.ones(2)})
 
 
 @_FORMATS
-def test_a_part_of_an_array_reads_that_part_only(zipped: bool, tmp_path: Path) -> None:
+def test_a_box_of_an_array_reads_only_its_bytes(zipped: bool, tmp_path: Path) -> None:
     tensor = torch.arange(400_000.0).reshape(1000, 400)
     _save({"w": tensor, "t": tensor.T}, tmp_path / "m.pt", zipped)
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = _CountingStore(tmp_path)
     box = Box((10, 3), (12, 9))
-    (part,) = _read(store, found, [(0, box)])
+    (part,) = _read(store, inspection, [(0, box)])
     assert part.tobytes() == _bits(tensor[10:12, 3:9])
     assert store.got == 0 and store.tiles[0].checksum is None
-    (part,) = _read(store, found, [(1, Box((3, 10), (9, 12)))])
+    (part,) = _read(store, inspection, [(1, Box((3, 10), (9, 12)))])
     assert part.tobytes() == _bits(tensor[10:12, 3:9].T)
     assert 0 < store.got < 4 * 1000
 
 
-def test_arrays_that_are_read_whole_are_compared_with_their_checksums(tmp_path: Path) -> None:
+def test_completely_read_arrays_are_verified(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     _save({"w": tensor, "v": tensor.reshape(10, 100), "u": tensor[3:]}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = _CountingStore(tmp_path)
     boxes = [(leaf, Box.whole(shape)) for leaf, shape in enumerate([(1000,), (10, 100), (997,)])]
-    _read(store, found, boxes)
+    _read(store, inspection, boxes)
     assert [tile.checksum is not None for tile in store.tiles] == [True, False, False]
     data = bytearray((tmp_path / "m.pt").read_bytes())
     data[data.index(np.float32(500).tobytes())] ^= 1
     (tmp_path / "m.pt").write_bytes(data)
     with pytest.raises(ChecksumError):
-        _read(store, found, boxes[:1])
+        _read(store, inspection, boxes[:1])
     with pytest.raises(ChecksumError) as caught:
         _load(tmp_path / "m.pt")
     assert caught.value.key == "m.pt"
 
 
 @_FORMATS
-def test_arrays_in_another_order_are_gathered_in_slabs(
-    zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transposed_arrays_are_read_in_slabs(zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storages, "_SLAB_BYTES", 4096)
     base = torch.arange(60_000).reshape(20, 30, 100)
     state = {
@@ -340,17 +338,17 @@ def test_files_that_were_zipped_again(compression: int, tmp_path: Path) -> None:
     _assert_same(_load(tmp_path / "m.pt"), state)
 
 
-def test_files_of_machines_with_the_other_byte_order(tmp_path: Path) -> None:
+def test_big_endian_files_load(tmp_path: Path) -> None:
     state = _tensors()
     _save(state, tmp_path / "m.pt")
     swapped: dict[str, bytes] = {"byteorder": b"big"}
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     data = (tmp_path / "m.pt").read_bytes()
     members = torch_members(read_zip(lambda start, stop: data[start:stop], 0, len(data), key="m.pt"))
     names = {member.start: name for name, member in members.items()}
-    state_json: Any = found.state
+    state_json: Any = inspection.state
     for leaf, storage, _, _ in state_json["arrays"]:
-        record = found.tree.leaves[leaf]
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         width = record.spec.numpy_dtype.itemsize // (2 if record.spec.dtype.startswith("complex") else 1)
         start, nbytes = state_json["storages"][storage][1:3]
@@ -380,14 +378,14 @@ def test_nothing_in_a_file_runs(zipped: bool, tmp_path: Path) -> None:
     assert sentinel.exists(), "the file does not do what this test is about"
 
 
-def test_whole_modules_come_as_their_attributes(tmp_path: Path) -> None:
+def test_whole_modules_load_as_their_attributes(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     _save(model, tmp_path / "m.pt")
     _assert_same(_load(tmp_path / "m.pt")["_parameters"]["weight"], model.weight)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
-def test_dtypes_without_a_meaning_come_as_bytes(tmp_path: Path) -> None:
+def test_dtypes_that_numpy_lacks_load_as_bytes(tmp_path: Path) -> None:
     raw = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     _save({"w": raw}, tmp_path / "m.pt")
     record = _inspect(tmp_path / "m.pt").tree.leaves[0]
@@ -405,15 +403,15 @@ def test_views_of_absurd_sizes_are_refused_in_little_memory(tmp_path: Path) -> N
     _save({"w": torch.ones(1).expand(1 << 20, 1 << 15)}, tmp_path / "m.pt")
     tracemalloc.start()
     try:
-        found = _inspect(tmp_path / "m.pt")
-        assert found is not None
-        assert "expand" in str(found.tree.leaves[0])
+        inspection = _inspect(tmp_path / "m.pt")
+        assert inspection is not None
+        assert "expand" in str(inspection.tree.leaves[0])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_legacy_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_a_truncated_legacy_file_is_refused(tmp_path: Path) -> None:
     _save({"w": torch.arange(100.0), "v": torch.ones(3)}, tmp_path / "m.pt", zipped=False)
     data = (tmp_path / "m.pt").read_bytes()
     for length in (len(data) - 1, len(data) - 300, 400, 100, 40):
@@ -424,7 +422,7 @@ def test_a_legacy_file_that_is_cut_off(tmp_path: Path) -> None:
     assert _load(tmp_path / "m.pt")["w"][99] == 99
 
 
-def test_a_legacy_file_whose_pickles_are_long(tmp_path: Path) -> None:
+def test_a_legacy_file_with_a_long_pickle(tmp_path: Path) -> None:
     state: dict[str, Any] = {f"a long name of a parameter {number}": number for number in range(20_000)}
     state["w"] = torch.arange(5)
     _save(state, tmp_path / "m.pt", zipped=False)
@@ -434,7 +432,7 @@ def test_a_legacy_file_whose_pickles_are_long(tmp_path: Path) -> None:
 
 @_FORMATS
 @pytest.mark.parametrize("seed", range(3))
-def test_random_damage_gives_an_error_or_other_numbers(zipped: bool, seed: int, tmp_path: Path) -> None:
+def test_random_damage_raises_an_error_or_changes_numbers(zipped: bool, seed: int, tmp_path: Path) -> None:
     _save(
         {"w": torch.arange(20.0).reshape(4, 5).T, "o": {"s": [1, "x", (2.5,)]}, "b": torch.ones(3)},
         tmp_path / "m.pt",
@@ -449,13 +447,13 @@ def test_random_damage_gives_an_error_or_other_numbers(zipped: bool, seed: int, 
         (tmp_path / "m.pt").write_bytes(data)
         store = DirectoryReadStore(tmp_path)
         try:
-            found = TorchLayout().inspect(store, "m.pt")
-            if found is None:
+            inspection = TorchLayout().inspect(store, "m.pt")
+            if inspection is None:
                 continue
-            for leaf, record in enumerate(found.tree.leaves):
+            for leaf, record in enumerate(inspection.tree.leaves):
                 if isinstance(record, ArrayRecord):
-                    _read(store, found, [(found.tree.aliases.get(leaf, leaf), Box.whole(record.spec.shape))])
-            _extents(found.tree, found.state)
+                    _read(store, inspection, [(inspection.tree.aliases.get(leaf, leaf), Box.whole(record.spec.shape))])
+            _extents(inspection.tree, inspection.state)
         except CheckpointError:
             continue
 
@@ -465,10 +463,10 @@ _NONSENSE: list[Any] = [None, -1, 1 << 70, True, "x", 1.5, [], {}]
 
 def test_hostile_states(tmp_path: Path) -> None:
     _save({"w": torch.arange(20.0).reshape(4, 5), "t": torch.arange(20.0).reshape(4, 5).T}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = DirectoryReadStore(tmp_path)
     boxes = [(0, Box.whole((4, 5))), (1, Box.whole((5, 4)))]
-    text = json.dumps(found.state)
+    text = json.dumps(inspection.state)
     places: list[tuple[Any, ...]] = [("files",), ("storages",), ("arrays",), ("files", 0)]
     places += [("storages", 0, column) for column in range(8)] + [
         ("arrays", row, column) for row in (0, 1) for column in range(4)
@@ -480,24 +478,24 @@ def test_hostile_states(tmp_path: Path) -> None:
             for step in place[:-1]:
                 inner = inner[step]
             inner[place[-1]] = nonsense
-            hostile = Inspection(found.tree, state, "")
+            hostile = Inspection(inspection.tree, state, "")
             try:
                 _read(store, hostile, boxes)
-                _extents(found.tree, state)
+                _extents(inspection.tree, state)
             except CheckpointError:
                 continue
     for state in _NONSENSE:
         with pytest.raises(CorruptCheckpointError):
-            _read(store, Inspection(found.tree, state, ""), boxes)
+            _read(store, Inspection(inspection.tree, state, ""), boxes)
 
 
-def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: Path) -> None:
-    """A hostile root can state that a compressed storage expands to a terabyte."""
+def test_an_impossible_stated_size_allocates_no_memory(tmp_path: Path) -> None:
+    """A hostile root can state that a compressed storage expands to 1 TiB."""
     _save({"w": torch.zeros(1 << 16)}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     extent = 1 << 38
-    tree = replace(found.tree, leaves=(ArrayRecord(ArraySpec((extent,), "float32")),))
-    state: Any = json.loads(json.dumps(found.state))
+    tree = replace(inspection.tree, leaves=(ArrayRecord(ArraySpec((extent,), "float32")),))
+    state: Any = json.loads(json.dumps(inspection.state))
     for compression, error in ((8, CorruptCheckpointError), (99, CorruptCheckpointError), (0, UnsupportedLeafError)):
         storage = state["storages"][0]
         storage[3], storage[6] = storage[2] if compression == 0 else extent * 4, compression
@@ -506,10 +504,10 @@ def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: 
             _extents(tree, state)
 
 
-def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path) -> None:
-    """Without the limit, 4 kB of deflate data became 4 MB of pickle, and a million objects for each."""
+def test_a_deflated_pickle_that_expands_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    """Without the limit, 4 kB of deflated data became 4 MB of pickle and millions of objects."""
     torch.save({}, tmp_path / "empty.pt")
-    assert _load(tmp_path / "empty.pt") == {}  # imports what a load needs
+    assert _load(tmp_path / "empty.pt") == {}  # imports the modules that a load needs
     for name, opcode in (("sets", b"\x8f"), ("dicts", b"}"), ("numbers", b"K\0")):
         path = tmp_path / f"{name}.pt"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
@@ -528,7 +526,7 @@ def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path)
 
 
 def test_a_file_that_was_zipped_again_with_compression(tmp_path: Path) -> None:
-    """Written by other software than torch. The pickle expands about five times."""
+    """Software other than torch wrote the file. Its pickle expands about five times."""
     state = {f"layers.{number}.weight": torch.full((3,), number) for number in range(500)}
     _save({"model": state, "rates": [0.125] * 100}, tmp_path / "stored.pt")
     with (

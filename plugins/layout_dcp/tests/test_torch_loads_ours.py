@@ -1,4 +1,4 @@
-"""Every reader in torch.distributed.checkpoint accepts what ckptcore writes."""
+"""Every reader of torch.distributed.checkpoint loads checkpoints that ckptcore writes."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ WITHOUT = sorted(set(DTYPE_NAMES) - set(DTYPES))
 
 
 def items_of(location: Path) -> dict[str, bytes]:
-    """Return every item listed in ``.metadata``, by name and offsets."""
-    found = {}
+    """Return every item that ``.metadata`` lists, by name and offsets."""
+    items = {}
     for index, place in metadata_of(location).storage_data.items():
         with (location / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
         assert len(data) == place.length
-        found[f"{index.fqn} at {index.offset}"] = data
-    return found
+        items[f"{index.fqn} at {index.offset}"] = data
+    return items
 
 
 def metadata_of(location: Path) -> Any:
-    """Return the metadata as torch reads it."""
+    """Read the metadata with torch."""
     return dcp.FileSystemReader(location).read_metadata()
 
 
 def assert_whole_items(location: Path) -> None:
-    """Assert that Python's zipfile verifies every checksum in every item."""
+    """Assert that Python's zipfile accepts every item and its checksums."""
     items = items_of(location)
     assert items
     for name, data in items.items():
@@ -86,8 +86,8 @@ def test_every_dtype_and_shape_bit_for_bit(tmp_path: Path) -> None:
     assert_whole_items(tmp_path / "c")
 
 
-def test_what_sessions_wrote(tmp_path: Path) -> None:
-    """Every dtype and shape, a nested state dict, tied tensors, and a tensor written in several sessions."""
+def test_a_partial_save_of_several_sessions(tmp_path: Path) -> None:
+    """Every dtype and shape, a nested state dict, tied tensors, and a tensor whose parts different sessions write."""
     specs = {f"{dtype}-{shape}": ArraySpec(shape, dtype) for dtype in DTYPES for shape in SHAPES}
     tensors = {name: tensor_of(spec) for name, spec in specs.items()}
     tied, rows = torch.randn(3, 2), torch.arange(24.0).reshape(6, 4)
@@ -100,10 +100,10 @@ def test_what_sessions_wrote(tmp_path: Path) -> None:
         ckptcore.partial(tmp_path / "c", layout="dcp").save(given)
     ckptcore.partial(tmp_path / "c").finalize()
     like = loaded(tmp_path / "c", blank(state))
-    found = like.pop("tensors")
+    copies = like.pop("tensors")
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert bytes_of(found[name]) == bytes_of(tensor), name
+        assert copies[name].dtype == tensor.dtype and copies[name].shape == tensor.shape, name
+        assert bytes_of(copies[name]) == bytes_of(tensor), name
     assert_same(like, {name: child for name, child in state.items() if name != "tensors"})
     assert_whole_items(tmp_path / "c")
 
@@ -132,7 +132,7 @@ def test_a_nested_state_dict(tmp_path: Path) -> None:
     assert_whole_items(tmp_path / "c")
 
 
-def test_names_and_values_are_those_that_torch_makes(tmp_path: Path) -> None:
+def test_names_and_values_equal_those_of_torch(tmp_path: Path) -> None:
     dcp.save(dict(NESTED), checkpoint_id=tmp_path / "torch", no_dist=True)
     ckptcore.save(tmp_path / "ours", NESTED, layout="dcp")
     theirs, ours = metadata_of(tmp_path / "torch"), metadata_of(tmp_path / "ours")
@@ -144,7 +144,7 @@ def test_names_and_values_are_those_that_torch_makes(tmp_path: Path) -> None:
             assert ours.state_dict_metadata[name].properties.dtype == entry.properties.dtype
 
 
-def test_long_lists_and_dicts_of_numbers_are_those_that_torch_makes(tmp_path: Path) -> None:
+def test_long_lists_and_dicts_of_numbers_equal_those_of_torch(tmp_path: Path) -> None:
     keys = range(1200)
     state = {
         "list": list(keys),
@@ -187,31 +187,31 @@ def test_tied_tensors_under_each_of_their_names(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "c").rglob("*.distcp")) < 2 * 8000
 
 
-def test_a_part_of_the_keys(tmp_path: Path) -> None:
+def test_torch_loads_a_part_of_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
     part = {"model": {"layer": {"1": {"bias": torch.zeros(2)}}}, "step": 0}
-    found = loaded(tmp_path / "c", part)
-    assert_same(found, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
+    restored = loaded(tmp_path / "c", part)
+    assert_same(restored, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
     by_keys = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=tmp_path / "c")
     assert_same(by_keys, {"model": NESTED["model"], "step": 7})
-    if Version(torch.__version__) >= Version("2.8"):  # an earlier one returns an empty state
+    if Version(torch.__version__) >= Version("2.8"):  # older versions return an empty state
         assert_same(_load_state_dict_from_keys(checkpoint_id=tmp_path / "c"), NESTED)
 
 
-def test_without_knowing_what_is_in_it(tmp_path: Path) -> None:
+def test_torch_converts_it_without_a_target(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
     dcp_to_torch_save(tmp_path / "c", tmp_path / "file.pt")
     assert_same(torch.load(tmp_path / "file.pt", weights_only=True), NESTED)
 
 
-def test_a_missing_key_is_missed_by_torch_too(tmp_path: Path) -> None:
+def test_torch_raises_an_error_for_a_missing_key(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": torch.ones(1)}, layout="dcp")
-    with pytest.raises(BaseException, match="Missing key"):  # torch's error is not an Exception
+    with pytest.raises(BaseException, match="Missing key"):  # the error of torch is no subclass of Exception
         loaded(tmp_path / "c", {"b": torch.ones(1)})
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop"])
-def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
+def test_a_model_and_its_optimizer_resume_with_equal_losses(tmp_path: Path, kind: str) -> None:
     def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         net = network(seed)
         options = {"momentum": 0.9} if kind == "SGD" else {}
@@ -224,23 +224,23 @@ def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     expected = trained(net, optimizer, 9)
     other, its_optimizer = make(1)
-    found = loaded(
+    restored = loaded(
         tmp_path / "c",
         {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its_optimizer)},
     )
-    set_model_state_dict(other, found["model"])
-    set_optimizer_state_dict(other, its_optimizer, found["optimizer"])
+    set_model_state_dict(other, restored["model"])
+    set_optimizer_state_dict(other, its_optimizer, restored["optimizer"])
     assert trained(other, its_optimizer, 9) == expected
 
 
-def test_values_need_no_code(tmp_path: Path) -> None:
-    """Values that torch would reject with ``weights_only=True`` are not written."""
+def test_values_load_with_weights_only(tmp_path: Path) -> None:
+    """ckptcore does not write values that torch rejects with ``weights_only=True``."""
     state = {"pair": (1, 2), "scalar": np.float32(0.5), "ordered": OrderedDict(a=1), "list": [np.int64(3)], "text": "x"}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     assert_whole_items(tmp_path / "c")
 
 
-def test_states_of_numpy_and_jax(tmp_path: Path) -> None:
+def test_torch_loads_arrays_of_numpy_and_jax(tmp_path: Path) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     whole = np.arange(64 * 6, dtype=np.float32).reshape(64, 6)
@@ -261,17 +261,17 @@ def test_states_of_numpy_and_jax(tmp_path: Path) -> None:
         "sharded": torch.zeros(64, 6),
         "epoch": None,
     }
-    found = loaded(tmp_path / "c", like)
-    assert found["numpy"].tolist() == [0, 2, 4, 6, 8]
-    assert found["big endian"].tolist() == [0, 1, 2, 3, 4]
-    assert np.array_equal(found["fortran"].numpy(), state["fortran"])
-    assert found["jax"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert np.array_equal(found["sharded"].numpy(), whole)
-    assert found["epoch"] == 3
+    restored = loaded(tmp_path / "c", like)
+    assert restored["numpy"].tolist() == [0, 2, 4, 6, 8]
+    assert restored["big endian"].tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(restored["fortran"].numpy(), state["fortran"])
+    assert restored["jax"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.array_equal(restored["sharded"].numpy(), whole)
+    assert restored["epoch"] == 3
 
 
 @pytest.mark.parametrize("dtype", WITHOUT)
-def test_dtypes_that_torch_lacks_are_bytes_for_it(tmp_path: Path, dtype: str) -> None:
+def test_torch_loads_dtypes_that_it_lacks_as_bytes(tmp_path: Path, dtype: str) -> None:
     array = bit_patterns(ArraySpec((3, 4), dtype))
     ckptcore.save(tmp_path / "c", {"a": array, "empty": array[:0]}, layout="dcp")
     entry = metadata_of(tmp_path / "c").state_dict_metadata["a"]
@@ -298,7 +298,7 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int1", "uint7"])
-def test_bytes_that_torch_cannot_copy_are_uint8_for_it(tmp_path: Path, dtype: str) -> None:
+def test_torch_loads_dtypes_that_it_cannot_copy_as_uint8(tmp_path: Path, dtype: str) -> None:
     data = torch.arange(12, dtype=torch.uint8)
     state = {"w": data.view(getattr(torch, dtype))}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
@@ -307,9 +307,9 @@ def test_bytes_that_torch_cannot_copy_are_uint8_for_it(tmp_path: Path, dtype: st
 
 
 def test_empty_containers(tmp_path: Path) -> None:
-    """torch drops an empty mapping, and keeps an empty list."""
+    """torch drops an empty mapping, but keeps an empty list."""
     state = {"a": {}, "b": {"c": {}, "d": []}, "f": {"g": torch.zeros(0)}}
-    with_list = {**state, "e": [{}, torch.ones(1)]}  # torch 2.13 itself cannot load this list
+    with_list = {**state, "e": [{}, torch.ones(1)]}  # torch 2.13 itself cannot load a list with an empty mapping
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     ckptcore.save(tmp_path / "l", with_list, layout="dcp")
     assert set(metadata_of(tmp_path / "c").state_dict_metadata) == {"b.d", "f.g"}
@@ -320,13 +320,13 @@ def test_empty_containers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"a": {}}], ids=str)
-def test_nothing_at_all(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_an_empty_state(tmp_path: Path, state: dict[str, Any]) -> None:
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     assert loaded(tmp_path / "c", {}) == {}
     assert ckptcore.load(tmp_path / "c") == state
 
 
-def test_each_of_several_checkpointables(tmp_path: Path) -> None:
+def test_torch_loads_each_of_several_checkpointables(tmp_path: Path) -> None:
     net = network(0)
     optimizer = torch.optim.AdamW(net.parameters())
     trained(net, optimizer, 0)
@@ -334,8 +334,8 @@ def test_each_of_several_checkpointables(tmp_path: Path) -> None:
         tmp_path / "c", {"model": net, "optimizer": optimizer, "extra": {"step": 3, "w": np.ones(2)}}, layout="dcp"
     )
     model = net.state_dict()
-    found = loaded(tmp_path / "c" / "model", {name: torch.zeros_like(tensor) for name, tensor in model.items()})
-    assert_same(found, dict(model))
+    restored = loaded(tmp_path / "c" / "model", {name: torch.zeros_like(tensor) for name, tensor in model.items()})
+    assert_same(restored, dict(model))
     assert loaded(tmp_path / "c" / "extra", {"step": None})["step"] == 3
     stored = metadata_of(tmp_path / "c" / "optimizer").state_dict_metadata
     assert {"state.0.exp_avg", "param_groups.0.lr"} <= set(stored)
@@ -343,21 +343,21 @@ def test_each_of_several_checkpointables(tmp_path: Path) -> None:
         assert_whole_items(tmp_path / "c" / name)
 
 
-def test_a_conversion_is_one_too(tmp_path: Path) -> None:
+def test_torch_loads_a_conversion(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "s", NESTED)
     ckptcore.copy(tmp_path / "s", tmp_path / "c", layout="dcp")
     assert_same(loaded(tmp_path / "c", blank(NESTED)), NESTED)
 
 
-def test_the_metadata_is_a_pickle_of_plain_parts(tmp_path: Path) -> None:
-    """No path classes that other Python versions lack, and no name of this machine."""
+def test_the_metadata_pickle_is_portable(tmp_path: Path) -> None:
+    """The pickle refers to no path classes, which other Python versions lack, and does not contain the host name."""
     ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
     data = (tmp_path / "c" / ".metadata").read_bytes()
     assert b"pathlib" not in data and str(tmp_path).encode() not in data
     assert type(pickle.loads(data)).__name__ == "Metadata"
 
 
-def test_an_array_that_begins_at_a_page(tmp_path: Path) -> None:
+def test_torch_loads_a_page_aligned_array(tmp_path: Path) -> None:
     state = {"large": torch.randn(3 << 20), "small": torch.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     assert_same(loaded(tmp_path / "c", blank(state)), state)

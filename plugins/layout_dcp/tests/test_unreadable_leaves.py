@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` and DCP with leaves that no array represents: the other leaves can be loaded."""
+"""Files of ``torch.save`` and DCP in which some leaves have no array representation. The other leaves load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cycle() -> dict[str, Any]:
 def _with_warnings_ignored(make: Callable[[], Any]) -> Callable[[], Any]:
     def made() -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # prototypes, and deprecated kinds
+            warnings.simplefilter("ignore")  # torch warns about prototypes and deprecated kinds of tensors
             return make()
 
     return made
@@ -69,10 +69,10 @@ def test_other_leaves_can_be_loaded(name: str, tmp_path: Path) -> None:
     loaded = ckptcore.load(path, ckptcore.metadata(path).abstract)
     np.testing.assert_array_equal(loaded["list"][1], np.ones(2))
     assert loaded["odd"] is PLACEHOLDER
-    with ckptcore.open(path) as opened:
-        assert opened["w"][1] == 1
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint["w"][1] == 1
         with pytest.raises(UnsupportedLeafError, match=r"odd: it cannot be loaded, because it was saved as a"):
-            opened["odd"]
+            checkpoint["odd"]
     contents = ckptcore.metadata(path).tree
     assert contents is not None
     assert [record.kind for record in contents.leaves].count(UNREADABLE) == 1
@@ -115,15 +115,15 @@ def test_the_remedy_for_a_copy_keeps_the_other_leaves(tmp_path: Path) -> None:
 def test_a_cycle_closes_only_the_container_that_has_it(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     torch.save({"w": torch.ones(2), "cycle": _cycle()}, path)
-    with ckptcore.open(path) as opened:
-        assert opened["w"][0] == 1
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint["w"][0] == 1
         with pytest.raises(UnsupportedLeafError, match="cycle/itself/again: .* a container that contains itself"):
-            opened["cycle"]["itself"]["again"]
+            checkpoint["cycle"]["itself"]["again"]
     loaded = ckptcore.load(path, {"w": torch.empty(2), "cycle": PLACEHOLDER})
     assert torch.equal(loaded["w"], torch.ones(2))
 
 
-def test_a_container_that_is_stored_twice_is_no_cycle(tmp_path: Path) -> None:
+def test_a_container_that_occurs_twice_is_no_cycle(tmp_path: Path) -> None:
     shared = {"w": torch.ones(2)}
     torch.save({"a": shared, "b": [shared, shared]}, tmp_path / "state.pt")
     loaded = ckptcore.load(tmp_path / "state.pt")
@@ -161,9 +161,9 @@ def test_values_of_dcp(tmp_path: Path) -> None:
             {"w": torch.ones(2), "n": 3, "odd": SimpleNamespace(tensor=torch.eye(3).to_sparse())},
             checkpoint_id=tmp_path / "c",
         )
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["n"] == 3
-        assert opened["w"][0] == 1
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["n"] == 3
+        assert checkpoint["w"][0] == 1
     with pytest.raises(UnsupportedLeafError, match="odd.* a sparse tensor"):
         ckptcore.load(tmp_path / "c")
 
@@ -190,7 +190,7 @@ _MISSING = {
 
 
 @pytest.mark.parametrize("name", _MISSING)
-def test_an_index_that_lists_what_does_not_exist(name: str, tmp_path: Path) -> None:
+def test_an_index_with_invalid_entries(name: str, tmp_path: Path) -> None:
     file, message = _MISSING[name]
     torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "first.bin")
     torch.save({"b": torch.ones(2)}, tmp_path / "second.bin")
@@ -201,10 +201,10 @@ def test_an_index_that_lists_what_does_not_exist(name: str, tmp_path: Path) -> N
     weight_map = {"a": "first.bin", "lost": file, "b": "second.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for location in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
-        with ckptcore.open(location) as opened:
-            assert opened["b"][0] == 1
+        with ckptcore.open(location) as checkpoint:
+            assert checkpoint["b"][0] == 1
             with pytest.raises(CorruptCheckpointError, match=f"lost: it cannot be loaded, because .*{message}"):
-                opened["lost"]
+                checkpoint["lost"]
         assert ckptcore.metadata(location).unused == {"first.bin": ["b"]}
     loaded = ckptcore.load(tmp_path, {"a": torch.empty(2), "b": torch.empty(2), "lost": PLACEHOLDER})
     assert torch.equal(loaded["b"], torch.ones(2))
@@ -224,15 +224,15 @@ def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
         for name in whole.namelist():
             if not name.endswith("data/1"):
                 part.writestr(name, whole.read(name))
-    with ckptcore.open(tmp_path / "state.pt") as opened:
-        assert opened["w"][0] == 1
+    with ckptcore.open(tmp_path / "state.pt") as checkpoint:
+        assert checkpoint["w"][0] == 1
         with pytest.raises(CorruptCheckpointError, match="lost.* has no elements: the storage '1' is missing"):
-            opened["lost"]
+            checkpoint["lost"]
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "state.pt").problems] == [("lost",)]
 
 
 def _save_in_files(directory: Path, **entries: Any) -> dict[str, Path]:
-    """Save with DCP, an item in each file. Return the file of each entry."""
+    """Save with DCP, one item in each file. Return the file of each entry."""
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -244,9 +244,9 @@ def _save_in_files(directory: Path, **entries: Any) -> dict[str, Path]:
 def _assert_others_are_readable(
     directory: Path, error: type[Exception], message: str, *, names: set[str], damaged: bool
 ) -> None:
-    with ckptcore.open(directory) as opened:
-        assert opened["a"][2] == 2
-        assert set(opened) == {*names, "lost"}
+    with ckptcore.open(directory) as checkpoint:
+        assert checkpoint["a"][2] == 2
+        assert set(checkpoint) == {*names, "lost"}
     assert ckptcore.metadata(directory).tree is not None
     assert ckptcore.load(directory, select=~select.names("lost")).keys() == names
     with pytest.raises(error, match=message):
@@ -256,9 +256,9 @@ def _assert_others_are_readable(
     assert report.unsupported == (() if damaged else ("lost",))
 
 
-def test_a_dtype_of_dcp_that_no_array_has(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_in_dcp(tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
+        warnings.simplefilter("ignore")  # torch warns about a prototype
         lost = torch.ones(2, dtype=torch.complex32)
     _save_in_files(tmp_path, lost=lost)
     _assert_others_are_readable(
@@ -287,7 +287,7 @@ def test_a_value_of_dcp_without_an_item(tmp_path: Path) -> None:
     _assert_others_are_readable(tmp_path, CorruptCheckpointError, message, names={"a", "n"}, damaged=True)
 
 
-def test_ranks_that_list_an_entry_differently(tmp_path: Path) -> None:
+def test_ranks_that_disagree_about_an_entry(tmp_path: Path) -> None:
     _save_in_files(tmp_path, lost=torch.ones(2))
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     (tmp_path / ".metadata").unlink()
@@ -314,7 +314,7 @@ def _save_shards(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageWriter"), reason="PyTorch before 2.8 writes no such files")
-def test_shards_of_dcp_with_a_dtype_that_no_array_has(tmp_path: Path) -> None:
+def test_shards_of_dcp_with_an_unsupported_dtype(tmp_path: Path) -> None:
     state = {"a": torch.arange(3.0), "lost": torch.ones(2, dtype=torch.uint8)}
     _save_shards(tmp_path, state)
     (path,) = tmp_path.glob("shard-*.safetensors")

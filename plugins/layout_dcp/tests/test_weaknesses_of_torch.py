@@ -1,4 +1,4 @@
-"""Known weaknesses of torch.distributed.checkpoint, which ckptcore does not share, also for files written by torch."""
+"""Known weaknesses of torch.distributed.checkpoint. ckptcore has none of them, also when it reads files of torch."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def flipped(path: Path, position: int, bit: int = 0) -> None:
 def places(location: Path, name: str) -> tuple[Path, int, int]:
     """Return the file, the offset and the length of an item."""
     stored = dcp.FileSystemReader(location).read_metadata().storage_data
-    ((_, found),) = ((index, found) for index, found in stored.items() if index.fqn == name)
-    return location / found.relative_path, found.offset, found.length
+    ((_, info),) = ((index, info) for index, info in stored.items() if index.fqn == name)
+    return location / info.relative_path, info.offset, info.length
 
 
-# --- writes that fail -------------------------------------------------------------------------------------------------
+# --- failed writes ----------------------------------------------------------------------------------------------------
 
 
 def _operations(tmp_path: Path, state: dict[str, Any]) -> list[Any]:
@@ -67,8 +67,8 @@ def _operations(tmp_path: Path, state: dict[str, Any]) -> list[Any]:
     return plan.operations
 
 
-def test_every_write_that_fails_is_an_error(tmp_path: Path) -> None:
-    """No checkpoint exists afterwards, for neither library."""
+def test_every_failed_write_raises_an_error(tmp_path: Path) -> None:
+    """After the failure, neither library finds a checkpoint."""
     changes = [operation for operation in _operations(tmp_path, NEW) if operation.name in ("put", "write_at", "finish")]
     assert {".metadata", "__0_0.distcp"} <= {key.rsplit("/")[-1] for operation in changes for key in operation.keys}
     for operation in changes:
@@ -81,7 +81,7 @@ def test_every_write_that_fails_is_an_error(tmp_path: Path) -> None:
             ckptcore.load(location)
 
 
-def test_every_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_overwrite_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
     plan = FaultPlan()
@@ -98,7 +98,7 @@ def test_every_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         assert ckptcore.verify(location).ok
 
 
-def test_a_full_disk_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
     for room in (0, 100, 5000, 1 << 20):
@@ -119,7 +119,7 @@ def test_an_error_of_a_background_save_is_raised(tmp_path: Path) -> None:
     assert_same(loaded(location, like(OLD)), OLD)
 
 
-def test_what_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None:
+def test_an_unsupported_leaf_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
     with pytest.raises(UnsupportedLeafError, match="bad"):
@@ -127,12 +127,12 @@ def test_what_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None:
     assert_same(loaded(location, like(OLD)), OLD)
 
 
-def test_a_whole_overwrite_leaves_no_file_of_the_old_one(tmp_path: Path) -> None:
-    """torch overwrites in place and would leave files of a larger job."""
+def test_an_overwrite_leaves_no_file_of_the_old_checkpoint(tmp_path: Path) -> None:
+    """torch overwrites in place, and would leave the files of a larger job."""
     location = tmp_path / "c"
     saved({f"t{number}": torch.randn(10) for number in range(4)}, location, thread_count=4)
     with pytest.raises(CheckpointError):
-        ckptcore.save(location, OLD, layout="dcp")  # an existing checkpoint is not replaced by default
+        ckptcore.save(location, OLD, layout="dcp")  # a save does not replace a checkpoint unless `overwrite` is set
     ckptcore.save(tmp_path / "d", NEW, layout="safetensors")
     ckptcore.save(tmp_path / "d", OLD, layout="dcp", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "d").glob("*.*")) == [
@@ -143,7 +143,7 @@ def test_a_whole_overwrite_leaves_no_file_of_the_old_one(tmp_path: Path) -> None
     assert_same(loaded(tmp_path / "d", like(OLD)), OLD)
 
 
-def test_a_failing_process_fails_them_all(tmp_path: Path) -> None:
+def test_a_failed_process_fails_the_save_on_all_processes(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
 
@@ -172,8 +172,10 @@ def _with_ckptcore(state: dict[str, Any], location: Path) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
-def test_every_flipped_element_is_seen(tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: str) -> None:
-    """torch loads wrong numbers without notice, because it does not verify checksums."""
+def test_flipped_bits_of_elements_are_found(
+    tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: str
+) -> None:
+    """torch does not verify checksums, so it loads wrong numbers without an error."""
     location, tensor = tmp_path / "c", _noise(SIZES[size])
     save({"w": tensor, "step": 1}, location)
     path, offset, length = places(location, "w")
@@ -197,10 +199,10 @@ def test_every_flipped_element_is_seen(tmp_path: Path, save: Callable[[dict[str,
 
 
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
-def test_a_flipped_bit_anywhere_gives_nothing_else(
+def test_a_flipped_bit_anywhere_never_changes_the_result(
     tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:
-    """Flips bits around elements too: the result is the saved state, or an error."""
+    """Flips bits outside of elements, too. The load returns the saved state or raises an error."""
     location = tmp_path / "c"
     state = {"w": _noise(40), "f8": _noise(20).to(torch.float8_e5m2), "names": ["a", (1, 2.5)], "step": 12345}
     save(dict(state), location)
@@ -209,16 +211,16 @@ def test_a_flipped_bit_anywhere_gives_nothing_else(
     for position in range(0, size, 1 + size // 400):
         flipped(path, position, position % 8)
         try:
-            found = ckptcore.load(location, state)
+            restored = ckptcore.load(location, state)
         except CheckpointError:
             seen += 1
         else:
-            assert_same(found, state, f"byte {position}")
+            assert_same(restored, state, f"byte {position}")
         flipped(path, position, position % 8)
     assert seen > 10
 
 
-def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_compressed_item_is_found(tmp_path: Path) -> None:
     location, tensor, seen = tmp_path / "c", _noise(3000), 0
     saved({"w": tensor}, location, _extensions=[ZStandard()])
     path, offset, length = places(location, "w")
@@ -226,11 +228,11 @@ def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
         position = offset + length * number // 100
         flipped(path, position, number % 8)
         try:
-            found = ckptcore.load(location)["w"]
+            restored = ckptcore.load(location)["w"]
         except CorruptCheckpointError:
             seen += 1
         else:
-            assert found.tobytes() == bytes_of(tensor)  # the bit has no effect
+            assert restored.tobytes() == bytes_of(tensor)  # this bit does not affect the elements
         flipped(path, position, number % 8)
     assert seen > 90
     assert ckptcore.load(location)["w"].tobytes() == bytes_of(tensor)
@@ -239,8 +241,8 @@ def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"single_file_per_rank": False}, {"_extensions": [ZStandard()]}], ids=["plain", "files", "zstd"]
 )
-def test_errors_name_the_array_that_is_damaged(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also if the file begins with the item of another array, and the damage is outside the elements."""
+def test_errors_name_the_damaged_array(tmp_path: Path, options: dict[str, Any]) -> None:
+    """This also applies to items that are not the first in their file, and to damage outside of the elements."""
     location = tmp_path / "c"
     state = {"first": _noise(500), "second": _noise(501), "large": _noise(1 << 17), "third": _noise(502)}
     saved(dict(state), location, **options)
@@ -257,9 +259,7 @@ def test_errors_name_the_array_that_is_damaged(tmp_path: Path, options: dict[str
 
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
 @pytest.mark.parametrize("size", [64, 1 << 18])
-def test_a_file_that_ends_early_is_an_error(
-    tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: int
-) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: int) -> None:
     location = tmp_path / "c"
     save({"w": _noise(size)}, location)
     (path,) = location.glob("*.distcp")
@@ -274,9 +274,10 @@ def test_a_file_that_ends_early_is_an_error(
         ckptcore.load(location)
 
 
-def test_our_checkpoint_without_its_root(tmp_path: Path) -> None:
-    """A copy of only the files that torch knows has all elements, and the checksums of items still
-    reveal flipped bits.
+def test_our_checkpoint_loads_without_its_root(tmp_path: Path) -> None:
+    """A copy may contain only the files that torch needs.
+
+    Such a copy has all elements, and checksums of items still detect flipped bits.
     """
     location = tmp_path / "c"
     state = {"w": _noise(100), "large": _noise(1 << 18), "step": 3}
@@ -297,8 +298,8 @@ def test_our_checkpoint_without_its_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
-def test_another_dtype_is_refused_with_its_path(tmp_path: Path, dtype: torch.dtype) -> None:
-    """torch casts without notice, also numbers that the other dtype cannot represent."""
+def test_the_error_for_another_dtype_names_the_path(tmp_path: Path, dtype: torch.dtype) -> None:
+    """torch casts without an error, even if the other dtype cannot represent a number."""
     ckptcore.save(tmp_path / "c", {"model": {"layer.weight": torch.full((3,), 1e30)}}, layout="dcp")
     asked = {"model": {"layer.weight": torch.zeros(3, dtype=dtype)}}
     with pytest.raises(TreeMismatchError, match=r"layer\.weight.*float32|float32.*layer\.weight"):
@@ -307,7 +308,7 @@ def test_another_dtype_is_refused_with_its_path(tmp_path: Path, dtype: torch.dty
 
 
 def test_errors_are_exceptions(tmp_path: Path) -> None:
-    """torch raises errors that `except Exception` does not catch."""
+    """`except Exception` does not catch errors of torch."""
     saved({"a": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(Exception, match="b"):
         ckptcore.load(tmp_path / "c", {"b": torch.ones(1)})
@@ -318,7 +319,7 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
 
 
 class _Runs:
-    """Runs code when it is unpickled."""
+    """Runs code if it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -331,8 +332,8 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     saved({"w": torch.ones(2), "bad": _Runs(mark)}, tmp_path / "c")
     assert not mark.exists()
-    found = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2), "bad": ckptcore.PLACEHOLDER})
-    assert_same(found["w"], torch.ones(2))
+    restored = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2), "bad": ckptcore.PLACEHOLDER})
+    assert_same(restored["w"], torch.ones(2))
     try:
         ckptcore.load(tmp_path / "c")
         ckptcore.verify(tmp_path / "c")
@@ -342,10 +343,10 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded(tmp_path / "c", {"w": torch.zeros(2), "bad": None})
-    assert mark.exists()  # torch runs it
+    assert mark.exists()  # torch runs the code
 
 
-def test_values_that_torch_pickles_with_classes_of_others(tmp_path: Path) -> None:
+def test_values_of_classes_that_torch_pickles_by_name(tmp_path: Path) -> None:
     state = {
         "w": torch.ones(1),
         "ordered": collections.OrderedDict(a=1),
@@ -357,17 +358,17 @@ def test_values_that_torch_pickles_with_classes_of_others(tmp_path: Path) -> Non
         "numpy": np.float32(1.5),
     }
     saved(dict(state), tmp_path / "c")
-    found = ckptcore.load(tmp_path / "c")
-    assert found["w"].tolist() == [1] and found["ordered"] == {"a": 1} and found["numpy"] == 1.5
-    assert tuple(found["size"]) == (2, 3)
-    assert set(found) == set(state)
+    restored = ckptcore.load(tmp_path / "c")
+    assert restored["w"].tolist() == [1] and restored["ordered"] == {"a": 1} and restored["numpy"] == 1.5
+    assert tuple(restored["size"]) == (2, 3)
+    assert set(restored) == set(state)
 
 
 # --- state of each process --------------------------------------------------------------------------------------------
 
 
-def test_what_each_process_has_comes_back_to_it(tmp_path: Path) -> None:
-    """torch keeps the state of only one process."""
+def test_the_state_of_each_process_is_restored(tmp_path: Path) -> None:
+    """torch saves the state of only one process."""
     location, size = tmp_path / "c", 3
 
     def save(coordinator: Coordinator) -> None:
@@ -384,10 +385,10 @@ def test_what_each_process_has_comes_back_to_it(tmp_path: Path) -> None:
         return ckptcore.load_checkpointables(location, wanted, context=context)
 
     ThreadJob(size, timeout_seconds=30).run(save)
-    for rank, found in enumerate(run_ranks(size, load, timeout_seconds=30)):
-        assert found["model"]["w"].tolist() == [0, 1, 2, 3, 4]
-        assert found["data"]["position"] == 10 * rank
-        assert found["data"]["seed"].tolist() == [rank] * (rank + 1)
+    for rank, restored in enumerate(run_ranks(size, load, timeout_seconds=30)):
+        assert restored["model"]["w"].tolist() == [0, 1, 2, 3, 4]
+        assert restored["data"]["position"] == 10 * rank
+        assert restored["data"]["seed"].tolist() == [rank] * (rank + 1)
     assert ckptcore.verify(location).ok
     assert_same(loaded(location / "model", {"w": torch.zeros(5).double()}), {"w": torch.arange(5.0).double()})
     own = [location / f"data.rank_{rank}" for rank in range(size)]

@@ -65,8 +65,8 @@ array = jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8)
 ckptcore.save(sys.argv[1], {"w": jax.device_put(array, sharding), "step": 3}, layout="dcp")
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("y"))
 abstract = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=sharding)
-found = ckptcore.load(sys.argv[1], {"w": abstract, "step": 0})
-assert found["w"].sharding == abstract.sharding and (found["w"] == array).all()
+loaded = ckptcore.load(sys.argv[1], {"w": abstract, "step": 0})
+assert loaded["w"].sharding == abstract.sharding and (loaded["w"] == array).all()
 end()
 """
 
@@ -107,10 +107,10 @@ abstract = jax.tree.map(wanted, whole)
 loaded = ckptcore.load(sys.argv[1], abstract)
 leaves = zip(jax.tree.leaves(loaded), jax.tree.leaves(abstract), jax.tree.leaves(whole), strict=True)
 split = 0
-for found, asked, expected in leaves:
-    if isinstance(found, jax.Array):
-        assert found.sharding == asked.sharding and np.asarray(found).tobytes() == expected.tobytes()
-        split += not found.is_fully_replicated
+for leaf, asked, expected in leaves:
+    if isinstance(leaf, jax.Array):
+        assert leaf.sharding == asked.sharding and np.asarray(leaf).tobytes() == expected.tobytes()
+        split += not leaf.is_fully_replicated
 print(json.dumps(split))
 end()
 """
@@ -150,28 +150,28 @@ def run(program: str, *arguments: Path) -> Any:
     return json.loads(done.stdout) if done.stdout.strip() else None
 
 
-def test_a_state_of_numpy(tmp_path: Path) -> None:
+def test_torch_loads_a_state_of_numpy(tmp_path: Path) -> None:
     run(_SAVE_NUMPY, tmp_path / "c")
-    found = loaded(tmp_path / "c", {"w": torch.zeros(3, 4), "b": {"names": None, "step": None}})
-    assert_same(found, {"w": torch.arange(12.0).reshape(3, 4), "b": {"names": ["x", 1], "step": 3}})
+    restored = loaded(tmp_path / "c", {"w": torch.zeros(3, 4), "b": {"names": None, "step": None}})
+    assert_same(restored, {"w": torch.arange(12.0).reshape(3, 4), "b": {"names": ["x", 1], "step": 3}})
 
 
-def test_a_state_of_jax(tmp_path: Path) -> None:
+def test_torch_loads_a_state_of_jax(tmp_path: Path) -> None:
     run(_SAVE_JAX, tmp_path / "c")
-    found = loaded(tmp_path / "c", {"w": torch.zeros(8, 8, dtype=torch.bfloat16), "step": None})
-    assert_same(found, {"w": torch.arange(64).reshape(8, 8).bfloat16(), "step": 3})
+    restored = loaded(tmp_path / "c", {"w": torch.zeros(8, 8, dtype=torch.bfloat16), "step": None})
+    assert_same(restored, {"w": torch.arange(64).reshape(8, 8).bfloat16(), "step": 3})
 
 
 @pytest.mark.parametrize("writer", [{}, {"thread_count": 2, "single_file_per_rank": False}])
-def test_a_checkpoint_of_torch(tmp_path: Path, writer: dict[str, Any]) -> None:
+def test_a_checkpoint_of_torch_loads(tmp_path: Path, writer: dict[str, Any]) -> None:
     state: dict[str, Any] = {
         "model": {"w": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)},
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
         "step": 7,
     }
     saved(dict(state), tmp_path / "c", **writer)
-    found = run(_LOAD, tmp_path / "c", tmp_path / "s", tmp_path / "back")
-    assert found == {
+    answer = run(_LOAD, tmp_path / "c", tmp_path / "s", tmp_path / "back")
+    assert answer == {
         "model": {"w": [[0, 3], [1, 4], [2, 5]], "b": [1, 1]},
         "param_groups": [{"lr": 0.1, "betas": [0.9, 0.99], "params": [0, 1]}],
         "step": 7,
@@ -181,12 +181,12 @@ def test_a_checkpoint_of_torch(tmp_path: Path, writer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["two_processes", "plain", "hugging_face_shards"])
-def test_what_torch_sharded_goes_into_shardings_of_jax(name: str) -> None:
-    """DTensors saved by two processes of torch, and others."""
+def test_sharded_tensors_of_torch_load_as_sharded_jax_arrays(name: str) -> None:
+    """Some goldens contain DTensors that two processes saved."""
     assert run(_LOAD_JAX, GOLDEN / name) > 0
 
 
-def test_a_file_of_torch(tmp_path: Path) -> None:
+def test_a_file_of_torch_save_loads(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(2)}, tmp_path / "w.pt")
     assert run(_TORCH_FILE, tmp_path / "w.pt") == {"w": [[0, 3], [1, 4], [2, 5]], "b": [1, 1]}
 
@@ -198,5 +198,5 @@ def test_errors_need_no_torch(tmp_path: Path) -> None:
     assert run(_DAMAGED, tmp_path / "c") == "CorruptCheckpointError"
 
 
-def test_the_layouts_are_made_without_it() -> None:
+def test_the_layouts_are_created_without_torch() -> None:
     run(_HOOKS)

@@ -1,4 +1,4 @@
-"""Zip directories of torch and Python are read; damaged and hostile ones are rejected with little memory."""
+"""Zip directories written by torch and Python are read. Damaged and hostile ones are rejected, with little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointErr
 
 
 class _Object:
-    """An object that is read in ranges. Records the requests."""
+    """An object in memory that is read in ranges. Records the requests."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -51,10 +51,10 @@ def _python_zip(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED
 
 def _assert_as_zipfile(data: bytes, start: int = 0, stop: int | None = None) -> None:
     stop = len(data) if stop is None else stop
-    found = _read(data, start, stop)
+    members = _read(data, start, stop)
     with zipfile.ZipFile(io.BytesIO(data[start:stop])) as archive:
-        assert list(found) == archive.namelist()
-        for name, member in found.items():
+        assert list(members) == archive.namelist()
+        for name, member in members.items():
             expected = archive.read(name)
             assert read_member(_Object(data).fetch, member, key="file") == expected
             if member.compression == STORED:
@@ -65,33 +65,33 @@ def _assert_as_zipfile(data: bytes, start: int = 0, stop: int | None = None) -> 
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 4096, 100_000])
-def test_files_of_torch_are_found_as_python_finds_them(elements: int) -> None:
+def test_members_of_torch_files_equal_those_of_zipfile(elements: int) -> None:
     _assert_as_zipfile(_saved(elements))
 
 
 @pytest.mark.parametrize("alignment", [64, 128, 4096, 65536 // 2])
-def test_other_alignments_of_torch(alignment: int) -> None:
-    with config.patch("save.storage_alignment", alignment):  # type: ignore[attr-defined]  # added when it is imported
+def test_files_of_torch_with_other_alignments(alignment: int) -> None:
+    with config.patch("save.storage_alignment", alignment):  # type: ignore[attr-defined]  # exists after its import
         _assert_as_zipfile(_saved(30_000))
 
 
-def test_a_zip_between_other_bytes_of_an_object() -> None:
+def test_a_zip_between_other_bytes() -> None:
     for data in (_saved(5), _saved(100_000)):
         _assert_as_zipfile(b"x" * 1000 + data + b"y" * 77, 1000, 1000 + len(data))
 
 
 def test_a_long_file_of_torch_takes_few_requests() -> None:
     data = _saved(20_000, 40)
-    found = _Object(data)
-    read_zip(found.fetch, 0, len(data), key="file")
-    assert len(found.requests) <= 2
-    assert sum(stop - start for start, stop in found.requests) < 50_000
+    zipped = _Object(data)
+    read_zip(zipped.fetch, 0, len(data), key="file")
+    assert len(zipped.requests) <= 2
+    assert sum(stop - start for start, stop in zipped.requests) < 50_000
 
 
 def test_a_short_zip_takes_one_request() -> None:
-    found = _Object(_saved(10))
-    read_zip(found.fetch, 0, len(found.data), key="file")
-    assert len(found.requests) == 1
+    zipped = _Object(_saved(10))
+    read_zip(zipped.fetch, 0, len(zipped.data), key="file")
+    assert len(zipped.requests) == 1
 
 
 def test_data_descriptors_of_torch_are_found() -> None:
@@ -101,12 +101,12 @@ def test_data_descriptors_of_torch_are_found() -> None:
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("nbytes", [0, 10, 30_000, 200_000])
-def test_zips_of_python(compression: int, nbytes: int) -> None:
+def test_zips_written_by_python(compression: int, nbytes: int) -> None:
     data = _python_zip({f"folder/{n}": random.Random(n).randbytes(nbytes // 2) * 2 for n in range(4)}, compression)
     _assert_as_zipfile(data)
 
 
-def test_zips_that_python_streams() -> None:
+def test_zips_streamed_by_python() -> None:
     class _Pipe(io.RawIOBase):
         def __init__(self) -> None:
             self.pieces: list[bytes] = []
@@ -128,17 +128,17 @@ def test_zips_that_python_streams() -> None:
         _assert_as_zipfile(b"".join(pipe.pieces))
 
 
-def test_names_beyond_ascii_and_comments() -> None:
+def test_names_and_comments_that_are_not_ascii() -> None:
     _assert_as_zipfile(_python_zip({"a/é": b"1", "a/ü/b": b"2"}, comment=b"c" * 100))
     _assert_as_zipfile(_python_zip({"a/b": b"2" * 70_000}, comment=b"c" * 65_535))
 
 
-def test_a_comment_that_looks_like_an_end() -> None:
+def test_a_comment_that_resembles_an_end_record() -> None:
     data = _python_zip({"a/b": b"2"}, comment=b"PK\x05\x06" + b"c" * 100)
     assert list(_read(data)) == ["a/b"]
 
 
-def test_members_of_torch_by_their_names() -> None:
+def test_zips_of_torch_are_recognized_by_member_names() -> None:
     members = torch_members(_read(_saved(4)))
     assert {"data.pkl", "byteorder", "version", "data/0", "data/1", "data/2"} <= set(members)
     assert torch_members(_read(_python_zip({"a.npy": b"1"}))) == {}
@@ -154,7 +154,7 @@ def test_a_damaged_member_is_refused() -> None:
     assert (caught.value.key, caught.value.start) == ("file", member.start)
 
 
-def test_a_file_whose_writer_computed_no_checksums() -> None:
+def test_a_file_without_computed_checksums() -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -165,7 +165,7 @@ def test_a_file_whose_writer_computed_no_checksums() -> None:
     assert read_member(_Object(data).fetch, member, key="file") == bytes(torch.arange(3).numpy())
 
 
-def test_inflating_stops_at_what_is_stated() -> None:
+def test_inflating_stops_at_the_stated_size() -> None:
     data = _python_zip({"a": b"\0" * 1_000_000}, zipfile.ZIP_DEFLATED)
     member = _read(data)["a"]
     assert member.compression == DEFLATED
@@ -177,7 +177,7 @@ def test_inflating_stops_at_what_is_stated() -> None:
         read_member(_Object(data).fetch, member, key="file", limit=100)
 
 
-def test_members_that_overlap_are_refused() -> None:
+def test_overlapping_members_are_refused() -> None:
     data = bytearray(_python_zip({"a": b"1" * 100, "b": b"2" * 100}))
     second = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
     for offset in (0, 1, 50):
@@ -186,7 +186,7 @@ def test_members_that_overlap_are_refused() -> None:
             _read(bytes(data))
 
 
-def test_local_headers_that_push_members_over_one_another_are_refused() -> None:
+def test_local_headers_that_make_members_overlap_are_refused() -> None:
     data = bytearray(_python_zip({"a": b"1" * 100, "b": b"2" * 100}))
     data[28:30] = (40).to_bytes(2, "little")
     with pytest.raises(CorruptCheckpointError, match="overlap"):
@@ -203,7 +203,7 @@ def test_local_headers_that_push_members_over_one_another_are_refused() -> None:
         (34, 2, "part"),
     ],
 )
-def test_what_is_not_read_is_said(field: int, value: int, message: str) -> None:
+def test_errors_name_unsupported_features(field: int, value: int, message: str) -> None:
     data = bytearray(_python_zip({"a": b"1"}))
     entry = data.index(b"PK\x01\x02")
     data[entry + field : entry + field + 2] = value.to_bytes(2, "little")
@@ -211,7 +211,7 @@ def test_what_is_not_read_is_said(field: int, value: int, message: str) -> None:
         _read(bytes(data))
 
 
-def test_names_that_hide_something_are_refused() -> None:
+def test_duplicate_names_and_control_characters_are_refused() -> None:
     data = _python_zip({"a/ab": b"1", "a/cd": b"2"})
     for old, new in ((b"a/cd", b"a/ab"), (b"a/cd", b"a/\0d"), (b"a/cd", b"a/\nd"), (b"a/cd", b"a/\x7fd")):
         with pytest.raises(CorruptCheckpointError):
@@ -221,7 +221,7 @@ def test_names_that_hide_something_are_refused() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: _saved(3), lambda: _saved(30_000, 2), lambda: _python_zip({"a": b"1", "b": b"22"})]
 )
-def test_every_field_of_a_directory_at_its_extremes(make: Callable[[], bytes]) -> None:
+def test_extreme_values_in_every_field(make: Callable[[], bytes]) -> None:
     good = make()
     fields: list[tuple[int, int]] = []
     for magic, shape in (
@@ -264,7 +264,7 @@ def _codes(shape: str) -> str:
 
 
 def _read_damaged(data: bytes) -> None:
-    """Assert that reading raises an error, or that all members are inside the zip."""
+    """Assert that a read raises an error, or that all members are inside the zip."""
     try:
         members = _read(data)
     except CorruptCheckpointError:
@@ -286,7 +286,8 @@ def test_random_damage(seed: int) -> None:
     for _ in range(300):
         data = bytearray(chance.choice(samples))
         for _ in range(chance.randint(1, 6)):
-            place = len(data) - 1 - int(len(data) * chance.random() ** 3)  # mostly in the directory
+            # Most of them in the zip directory, at the end.
+            place = len(data) - 1 - int(len(data) * chance.random() ** 3)
             data[place] = chance.randrange(256)
         if chance.random() < 0.3:
             del data[chance.randrange(len(data)) :]
@@ -294,14 +295,14 @@ def test_random_damage(seed: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"P", b"PK\x05\x06", b"\0" * 100, b"PK\x05\x06" * 20_000])
-def test_what_is_no_zip_at_all(data: bytes) -> None:
+def test_bytes_that_are_no_zip_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         _read(data)
     with pytest.raises(CorruptCheckpointError):
         read_zip(_Object(data).fetch, 5, 4, key="file")
 
 
-def test_an_object_that_ends_too_early() -> None:
+def test_a_truncated_zip_is_refused() -> None:
     data = _saved(3)
     with pytest.raises(CorruptCheckpointError, match="cut off"):
         read_zip(lambda start, stop: data[start:stop], 0, len(data) + 10, key="file")

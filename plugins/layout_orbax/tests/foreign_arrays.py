@@ -1,4 +1,4 @@
-"""Hypothesis strategies for arrays written by tensorstore: any format, chunk shape and codec."""
+"""Hypothesis strategies for arrays that tensorstore writes, with any format, chunk shape and codec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _is_known(dtype: str) -> bool:
 
 
 KNOWN_DTYPES: Final = [name for name in sorted(STORED_DTYPES[3]) if _is_known(name)]
-"""Those of `STORED_DTYPES` that the installed TensorStore has."""
+"""The dtypes of `STORED_DTYPES` that the installed tensorstore supports."""
 
 _LITTLE: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 _BIG: Final = {"name": "bytes", "configuration": {"endian": "big"}}
@@ -43,18 +43,19 @@ DATABASES: Final = st.fixed_dictionaries(
         "compression": st.sampled_from([None, {"id": "zstd"}]),
     }
 )
-"""Database options: deep or flat trees, many versions, inline values."""
+"""Strategy for database options: deep or flat trees, many versions, inline values."""
 
 
 @dataclass(frozen=True)
 class ForeignArray:
-    """An array written by other software.
+    """An array that tensorstore writes.
 
     Attributes:
         zarr_format: 2 or 3.
+        spec: shape and dtype of the array.
         metadata: metadata for tensorstore.
-        writes: written elements, each in a commit of its own. Other elements are missing.
-        stores_fill_value: whether chunks that equal the fill value are stored.
+        writes: boxes and their elements, each written in a separate commit. Other elements are missing.
+        stores_fill_value: True if tensorstore stores chunks that equal the fill value.
     """
 
     zarr_format: Literal[2, 3]
@@ -65,7 +66,7 @@ class ForeignArray:
 
     @property
     def may_have_holes(self) -> bool:
-        """Return whether missing chunks mean the fill value. If zarr 2 states none, every chunk is stored."""
+        """True if a missing chunk means the fill value. Arrays of zarr 2 without a fill value store every chunk."""
         return not self.stores_fill_value and self.metadata["fill_value"] is not None
 
 
@@ -85,7 +86,7 @@ def _compressors(zarr_format: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def _codecs(draw: st.DrawFn, axes: int, plain: bool) -> list[Any]:
-    """Return the codecs of a read chunk."""
+    """Draw the codecs of a read chunk."""
     if plain:
         return [_LITTLE, *draw(st.sampled_from([[], [_CRC]]))]
     transpose: list[Any] = []
@@ -163,7 +164,7 @@ def _fills(dtype: str) -> st.SearchStrategy[Any]:
 
 @st.composite
 def foreign_arrays(draw: st.DrawFn, zarr_format: Literal[2, 3]) -> ForeignArray:
-    """Return arrays of a zarr version, some of them with missing chunks."""
+    """Draw arrays of a zarr version, some of them with missing chunks."""
     names = [name for name in KNOWN_DTYPES if name in STORED_DTYPES[zarr_format]]
     spec = ArraySpec(
         tuple(draw(st.lists(st.integers(1, 9), max_size=3))), draw(st.sampled_from(["float32", "int16", *names]))
@@ -191,7 +192,7 @@ def _kvstore(directory: Path, name: str, database: Mapping[str, Any] | None) -> 
 
 
 def open_array(directory: Path, name: str, array: ForeignArray, database: Mapping[str, Any] | None, **more: Any) -> Any:
-    """Open an array with tensorstore; `more` extends the spec."""
+    """Open an array with tensorstore. `more` adds entries to the spec."""
     spec = {
         "driver": "zarr3" if array.zarr_format == 3 else "zarr",
         "kvstore": _kvstore(directory, name, database),
@@ -201,10 +202,10 @@ def open_array(directory: Path, name: str, array: ForeignArray, database: Mappin
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, ForeignArray], database: Mapping[str, Any] | None) -> None:
-    """Write a tree of arrays that Orbax could read."""
+    """Write arrays with tensorstore, as a tree that Orbax could read."""
     directory.mkdir(exist_ok=True)
     for name, array in arrays.items():
-        opened = open_array(
+        writable = open_array(
             directory,
             name,
             array,
@@ -214,20 +215,20 @@ def write_arrays(directory: Path, arrays: Mapping[str, ForeignArray], database: 
             store_data_equal_to_fill_value=array.stores_fill_value,
         )
         for box, elements in array.writes:
-            opened[box.slices].write(elements).result()
-    one = next(iter(arrays.values()))
+            writable[box.slices].write(elements).result()
+    first = next(iter(arrays.values()))
     (directory / "_METADATA").write_bytes(
         tree_file(
             list(arrays),
-            zarr_format=one.zarr_format,
+            zarr_format=first.zarr_format,
             database=database is not None,
-            stores_fill_value=one.stores_fill_value,
+            stores_fill_value=first.stores_fill_value,
         )
     )
 
 
 def tree_file(names: Sequence[str], *, zarr_format: int, database: bool, stores_fill_value: bool) -> bytes:
-    """Return Orbax's `_METADATA` for a dict of arrays."""
+    """Return the file `_METADATA` of Orbax for a dict of arrays."""
     table = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],

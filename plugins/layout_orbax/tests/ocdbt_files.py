@@ -1,4 +1,4 @@
-"""Files of hand-made databases, and a limit of memory for reading them."""
+"""Writers of database files for tests, and a limit of the memory that their readers may use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ckptcore_orbax.ocdbt.cursor import encode_varints
 
 
 def put(directory: Path, key: str, data: bytes) -> None:
-    """Write a file, and make its directories."""
+    """Write a file, and create its directories."""
     path = directory / key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
 def encode_column(*numbers: int) -> bytes:
-    """Return a column of numbers of a node."""
+    """Return the encoded column of a node."""
     return encode_varints(np.array(numbers, np.uint64))
 
 
 @contextmanager
 def little_memory(most: int) -> Iterator[None]:
-    """Fail if more bytes are allocated at a time."""
+    """Raise an AssertionError if the peak of traced memory reaches this many bytes."""
     tracemalloc.start()
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < most, f"{peak} bytes were taken at most"
+    assert peak < most, f"the peak of memory was {peak} bytes"

@@ -1,4 +1,4 @@
-"""States exchanged between ckptcore and Orbax, their expected results, and bitwise comparison."""
+"""States that ckptcore and Orbax exchange, the expected results, and comparisons bit for bit."""
 
 import itertools
 import json
@@ -42,10 +42,10 @@ LAYOUTS = {
     "zarr": ZarrLayout(),
     "zarr-blosc": ZarrLayout(compression="blosc", chunk_bytes=8),
 }
-"""Layouts with their options."""
+"""Layouts with different options, by name."""
 
 FEW = ("ocdbt", "ocdbt-zarr2", "ocdbt-pieces", "zarr3", "zarr")
-"""The most distinct entries of `LAYOUTS`."""
+"""The entries of `LAYOUTS` that differ most from each other."""
 
 
 def numbers(dtype, shape=(2, 3), start=1):
@@ -67,7 +67,7 @@ def small_values():
 
 
 def jax_state():
-    """Return every dtype of JAX, random keys of every shape, containers, empty ones, and Python values."""
+    """Return a state with every dtype of JAX, random keys, nested and empty containers, and Python values."""
     return {
         "arrays": {dtype: jnp.asarray(numbers(dtype)) for dtype in DTYPES},
         "zero_d": jnp.float32(0.3),
@@ -83,7 +83,7 @@ def jax_state():
 
 
 def numpy_state():
-    """Return every dtype of NumPy and ml_dtypes, with any strides and byte order."""
+    """Return a state with every dtype of NumPy and ml_dtypes, and with several strides."""
     return {
         "arrays": {dtype: numbers(dtype) for dtype in (*DTYPES, *WIDE)},
         "zero_d": np.asarray(0.3),
@@ -96,7 +96,7 @@ def numpy_state():
 
 
 def torch_state():
-    """Return tensors: contiguous, strided, of dtypes that NumPy lacks, a parameter, an empty one."""
+    """Return a state with tensors: contiguous, strided, empty, of dtypes that NumPy lacks, and a parameter."""
     base = torch.arange(12.0).reshape(3, 4)
     return {
         "weight": torch.nn.Parameter(base),
@@ -114,7 +114,7 @@ STATES = {"jax": jax_state, "numpy": numpy_state, "torch": torch_state}
 
 
 def sharded_state():
-    """Return arrays over eight devices: sharded along one axis, two, both mesh axes on one, unevenly, replicated."""
+    """Return arrays on eight devices: sharded along one or two axes, by both mesh axes on one axis, and replicated."""
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh, line = (
         jax.make_mesh((4, 2), ("data", "model"), axis_types=auto),
@@ -142,7 +142,7 @@ def sharded_state():
 
 
 class Iterator:
-    """An object that writes its own files, with the protocol of Orbax and Grain, which ckptcore shares."""
+    """An object that writes its own files, with a protocol that Orbax, Grain and ckptcore support."""
 
     def __init__(self, position):
         self.position = position
@@ -164,7 +164,7 @@ class Iterator:
 
 
 def saving(**options):
-    """Return the context of a save by version 1."""
+    """Return the context of a save with the API version 1 of Orbax."""
     storage = v1.options.ArrayOptions.Saving.StorageOptions(**options.pop("storage", {}))
     array = v1.options.ArrayOptions.Saving(storage_options=storage, **options)
     return v1.Context(array_options=v1.options.ArrayOptions(saving=array))
@@ -187,7 +187,7 @@ def by_version_0(handler, args):
 
 
 def seen_by_orbax(value):
-    """Return what Orbax loads for a state saved by ckptcore: it has fewer types of containers and leaves."""
+    """Return the value that Orbax loads if ckptcore saved this one: Orbax has fewer types of containers and leaves."""
     if isinstance(value, dict):
         return {str(key): seen_by_orbax(child) for key, child in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -201,7 +201,7 @@ def seen_by_orbax(value):
             return plain.numpy()
         return plain.reshape(-1).view(torch.uint8).numpy().view(getattr(ml_dtypes, name)).reshape(plain.shape)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        # No zarr version of tensorstore has unsigned 4-bit elements.
+        # tensorstore has no unsigned 4-bit elements in any zarr version.
         return value.astype("uint8") if value.dtype == "uint4" else value if value.shape else value[()]
     return value
 
@@ -217,39 +217,39 @@ def host(tree):
     return jax.tree.map(plain, tree, is_leaf=lambda leaf: leaf is None)
 
 
-def assert_same(found, expected, where=""):
+def assert_same(actual, expected, where=""):
     """Assert equal containers, types, dtypes, shapes and bits."""
     if isinstance(expected, dict):
-        assert isinstance(found, dict), f"{where}: {type(found)} is no dict"
-        assert set(found) == set(expected), f"{where}: {sorted(found)} is not {sorted(expected)}"
+        assert isinstance(actual, dict), f"{where}: {type(actual)} is not a dict"
+        assert set(actual) == set(expected), f"{where}: {sorted(actual)} is not {sorted(expected)}"
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}/{key}")
+            assert_same(actual[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        # Orbax returns an empty tuple as the keys of an empty tuple.
-        assert isinstance(found, type(expected)), f"{where}: {type(found)} is not {type(expected)}"
-        assert len(found) == len(expected), f"{where}: {len(found)} is not {len(expected)}"
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}/{number}")
+        # Orbax returns the keys of an empty tuple as an empty tuple.
+        assert isinstance(actual, type(expected)), f"{where}: {type(actual)} is not {type(expected)}"
+        assert len(actual) == len(expected), f"{where}: {len(actual)} is not {len(expected)}"
+        for number, (child, expected_child) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(child, expected_child, f"{where}/{number}")
     elif isinstance(expected, jax.Array):
-        assert isinstance(found, jax.Array), f"{where}: {type(found)} is no array of JAX"
-        assert found.dtype == expected.dtype, f"{where}: {found.dtype} is not {expected.dtype}"
+        assert isinstance(actual, jax.Array), f"{where}: {type(actual)} is not an array of JAX"
+        assert actual.dtype == expected.dtype, f"{where}: {actual.dtype} is not {expected.dtype}"
         if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
-        _assert_same_bits(np.asarray(found), np.asarray(expected), where)
+            actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+        _assert_same_bits(np.asarray(actual), np.asarray(expected), where)
     elif isinstance(expected, np.ndarray | np.generic):
-        assert isinstance(found, np.ndarray | np.generic), f"{where}: {type(found)} is not of NumPy"
-        assert isinstance(expected, np.ndarray) <= isinstance(found, np.ndarray) or not expected.shape, where
-        _assert_same_bits(np.asarray(found), np.asarray(expected), where)
+        assert isinstance(actual, np.ndarray | np.generic), f"{where}: {type(actual)} is not of NumPy"
+        assert isinstance(expected, np.ndarray) <= isinstance(actual, np.ndarray) or not expected.shape, where
+        _assert_same_bits(np.asarray(actual), np.asarray(expected), where)
     else:
-        assert type(found) is type(expected), f"{where}: {type(found)} is not {type(expected)}"
-        assert found == expected, f"{where}: {found!r} is not {expected!r}"
+        assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
+        assert actual == expected, f"{where}: {actual!r} is not {expected!r}"
 
 
-def _assert_same_bits(found, expected, where):
+def _assert_same_bits(actual, expected, where):
     little = expected.dtype.newbyteorder("=")
-    assert found.dtype == little, f"{where}: {found.dtype} is not {little}"
-    assert found.shape == expected.shape, f"{where}: {found.shape} is not {expected.shape}"
-    assert found.tobytes() == expected.astype(little).tobytes(), f"{where}: {found} is not {expected}"
+    assert actual.dtype == little, f"{where}: {actual.dtype} is not {little}"
+    assert actual.shape == expected.shape, f"{where}: {actual.shape} is not {expected.shape}"
+    assert actual.tobytes() == expected.astype(little).tobytes(), f"{where}: {actual} is not {expected}"
 
 
 def abstract_of(tree, array):
@@ -275,10 +275,10 @@ def flipped(path, position, bit=0):
     path.write_bytes(data)
 
 
-def places_of(path, found):
-    """Return every position of some bytes in a file."""
+def places_of(path, content):
+    """Yield each position of some bytes in a file."""
     data, position = path.read_bytes(), -1
     for _ in itertools.count():
-        if (position := data.find(found, position + 1)) < 0:
+        if (position := data.find(content, position + 1)) < 0:
             return
         yield position

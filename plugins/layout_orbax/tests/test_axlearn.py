@@ -1,4 +1,4 @@
-"""Steps of AXLearn: the index, the states of iterators, and entries that only TensorFlow can read."""
+"""Steps that AXLearn saved: the index, the states of iterators, and entries that only TensorFlow can read."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def leaves_of(path):
 
 
 def problem_of(path, name):
-    """Return the reason why a leaf cannot be loaded. The other leaves can be."""
+    """Return the error of a leaf that cannot be loaded."""
     return unreadable_error(leaves_of(path)[name,].value)
 
 
@@ -37,7 +37,7 @@ def write_index(path, *entries):
     (path / "index").write_text(json.dumps([["step", 4], *entries]))
 
 
-def test_arrays_are_in_their_directories_and_as_the_index_says(step):
+def test_arrays_have_the_dtypes_and_shapes_of_the_index(step):
     leaves = leaves_of(step)
     leaf = leaves["model", "decoder", "norm", "scale"]
     assert (leaf.name, leaf.spec) == ("gda/model/decoder/norm/scale", ArraySpec((4,), "bfloat16"))
@@ -49,7 +49,7 @@ def test_arrays_are_in_their_directories_and_as_the_index_says(step):
 @pytest.mark.parametrize(
     ("text", "shape"), [("()", ()), ("(3,)", (3,)), ("(8, 8)", (8, 8)), ("(0, 2, 3)", (0, 2, 3))], ids=str
 )
-def test_shapes_are_read_as_python_writes_them(step, text, shape):
+def test_shapes_are_parsed_in_the_form_of_python(step, text, shape):
     write_index(step, ["a", {"dtype": "float32", "shape": text}])
     assert leaves_of(step)["a",].spec == ArraySpec(shape, "float32")
 
@@ -57,13 +57,13 @@ def test_shapes_are_read_as_python_writes_them(step, text, shape):
 @pytest.mark.parametrize(
     "text", ["", "8", "(8", "(8, )8", "(-1,)", "(8,, 8)", "(" + "9" * 30 + ",)", "(1_0,)"], ids=str
 )
-def test_what_is_no_shape_is_refused(step, text):
+def test_invalid_shapes_are_refused(step, text):
     write_index(step, ["a", {"dtype": "float32", "shape": text}])
     with pytest.raises(CorruptCheckpointError, match="shape"):
         leaves_of(step)
 
 
-def test_a_dtype_that_is_not_known_is_named(step):
+def test_the_error_of_an_unknown_dtype_names_it(step):
     write_index(step, ["a", {"dtype": "key<fry>", "shape": "()"}])
     error = problem_of(step, "a")
     assert isinstance(error, UnsupportedLeafError) and "key<fry>" in str(error)
@@ -77,12 +77,12 @@ def test_values_in_the_index_are_leaves(step):
     assert leaves["sizes", 1].value.value == 2.5
 
 
-def test_a_leaf_that_is_called_step_is_the_one_of_the_state(step):
+def test_a_leaf_named_step_replaces_the_step_of_the_index(step):
     write_index(step, ["step", {"dtype": "int32", "shape": "()"}])
     assert leaves_of(step)["step",].name == "gda/step"
 
 
-def test_states_of_several_processes_are_distinguished(step):
+def test_states_of_several_processes_are_separate_leaves(step):
     (step / "python_1").mkdir()
     (step / "python_1" / "input_iter").write_bytes(msgpack.packb({"position": 18}))
     leaves = leaves_of(step)
@@ -98,26 +98,26 @@ def test_states_of_grain_in_json_are_read(step):
     assert leaves_of(step)["data", "iter", "next"].value.value == 3
 
 
-def test_what_only_tensorflow_reads_is_named_and_the_rest_is_read(step):
+def test_entries_that_only_tensorflow_reads_are_listed_and_the_rest_is_read(step):
     (step / "tf_0").mkdir()
     (step / "tf_0" / "old_iter.index").write_bytes(b"?")
     index = json.loads((step / "index").read_text())
     (step / "index").write_text(json.dumps([*index, ["old_iter", "<class 'tensorflow.Iterator'>"]]))
-    found = find_axlearn(DirectoryReadStore(step))
-    assert found.custom == {"not_readable": {"old_iter": "<class 'tensorflow.Iterator'>"}}
-    assert "old_iter" in found.writer
-    assert "TensorFlow" in found.writer
+    checkpoint = find_axlearn(DirectoryReadStore(step))
+    assert checkpoint.custom == {"not_readable": {"old_iter": "<class 'tensorflow.Iterator'>"}}
+    assert "old_iter" in checkpoint.writer
+    assert "TensorFlow" in checkpoint.writer
     assert ("model", "decoder", "emb", "weight") in leaves_of(step)
 
 
-def test_a_value_of_an_extension_type_is_named(step):
+def test_the_error_of_a_msgpack_extension_names_its_type_and_file(step):
     (step / "python_0" / "input_iter").write_bytes(msgpack.packb({"x": msgpack.ExtType(7, b"")}))
     error = problem_of(step, "input_iter")
     assert isinstance(error, CorruptCheckpointError) and "extension type 7" in str(error)
     assert error.key == "python_0/input_iter"
 
 
-def test_a_state_that_ends_too_early_is_named(step):
+def test_the_error_of_a_truncated_state_names_its_file(step):
     data = (step / "python_0" / "input_iter").read_bytes()
     (step / "python_0" / "input_iter").write_bytes(data[:-3])
     error = problem_of(step, "input_iter")
@@ -125,19 +125,19 @@ def test_a_state_that_ends_too_early_is_named(step):
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, -1])
-def test_an_index_that_ends_too_early_says_so(step, length):
+def test_a_truncated_index_is_reported_as_damaged(step, length):
     (step / "index").write_bytes((step / "index").read_bytes()[:length])
     with pytest.raises(CorruptCheckpointError, match=r"index.*damaged or incomplete"):
         leaves_of(step)
 
 
-def test_a_step_without_an_index_never_ended(step):
+def test_a_step_without_an_index_is_uncommitted(step):
     (step / "index").unlink()
     with pytest.raises(UncommittedCheckpointError, match="index"):
         leaves_of(step)
 
 
-def test_paths_that_are_no_tree_are_refused(step):
+def test_paths_that_do_not_form_a_tree_are_refused(step):
     array = {"dtype": "float32", "shape": "()"}
     for entries in ([["a", array], ["a/b", array]], [["a/b", array], ["a", array]], [["a", array], ["a", array]]):
         write_index(step, *entries)
@@ -145,7 +145,7 @@ def test_paths_that_are_no_tree_are_refused(step):
             leaves_of(step)
 
 
-def test_a_hostile_index_raises_nothing_but_our_errors(step):
+def test_a_hostile_index_raises_only_checkpoint_errors(step):
     refused = 0
     for document in tampered(json.loads((step / "index").read_text()), 300):
         (step / "index").write_text(json.dumps(document))

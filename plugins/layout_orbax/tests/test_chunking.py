@@ -1,4 +1,4 @@
-"""Chunk grids for shards, the division into read chunks, and the bytes read by another mesh."""
+"""Shapes of write chunks for shards, their division into read chunks, and the bytes that another mesh reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 @st.composite
 def cut_arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[tuple[int, ...], ...] | None]:
-    """Return an array and its shard boundaries: arbitrary, or at equal steps."""
+    """Draw an array and its shard boundaries: at arbitrary positions, or at equal steps."""
     shape = draw(SHAPES)
     cuts: list[tuple[int, ...]] = []
     for extent in shape:
@@ -47,7 +47,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[tuple[int, ...], ...] 
         ((10,), ((2,),), 2, (2,)),
     ],
 )
-def test_write_chunks(
+def test_shapes_of_write_chunks(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None, size: int, expected: tuple[int, ...]
 ) -> None:
     assert write_chunk_shape(ArraySpec(shape, "float32"), cuts, size) == expected
@@ -65,7 +65,7 @@ def test_no_shard_boundary_is_inside_a_chunk(
 
 
 @given(cut_arrays(), st.integers(1, 4), st.integers(1, 5000))
-def test_read_chunks_divide_write_chunks_down_to_the_size_that_was_asked_for(
+def test_read_chunks_divide_write_chunks_to_the_requested_size(
     array: tuple[ArraySpec, tuple[tuple[int, ...], ...] | None], size: int, chunk_bytes: int
 ) -> None:
     spec, cuts = array
@@ -83,40 +83,40 @@ def test_read_chunks_divide_write_chunks_down_to_the_size_that_was_asked_for(
 @pytest.mark.parametrize(
     ("shape", "cuts", "chunk_bytes", "expected"),
     [
-        # Along the axis with most shards.
+        # Divide along the axis with most shards.
         ((4096, 4096), (tuple(range(256, 4096, 256)), (1024, 2048, 3072)), 1 << 16, (16, 1024)),
         ((4096, 4096), ((1024, 2048, 3072), tuple(range(256, 4096, 256))), 1 << 16, (1024, 16)),
-        # Into 64 pieces of it, then along the next axis.
+        # Divide that axis into 64 pieces, and then the next axis.
         ((4096, 4096), (tuple(range(256, 4096, 256)), (1024, 2048, 3072)), 1 << 12, (4, 256)),
-        # The leading axis if none is sharded, with any number of pieces.
+        # Divide the leading axis if no axis is sharded, into any number of pieces.
         ((4096, 4096), None, 1 << 14, (1, 4096)),
         ((4096, 4096), None, 1 << 12, (1, 1024)),
-        # Two to the third instead of seven, although seven pieces would be larger.
+        # Divide into 8 pieces instead of 7, although 7 pieces would be closer to the target.
         ((896, 16), None, 896 * 16 * 4 // 7, (112, 16)),
-        # Three if only that is near the target.
+        # Divide into 3 pieces if no power of two is near the target.
         ((6, 100), None, 1000, (2, 100)),
-        # An axis that cannot be divided near the target leaves it to the next one, if that can.
+        # Divide the next axis if an axis cannot be divided to a size near the target.
         ((7, 8), None, 128, (7, 4)),
         ((7, 11), None, 200, (1, 11)),
-        # Not smaller than an element.
+        # A chunk has at least one element.
         ((4, 4), None, 1, (1, 1)),
     ],
 )
-def test_read_chunks(
+def test_shapes_of_read_chunks(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None, chunk_bytes: int, expected: tuple[int, ...]
 ) -> None:
     spec = ArraySpec(shape, "float32")
     assert read_chunk_shape(spec, write_chunk_shape(spec, cuts, 4), cuts, chunk_bytes) == expected
 
 
-def test_extents_with_large_prime_factors_are_divided_too() -> None:
+def test_extents_with_large_prime_factors_are_divided() -> None:
     spec = ArraySpec((2 * 1_000_003, 3), "uint8")
     assert read_chunk_shape(spec, spec.shape, None, 1_500_000 * 3) == (1_000_003, 3)
     assert read_chunk_shape(spec, spec.shape, None, 1000) == (2, 3)
 
 
 @given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.data())
-def test_chunks_of_a_box_are_those_that_share_elements_with_it(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_iter_chunks_yields_the_chunks_that_overlap_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     chunk = tuple(data.draw(st.integers(1, extent + 2)) for extent in shape)
     bounds = [sorted(data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))) for extent in shape]
     box = Box(tuple(bound[0] for bound in bounds), tuple(bound[1] for bound in bounds))
@@ -131,7 +131,7 @@ def test_chunks_of_a_box_are_those_that_share_elements_with_it(shape: tuple[int,
 
 
 HIDDEN, FFN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 512, 1792, 4, 1, 128, 16032
-"""Llama 3.1 8B (4096, 14336, 32 and 8 heads of 128, 128256), one eighth of it along each axis."""
+"""Sizes of Llama 3.1 8B (4096, 14336, 32 and 8 heads of 128, 128256), divided by eight."""
 
 WEIGHTS = [
     ((VOCABULARY, HIDDEN), ("tp", "fsdp")),
@@ -145,7 +145,7 @@ WEIGHTS = [
 
 
 def _boxes(shape: tuple[int, ...], axes: tuple[str, ...], mesh: dict[str, int]) -> list[Box]:
-    """Return the shards of an array over a mesh, divided evenly as in JAX."""
+    """Return the shards of an array on a mesh, divided evenly as in JAX."""
     ranges = []
     for extent, axis in zip(shape, axes, strict=True):
         assert extent % mesh[axis] == 0
@@ -158,7 +158,7 @@ def _boxes(shape: tuple[int, ...], axes: tuple[str, ...], mesh: dict[str, int]) 
 
 
 def _read_amplification(old: dict[str, int], new: dict[str, int], pieces: int | None) -> float:
-    """Return the elements of the read chunks that the new mesh reads, divided by those it needs."""
+    """Return the number of elements that the new mesh reads, divided by the number that it needs."""
     read = needed = 0
     for shape, axes in WEIGHTS:
         spec = ArraySpec(shape, "bfloat16")
@@ -186,9 +186,9 @@ def test_another_mesh_reads_hardly_more_than_it_needs(old: dict[str, int], new: 
 
 
 def test_without_subdivision_another_mesh_reads_whole_shards() -> None:
-    found = [round(_read_amplification(old, new, None), 3) for old, new in TRANSITIONS]
-    assert found == [4.0, 1.0, 16.0, 8.0]
+    amplifications = [round(_read_amplification(old, new, None), 3) for old, new in TRANSITIONS]
+    assert amplifications == [4.0, 1.0, 16.0, 8.0]
 
 
-def test_gcd_of_every_boundary_is_what_processes_can_share() -> None:
+def test_chunk_extents_are_the_gcd_of_all_boundaries() -> None:
     assert write_chunk_shape(ArraySpec((100,), "int8"), ((12, 30, 54),), 4) == (gcd(12, 30, 54),)

@@ -1,4 +1,4 @@
-"""Conversions of all kinds of leaves and of all Orbax checkpoints to every layout, on storages of each kind."""
+"""Conversions between all layouts, of all kinds of leaves and of golden checkpoints, and on several storages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Pair(NamedTuple):
 def _state() -> dict[str, Any]:
     tied = bit_patterns(ArraySpec((13, 7), "bfloat16"), 5)
     mesh = jax.make_mesh((4, 2), ("x", "y"))
-    spec: Any = PartitionSpec  # its constructor is untyped in JAX
+    spec: Any = PartitionSpec  # JAX has no types for its constructor
     sharded = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec("x", "y")))
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     return {
@@ -65,7 +65,7 @@ def _state() -> dict[str, Any]:
 
 
 class _Files:
-    """Saves itself as files."""
+    """An object that writes its own files."""
 
     def save(self, directory: Path) -> Callable[[], None]:
         (directory / "below").mkdir()
@@ -77,15 +77,15 @@ class _Files:
 
 
 def _stored(location: str) -> Any:
-    """Return the stored tree: records with notes, ties, and the user's metadata."""
+    """Return the stored tree: the structure, the records of leaves, ties, and the user's metadata."""
     metadata = ckptcore.metadata(location, context=_FAST)
     return metadata.tree.skeleton, metadata.tree.leaves, metadata.tree.aliases, metadata.custom
 
 
-def _assert_same(found: str, expected: str) -> None:
-    assert ckptcore.verify(found, context=_FAST).ok
-    assert repr(_stored(found)) == repr(_stored(expected))  # NaN is not equal to itself
-    assert_same_tree(ckptcore.load(found, context=_FAST), ckptcore.load(expected, context=_FAST))
+def _assert_same(converted: str, original: str) -> None:
+    assert ckptcore.verify(converted, context=_FAST).ok
+    assert repr(_stored(converted)) == repr(_stored(original))  # by text, because NaN does not equal itself
+    assert_same_tree(ckptcore.load(converted, context=_FAST), ckptcore.load(original, context=_FAST))
 
 
 # --- between layouts --------------------------------------------------------------------------------------------------
@@ -93,15 +93,15 @@ def _assert_same(found: str, expected: str) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """The same state saved in every layout, on disk."""
+    """Locations on disk where the same state is saved in every layout."""
     directory = tmp_path_factory.mktemp("originals")
     for name, layout in _LAYOUTS.items():
         ckptcore.save(directory / name, _state(), layout=layout, metadata={"run": [1, None]}, context=_FAST)
     return {name: str(directory / name) for name in _LAYOUTS}
 
 
-def test_layouts_hold_the_same(originals: Mapping[str, str]) -> None:
-    """Compare records, notes of shardings and random keys, ties and elements."""
+def test_all_layouts_store_the_same_tree(originals: Mapping[str, str]) -> None:
+    """Compares records, notes about shardings and random keys, ties, and elements."""
     for name in _LAYOUTS:
         _assert_same(originals[name], originals["safetensors"])
 
@@ -109,7 +109,7 @@ def test_layouts_hold_the_same(originals: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        *itertools.combinations(_LAYOUTS, 2),  # in both directions
+        *itertools.combinations(_LAYOUTS, 2),  # each test converts in both directions
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.combinations(reversed(_LAYOUTS), 2)),
     ],
 )
@@ -139,9 +139,9 @@ def test_several_checkpointables_convert_to_every_layout(source: str, target: st
     ckptcore.save_checkpointables(original, objects, layout=_LAYOUTS[source], metadata={"run": 1}, context=_FAST)
     ckptcore.copy(original, there, layout=_LAYOUTS[target], context=_FAST)
     assert ckptcore.verify(there).ok
-    found = ckptcore.load_checkpointables(there)
-    assert_same_tree(found, ckptcore.load_checkpointables(original))
-    assert found["own"] == {"below/file": b"content" * 100}
+    loaded = ckptcore.load_checkpointables(there)
+    assert_same_tree(loaded, ckptcore.load_checkpointables(original))
+    assert loaded["own"] == {"below/file": b"content" * 100}
     assert ckptcore.metadata(there).custom == {"run": 1}
     ckptcore.delete(original)
 
@@ -165,7 +165,7 @@ def _load(location: Any, context: ckptcore.Context = _FAST) -> Any:
 
 @pytest.mark.parametrize("target", _FEW)
 @pytest.mark.parametrize("name", _EXPECTED)
-def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_path: Path) -> None:
+def test_checkpoints_of_orbax_convert_to_every_layout(name: str, target: str, tmp_path: Path) -> None:
     source, there = _golden(name), tmp_path / "converted"
     ckptcore.copy(source, there, layout=_LAYOUTS[target], context=_FAST)
     assert ckptcore.verify(there).ok
@@ -174,9 +174,9 @@ def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_p
         assert_same_tree(several(there, context=_FAST), several(source, context=_FAST))
         assert ckptcore.metadata(there).custom == ckptcore.metadata(source).custom
     else:
-        expected, found = ckptcore.metadata(source), ckptcore.metadata(there)
-        assert found.custom == expected.custom
-        assert repr(found.abstract) == repr(expected.abstract)
+        expected, converted = ckptcore.metadata(source), ckptcore.metadata(there)
+        assert converted.custom == expected.custom
+        assert repr(converted.abstract) == repr(expected.abstract)
         assert_same_tree(_load(there), _load(source))
 
 
@@ -184,7 +184,7 @@ def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_p
 
 
 class _WithoutAddress:
-    """Opens ``nowhere://`` locations: local directories without an address."""
+    """A plugin: ``nowhere:///PATH`` is a local directory whose storage has no address for tensorstore."""
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
@@ -204,8 +204,8 @@ _NOWHERE: Final = ckptcore.Context(
 
 
 @pytest.mark.parametrize("name", _EXPECTED)
-def test_what_orbax_wrote_loads_where_tensorstore_cannot_read(name: str) -> None:
-    """Compressed chunks are decoded in memory."""
+def test_checkpoints_of_orbax_load_where_tensorstore_cannot_read(name: str) -> None:
+    """ckptcore reads compressed chunks, and decodes them in memory."""
     assert_same_tree(_load(f"nowhere://{_golden(name)}", _NOWHERE), _load(_golden(name)))
 
 
@@ -241,7 +241,7 @@ ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
 def peak():
-    # Not ru_maxrss, which begins with what the parent had.
+    # ru_maxrss would include the peak of the parent process.
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
@@ -256,7 +256,9 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["Orbax", "ckptcore"])
 @pytest.mark.parametrize("target", ["plain", "compressed"])
-def test_a_part_of_a_compressed_checkpoint_is_in_memory_at_a_time(writer: str, target: str, tmp_path: Path) -> None:
+def test_copies_of_compressed_checkpoints_use_a_limited_amount_of_memory(
+    writer: str, target: str, tmp_path: Path
+) -> None:
     from orbax.checkpoint import v1
 
     elements = np.random.default_rng(0).standard_normal(_ARRAY_BYTES // 4, np.float32)
@@ -270,12 +272,12 @@ def test_a_part_of_a_compressed_checkpoint_is_in_memory_at_a_time(writer: str, t
         ckptcore.save(tmp_path / "source", state, layout=layout, context=_FAST)
         ckptcore.save(tmp_path / "warm", small, layout=layout, context=_FAST)
     arguments = [str(tmp_path / "source"), str(tmp_path / target), str(tmp_path / "warm")]
-    found = subprocess.run(
+    copied = subprocess.run(
         [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, found.stderr
-    # Up to 128 MiB are decoded at a time, and up to 128 MiB encoded. Encoded chunks that are not written yet take up to
-    # 288 MiB, and malloc caches memory.
-    assert int(found.stdout) < _ARRAYS * _ARRAY_BYTES * 0.55
+    assert copied.returncode == 0, copied.stderr
+    # A copy decodes up to 128 MiB at a time, and encodes up to 128 MiB. Encoded chunks that wait for their write take
+    # up to 288 MiB. In addition, malloc caches memory.
+    assert int(copied.stdout) < _ARRAYS * _ARRAY_BYTES * 0.55
     loaded = ckptcore.load(tmp_path / target)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())

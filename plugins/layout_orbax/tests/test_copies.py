@@ -1,4 +1,4 @@
-"""Orbax loads checkpoints of Orbax that ckptcore copied unchanged."""
+"""Copies of Orbax checkpoints without a conversion. The files are unchanged, and Orbax loads them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 import ckptcore
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are intended here.
+    # These tests load without shardings, of which Orbax warns.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
 ]
 
@@ -29,9 +29,9 @@ def test_orbax_loads_a_copy(tmp_path):
         ckptcore.copy(tmp_path / "written", between, verify="read-back")
         ckptcore.copy(between, tmp_path / "copy")
         assert _files(tmp_path / "copy") == _files(tmp_path / "written")
-        found = checkpointer.restore(tmp_path / "copy")
-    np.testing.assert_array_equal(found["w"], state["w"])
-    assert found["step"] == 7
+        restored = checkpointer.restore(tmp_path / "copy")
+    np.testing.assert_array_equal(restored["w"], state["w"])
+    assert restored["step"] == 7
 
 
 @pytest.mark.parametrize("name", ["v1_composite", "v1_sharded", "v0_items", "v0_without_metadata", "legacy_msgpack"])
@@ -43,7 +43,7 @@ def test_every_file_is_copied(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manager", "manager_items"])
-def test_a_run_of_orbax(name, tmp_path):
+def test_a_run_of_orbax_is_copied(name, tmp_path):
     between = f"memory://{tmp_path.name}/{name}"
     first = ckptcore.copy_steps(GOLDEN / name, between)
     assert first.steps

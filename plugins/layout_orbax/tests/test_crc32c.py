@@ -1,4 +1,4 @@
-"""CRC32C, compared with published values and with itself."""
+"""CRC32C: published values, and checksums of joined pieces."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def test_published_values() -> None:
     assert crc32c_of(b"") == 0
 
 
-def test_what_it_says_of_itself() -> None:
+def test_name_length_and_encoding() -> None:
     assert (CRC32C.name, CRC32C.nbytes) == ("crc32c", 4)
     assert CRC32C.encode(0xE3069283) == bytes.fromhex("839206e3")
     assert len(CRC32C.encode(0)) == CRC32C.nbytes
 
 
-def test_it_is_one_object_wherever_it_goes() -> None:
+def test_copies_and_pickles_return_the_same_object() -> None:
     assert pickle.loads(pickle.dumps(CRC32C)) is CRC32C
     assert copy.deepcopy(CRC32C) is CRC32C
 
 
-def test_any_contiguous_memory() -> None:
+def test_checksums_of_any_contiguous_memory() -> None:
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     expected = crc32c_of(array.tobytes())
     for view in (array.data, array.data.cast("B"), memoryview(bytearray(array.tobytes()))):
@@ -46,7 +46,7 @@ def test_joining_pieces_gives_the_checksum_of_the_whole(pieces: list[bytes]) -> 
     assert joined == crc32c_of(b"".join(pieces))
 
 
-def test_joining_long_runs() -> None:
+def test_joining_long_pieces() -> None:
     data = np.random.default_rng(1).integers(0, 256, (1 << 20) + 7, np.uint8).tobytes()
     whole = crc32c_of(data)
     for cut in (0, 1, 4096, 1 << 19, (1 << 20) + 6, len(data)):
@@ -54,7 +54,7 @@ def test_joining_long_runs() -> None:
         assert CRC32C.join(crc32c_of(first), crc32c_of(second), len(second)) == whole
 
 
-def test_joining_is_associative_for_runs_longer_than_memory() -> None:
+def test_joining_is_associative_for_lengths_beyond_memory() -> None:
     first, second, third = (crc32c_of(data) for data in (b"a", b"bc", b"def"))
     for second_bytes, third_bytes in ((1 << 40, 3), (5, 1 << 50), ((1 << 33) + 1, (1 << 41) + 7)):
         left = CRC32C.join(CRC32C.join(first, second, second_bytes), third, third_bytes)

@@ -1,5 +1,5 @@
-"""Damaged checkpoints of other software raise a CheckpointError, and never return wrong elements if
-there are checksums.
+"""Damaged checkpoints of other software. Operations on them raise only CheckpointErrors, and loads of
+files with checksums never return wrong elements.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.system
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
 _MEMORY_BYTES: Final = 64 << 20
-"""More memory than any golden needs; larger allocations fail."""
+"""Limit of one allocation, which is more than any golden checkpoint needs."""
 
 _CONTEXT: Final = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
 
 
 def _location(name: str, directory: Path) -> Path:
-    """Return a copy of a golden, to be damaged."""
+    """Copy a golden checkpoint, so that the test can damage the copy. Return its location."""
     expected = json.loads((_GOLDEN / f"{name}.json").read_text())
     shutil.copytree(_GOLDEN / name, directory / name)
     location: Path = directory / name / expected.get("directory", expected.get("file", ""))
@@ -54,7 +54,7 @@ def _files(location: Path) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make allocations fail that the goldens do not need."""
+    """Fail allocations that are larger than the golden checkpoints need."""
 
     def limited(spec: ArraySpec) -> HostArray:
         if spec.nbytes > _MEMORY_BYTES:
@@ -104,7 +104,7 @@ def _changed(content: bytes, choices: random.Random) -> bytes:
 
 
 def _with_checksums(content: bytes) -> bytes:
-    """Repair the checksums of what looks like manifests and nodes, so that tests reach the code behind them."""
+    """Correct the checksums of manifests and nodes, so that damage reaches the code that decodes them."""
     for magic in (MANIFEST_MAGIC, NODE_MAGIC):
         start = content.find(magic)
         while start >= 0:
@@ -120,7 +120,7 @@ def _with_checksums(content: bytes) -> bytes:
 def _damage(name: str, directory: Path, count: int) -> None:
     location = _location(name, directory)
     files = _files(location)
-    assert _assert_harmless(location, "nothing was done") < 4, "what is whole does not load"
+    assert _assert_harmless(location, "nothing was done") < 4, "the undamaged checkpoint does not load"
     choices = random.Random(name)
     for number in range(count):
         path = choices.choice(files)
@@ -137,12 +137,12 @@ def test_damage(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
-def test_much_damage(name: str, full: bool, tmp_path: Path) -> None:
+def test_many_changed_bytes_raise_only_checkpoint_errors(name: str, full: bool, tmp_path: Path) -> None:
     _damage(name, tmp_path, 400 if full else 100)
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_files_that_are_gone(name: str, tmp_path: Path) -> None:
+def test_missing_files_raise_only_checkpoint_errors(name: str, tmp_path: Path) -> None:
     location = _location(name, tmp_path)
     for path in _files(location):
         content = path.read_bytes()
@@ -171,13 +171,13 @@ def _tamper(name: str, directory: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_tampered_documents(name: str, tmp_path: Path) -> None:
+def test_tampered_documents_raise_only_checkpoint_errors(name: str, tmp_path: Path) -> None:
     _tamper(name, tmp_path, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
-def test_much_tampered_documents(name: str, full: bool, tmp_path: Path) -> None:
+def test_many_tampered_documents_raise_only_checkpoint_errors(name: str, full: bool, tmp_path: Path) -> None:
     _tamper(name, tmp_path, 100 if full else 40)
 
 
@@ -189,7 +189,7 @@ _DATABASES: Final = [name for name in _NAMES if list((_GOLDEN / name).rglob("man
 def _tampered_values(
     entries: Sequence[tuple[bytes, ValueLocation]], choices: random.Random
 ) -> Sequence[tuple[bytes, ValueLocation]]:
-    """Return the entries of a database with one of them changed."""
+    """Return the entries of a database, with one entry changed."""
     number = choices.randrange(len(entries))
     key, value = entries[number]
     last = key.rpartition(b"/")[2]
@@ -244,7 +244,7 @@ def _change_entries(name: str, directory: Path, count: int) -> None:
 
 
 def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStore) -> ValueLocation:
-    """Move array metadata into inline values, so that they can be changed."""
+    """Move array metadata into inline values, so that `_tampered_values` can change them."""
     if value.inline is not None or not key.endswith((b"zarr.json", b".zarray")):
         return value
     data = store.get(value.file, value.offset, value.offset + value.length)
@@ -252,13 +252,13 @@ def _inline_documents(key: bytes, value: ValueLocation, store: DirectoryReadStor
 
 
 @pytest.mark.parametrize("name", _DATABASES)
-def test_databases_with_wrong_entries(name: str, tmp_path: Path) -> None:
+def test_wrong_database_entries_raise_only_checkpoint_errors(name: str, tmp_path: Path) -> None:
     _change_entries(name, tmp_path, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _DATABASES)
-def test_databases_with_many_wrong_entries(name: str, full: bool, tmp_path: Path) -> None:
+def test_many_wrong_database_entries_raise_only_checkpoint_errors(name: str, full: bool, tmp_path: Path) -> None:
     _change_entries(name, tmp_path, 1500 if full else 200)
 
 
@@ -274,8 +274,8 @@ _CHECKED: Final = {
 
 
 @pytest.mark.parametrize("name", _CHECKED)
-def test_no_flipped_bit_of_the_data_goes_unseen_without_a_root(name: str, tmp_path: Path) -> None:
-    """Reads it like a checkpoint that Orbax wrote with the same codecs."""
+def test_flipped_bits_are_detected_without_a_root(name: str, tmp_path: Path) -> None:
+    """Without a root, ckptcore reads its checkpoint like one that Orbax wrote with the same codecs."""
     layout: Layout = _CHECKED[name]
     location = tmp_path / "checkpoint"
     random_elements = np.random.default_rng(0)
@@ -296,7 +296,7 @@ def test_no_flipped_bit_of_the_data_goes_unseen_without_a_root(name: str, tmp_pa
             loaded = ckptcore.load(location, context=_CONTEXT)
         except CheckpointError:
             seen += 1
-        else:  # a byte that is not read: between chunks, or beyond the edge of an array
+        else:  # loads do not read bytes between chunks, or beyond the edge of an array
             assert all(np.array_equal(loaded[key], state[key]) for key in state), f"{path.name} is damaged"
         path.write_bytes(original)
     assert seen > 100

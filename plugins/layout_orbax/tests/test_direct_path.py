@@ -1,4 +1,4 @@
-"""Arrays written and read without tensorstore, compared with tensorstore."""
+"""Writes and reads without tensorstore, compared with those of tensorstore."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _trials(draw: st.DrawFn) -> Trial:
 
 
 def _opened(written: WrittenTrial, root: Path, name: str) -> Any:
-    """Open an array of a checkpoint with tensorstore, given only its location."""
+    """Open an array of a checkpoint with tensorstore, from only its location."""
     layout: Any = written.layout
     state: Any = written.state
     directory = f"{root / state['directory']}/"
@@ -99,14 +99,14 @@ def _opened(written: WrittenTrial, root: Path, name: str) -> Any:
 
 @_some
 @given(trial=_trials(), layout=_layouts(), data=st.data())
-def test_tensorstore_reads_what_is_written(trial: Trial, layout: Layout, data: st.DataObject) -> None:
+def test_tensorstore_reads_arrays_of_ckptcore(trial: Trial, layout: Layout, data: st.DataObject) -> None:
     _assert_tensorstore_reads(trial, layout, data)
 
 
 @pytest.mark.slow
 @_many
 @given(trial=_trials(), layout=_layouts(), data=st.data())
-def test_tensorstore_reads_much_that_is_written(trial: Trial, layout: Layout, data: st.DataObject) -> None:
+def test_tensorstore_reads_many_arrays_of_ckptcore(trial: Trial, layout: Layout, data: st.DataObject) -> None:
     _assert_tensorstore_reads(trial, layout, data)
 
 
@@ -115,12 +115,12 @@ def _assert_tensorstore_reads(trial: Trial, layout: Layout, data: st.DataObject)
     with tempfile.TemporaryDirectory() as directory:
         written = write_trial(layout, trial, local_directory(Path(directory)))
         for leaf, elements in trial.arrays.items():
-            opened = _opened(written, Path(directory), f"a{leaf}")
-            assert opened.shape[: elements.ndim] == elements.shape
+            stored = _opened(written, Path(directory), f"a{leaf}")
+            assert stored.shape[: elements.ndim] == elements.shape
             for box in [Box.whole(elements.shape), data.draw(strategies.boxes(elements.shape))]:
                 if box.size:
-                    found = np.ascontiguousarray(opened[box.slices].read().result())
-                    assert found.tobytes() == np.ascontiguousarray(elements[box.slices]).tobytes(), box
+                    read = np.ascontiguousarray(stored[box.slices].read().result())
+                    assert read.tobytes() == np.ascontiguousarray(elements[box.slices]).tobytes(), box
         written.assert_reads_back()
 
 
@@ -128,7 +128,7 @@ def _assert_tensorstore_reads(trial: Trial, layout: Layout, data: st.DataObject)
 
 
 _Foreign: TypeAlias = tuple[Mapping[str, ForeignArray], Mapping[str, Any] | None]
-"""Arrays by name, and the options of their database, or None."""
+"""Arrays by name, and the options of their database. None: files without a database."""
 
 
 @st.composite
@@ -155,41 +155,41 @@ def _layout(zarr_format: int, database: object) -> Layout:
 
 @_some
 @given(foreign=_foreign(), data=st.data())
-def test_what_tensorstore_writes_is_read(foreign: _Foreign, data: st.DataObject) -> None:
+def test_arrays_of_tensorstore_are_read(foreign: _Foreign, data: st.DataObject) -> None:
     _assert_read(foreign, data)
 
 
 @pytest.mark.slow
 @_many
 @given(foreign=_foreign(), data=st.data())
-def test_much_that_tensorstore_writes_is_read(foreign: _Foreign, data: st.DataObject) -> None:
+def test_many_arrays_of_tensorstore_are_read(foreign: _Foreign, data: st.DataObject) -> None:
     _assert_read(foreign, data)
 
 
 def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
-    """Compare elements. If tensorstore raises an error for missing chunks, so must ckptcore."""
+    """Compare elements. If tensorstore raises an error for a missing chunk, ckptcore must raise one, too."""
     arrays, database = foreign
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) / "tree"
         write_arrays(directory, arrays, database)
         layout = _layout(next(iter(arrays.values())).zarr_format, database)
         stores = _stores(directory)
-        found = layout.inspect(stores[0], None)
-        assert found is not None
-        assert [str(path[0]) for path in found.tree.paths] == list(arrays)
+        inspected = layout.inspect(stores[0], None)
+        assert inspected is not None
+        assert [str(path[0]) for path in inspected.tree.paths] == list(arrays)
         for leaf, (name, array) in enumerate(arrays.items()):
-            record = found.tree.leaves[leaf]
+            record = inspected.tree.leaves[leaf]
             assert isinstance(record, ArrayRecord) and record.spec == array.spec
-            opened = open_array(directory, name, array, database, fill_missing_data_reads=array.may_have_holes)
+            stored = open_array(directory, name, array, database, fill_missing_data_reads=array.may_have_holes)
             for box in [
                 Box.whole(array.spec.shape),
                 *data.draw(st.lists(strategies.boxes(array.spec.shape), max_size=2)),
             ]:
-                expected = _read(opened, box)
+                expected = _read(stored, box)
                 event("missing" if expected is None else "there")
                 for store in stores:
                     written = WrittenTrial(
-                        Trial(found.tree, {}, {}), layout, local_directory(directory), found.state, {}, {}
+                        Trial(inspected.tree, {}, {}), layout, local_directory(directory), inspected.state, {}, {}
                     )
                     if expected is None:
                         with pytest.raises((CorruptCheckpointError, ObjectNotFoundError)):
@@ -199,8 +199,8 @@ def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
                     assert_same_bits(elements, expected, f"{name} {box}")
 
 
-def test_holes_in_shards_within_shards_are_the_fill_value(tmp_path: Path) -> None:
-    """They are decoded in memory, where missing parts do not mean that a chunk was lost."""
+def test_missing_chunks_in_nested_shards_have_the_fill_value(tmp_path: Path) -> None:
+    """ckptcore decodes nested shards in memory, where a missing inner chunk is not an error."""
     spec = ArraySpec((2, 4), "float32")
     little = {"name": "bytes", "configuration": {"endian": "little"}}
 
@@ -223,16 +223,16 @@ def test_holes_in_shards_within_shards_are_the_fill_value(tmp_path: Path) -> Non
     assert_same_bits(ckptcore.load(tmp_path)["a"], expected, "a")
 
 
-def _read(opened: Any, box: Box) -> HostArray | None:
-    """Return what tensorstore reads, or None if a chunk is missing."""
+def _read(stored: Any, box: Box) -> HostArray | None:
+    """Read with tensorstore. Return None if a chunk is missing."""
     try:
-        return np.asarray(opened[box.slices].read().result())
+        return np.asarray(stored[box.slices].read().result())
     except ValueError as error:
         assert "is missing" in str(error)
         return None
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- imports and amounts read -----------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import sys
@@ -252,12 +252,12 @@ for number, layout in enumerate(layouts):
 assert np.array_equal(ckptcore.load(foreign)["a"], np.arange(5000, dtype=np.int32))
 assert "tensorstore" not in sys.modules, "tensorstore was imported"
 ckptcore.save(f"{location}/compressed", state, layout=OcdbtLayout(compression="zstd"))
-assert "tensorstore" in sys.modules, "this would not have noticed it"
+assert "tensorstore" in sys.modules, "this check does not detect tensorstore"
 """
 
 
 @pytest.mark.system
-def test_nothing_uncompressed_needs_tensorstore(tmp_path: Path) -> None:
+def test_uncompressed_arrays_do_not_need_tensorstore(tmp_path: Path) -> None:
     elements = np.arange(5000, dtype=np.int32)
     spec = ArraySpec(elements.shape, "int32")
     metadata = {"shape": [5000], "chunks": [600], "dtype": "<i4", "compressor": None, "filters": None, "order": "C",
@@ -301,18 +301,18 @@ def test_no_byte_is_read_twice(layout: Layout, verified: bool, tmp_path: Path) -
         read += sum(stop - start for start, stop in of_key)
     elements = sum(spec.nbytes for spec in specs.values())
     assert elements <= read == reader.bytes_read <= sum(sizes[key] for key in ranges)
-    assert read <= elements * 1.15 + 4096, "more than elements, their checksums and the room at the edges of arrays"
+    assert read <= elements * 1.15 + 4096, "more than elements, their checksums and the padding at the edges of arrays"
 
 
-def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
-    """Request one sixteenth of the rows of an array in one shard of small read chunks."""
+def test_a_shard_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
+    """The shard has one sixteenth of the rows of an array with small read chunks."""
     spec = ArraySpec((8192, 512), "float32")
     written = write_trial(OcdbtLayout(chunk_bytes=1 << 15), flat_trial({"w": spec}), local_directory(tmp_path))
     box = Box((512, 0), (1024, 512))
     wanted = box.size * 4
     checksums = math.ceil(wanted / (1 << 15)) * 4
-    # Verified reads use whole blocks, whose checksums identify the save, if those are only few more
-    # bytes.
+    # The checksums of blocks identify the save. Therefore verified reads take whole blocks if that
+    # is only a few bytes more.
     for verified, most in (True, wanted + 2 * BLOCK_BYTES), (False, wanted + checksums + 4):
         reader, _ = _counted(written, verified)
         written.assert_reads_back([(0, box)], stores=[reader])
@@ -320,14 +320,14 @@ def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
 
 
 def _counted(written: WrittenTrial, verified: bool) -> tuple[Any, FaultPlan]:
-    """Return the store through which loads read, and its record of requests."""
+    """Return a store for loads, and the plan that records its requests."""
     plan = FaultPlan()
     storage = with_faults(written.storage, plan)
     return ObjectReader(storage, written.records, IOThreads(1), verify=verified), plan
 
 
-def test_a_store_in_a_directory_is_read_by_its_address(tmp_path: Path) -> None:
-    """tensorstore itself reads compressed chunks of other software from storages that it supports."""
+def test_tensorstore_reads_a_directory_by_its_address(tmp_path: Path) -> None:
+    """tensorstore itself reads compressed chunks of other software, if it supports the storage."""
     elements = np.arange(100, dtype=np.int32)
     spec = ArraySpec((100,), "int32")
     metadata = {"shape": [100], "chunks": [60], "dtype": "<i4", "compressor": {"id": "zstd", "level": 1},
@@ -335,7 +335,7 @@ def test_a_store_in_a_directory_is_read_by_its_address(tmp_path: Path) -> None:
     write_arrays(tmp_path, {"a": ForeignArray(2, spec, metadata, [(Box.whole((100,)), elements)], True)}, None)
     storage = local_directory(tmp_path)
     store = StrictReadStore(storage)
-    found = ZarrLayout().inspect(store, None)
-    assert found is not None
-    written = WrittenTrial(Trial(found.tree, {}, {}), ZarrLayout(), storage, found.state, {}, {})
+    inspected = ZarrLayout().inspect(store, None)
+    assert inspected is not None
+    written = WrittenTrial(Trial(inspected.tree, {}, {}), ZarrLayout(), storage, inspected.state, {}, {})
     assert_same_bits(written.read(store=store)[0], elements, "a")

@@ -1,4 +1,4 @@
-"""After a write has ended, even by an error, no encoder reads memory of the snapshot."""
+"""Encoders stop when a write ends or fails: afterwards they read no memory of the snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.zarr import chunk_encoding, writing
+from ckptcore_orbax.zarr import writing
 from ckptcore_orbax.zarr.chunk_codec import EncodingChunk, ReadErrors
 
 import ckptcore
@@ -41,8 +41,7 @@ class _FullStore:
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)
-def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_encoding, "_STARTED_BYTES", 1)
+def test_a_failed_write_waits_for_the_end_of_all_encoders(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # write the first chunk while others are being encoded
     begun: list[object] = []
     ended: list[object] = []
@@ -64,12 +63,12 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
     monkeypatch.setattr(EncodingChunk, "__init__", noted_begin)
     monkeypatch.setattr(EncodingChunk, "settle", noted_settle)
     monkeypatch.setattr(EncodingChunk, "result", noted_result)
-    arrays = [np.full((64, 64), number) for number in range(12)]
+    arrays = [np.full((1024, 1024), number) for number in range(12)]  # 96 MiB, of which 64 MiB are encoded at a time
     description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
     plan = description.plan(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:
         layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _FullStore())
-    assert raised.value.__traceback__ is not None  # keeps its frames alive
+    assert raised.value.__traceback__ is not None  # the traceback keeps the frames of the write alive
     assert len(begun) > 2 and set(begun) == set(ended)
 
 
@@ -77,10 +76,10 @@ def _no_dtype(name: str) -> None:
     raise ValueError(f'No TensorStore data type with name: "{name}"')
 
 
-def test_a_dtype_that_tensorstore_lacks_is_refused_before_the_save(
+def test_dtypes_that_tensorstore_lacks_are_refused_before_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older one than that of the tests. Uncompressed arrays do not need it."""
+    """Older versions of tensorstore lack some dtypes. Uncompressed arrays do not need tensorstore."""
     monkeypatch.setattr(tensorstore, "dtype", _no_dtype)
     state = {"packed": np.arange(3, dtype=np.float32).astype(ml_dtypes.float8_e3m4)}
     with pytest.raises(UnsupportedLeafError, match=r"pip install --upgrade tensorstore, or save with compression=None"):
@@ -93,6 +92,6 @@ def test_a_dtype_that_tensorstore_lacks_is_refused_before_the_save(
 @pytest.mark.parametrize(
     "text", ['FAILED_PRECONDITION: "data_type": Unsupported data type: "int2"', 'Unsupported zarr dtype: "int2"']
 )
-def test_a_dtype_that_tensorstore_lacks_is_no_damage(text: str) -> None:
+def test_a_dtype_that_tensorstore_lacks_is_not_reported_as_damage(text: str) -> None:
     error = ReadErrors("packed").error(text)
     assert isinstance(error, UnsupportedLeafError) and "pip install --upgrade tensorstore" in str(error)

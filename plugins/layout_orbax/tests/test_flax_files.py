@@ -1,4 +1,4 @@
-"""Files of Flax: `flax.training.checkpoints` without Orbax, and `flax.serialization.to_bytes`."""
+"""Loads of files that Flax wrote: `flax.training.checkpoints` without Orbax, and `flax.serialization.to_bytes`."""
 
 import flax
 import flax.serialization
@@ -65,10 +65,10 @@ def test_a_train_state_loads_into_a_new_one(tmp_path):
     path = tmp_path / "state.msgpack"
     path.write_bytes(flax.serialization.to_bytes(state))
     expected = flax.serialization.from_bytes(new_state(1), path.read_bytes())
-    found = ckptcore.load(path, new_state(1))
-    assert jax.tree.structure(found) == jax.tree.structure(new_state(1))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    loaded = ckptcore.load(path, new_state(1))
+    assert jax.tree.structure(loaded) == jax.tree.structure(new_state(1))
+    for leaf, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.brings("one array in a file of `flax.serialization.to_bytes`", "flax", "same")
@@ -82,16 +82,16 @@ def test_a_single_array(tmp_path, value):
 def test_a_part_of_a_large_array_is_read_from_its_bytes(tmp_path):
     path = tmp_path / "state.msgpack"
     path.write_bytes(flax.serialization.to_bytes({"w": VALUES["large"], "same": VALUES["large"].copy()}))
-    opened = ckptcore.open(path)
-    assert opened["w"][3:5, 7].tolist() == VALUES["large"][3:5, 7].tolist()
+    view = ckptcore.open(path)
+    assert view["w"][3:5, 7].tolist() == VALUES["large"][3:5, 7].tolist()
     changed = bytearray(path.read_bytes())
     position = changed.index(VALUES["large"][3:5].tobytes())
     changed[position : position + 4] = np.float32(-1).tobytes()
     path.write_bytes(changed)
-    assert ckptcore.open(path)["w"][3, 0] == -1  # the state of the layout has no elements
+    assert ckptcore.open(path)["w"][3, 0] == -1  # the layout reads elements from the file each time
 
 
-def test_arrays_above_the_limit_of_a_chunk(tmp_path, monkeypatch):
+def test_arrays_that_flax_splits_into_chunks_load(tmp_path, monkeypatch):
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 6000)
     path = tmp_path / "state.msgpack"
     path.write_bytes(flax.serialization.to_bytes({"w": VALUES["large"]}))
@@ -100,7 +100,7 @@ def test_arrays_above_the_limit_of_a_chunk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["state.msgpack", "checkpoint_3"])
-def test_a_file_that_ends_too_early_is_damaged(tmp_path, name):
+def test_a_truncated_file_is_reported_as_damaged(tmp_path, name):
     whole = flax.serialization.to_bytes({"w": VALUES["large"], "step": 3})
     path = tmp_path / name
     for length in (len(whole) // 2, len(whole) - 1):
@@ -109,7 +109,7 @@ def test_a_file_that_ends_too_early_is_damaged(tmp_path, name):
             ckptcore.load(path)
 
 
-def test_other_files_are_not_taken_for_flax(tmp_path):
+def test_other_files_are_not_recognized_as_flax(tmp_path):
     for number, data in enumerate([b"\x00\x04\x95", b"text", msgpack.packb([1, 2]), b""]):
         (tmp_path / str(number)).write_bytes(data)
         with pytest.raises(CheckpointNotFoundError):

@@ -1,4 +1,4 @@
-"""Every golden checkpoint of Orbax, Flax and AXLearn loads as it was saved."""
+"""Golden checkpoints of Orbax, Flax and AXLearn load with their saved values."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def location_of(name):
 
 
 def built(expected):
-    """Return the value for a JSON value of a golden (see `golden/generate.py`)."""
+    """Return the saved value that a JSON value describes (see `golden/generate.py`)."""
     if isinstance(expected, dict) and len(expected) == 1 and next(iter(expected)).startswith("$"):
         ((tag, content),) = expected.items()
         match tag:
@@ -42,39 +42,39 @@ def built(expected):
     return [built(child) for child in expected] if isinstance(expected, list) else expected
 
 
-def assert_same(found, expected, where=""):
+def assert_same(actual, expected, where=""):
     if isinstance(expected, dict):
-        assert isinstance(found, dict), where
-        assert sorted(found) == sorted(expected), where
+        assert isinstance(actual, dict), where
+        assert sorted(actual) == sorted(expected), where
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}/{key}")
+            assert_same(actual[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected), where
-        assert len(found) == len(expected), where
+        assert type(actual) is type(expected), where
+        assert len(actual) == len(expected), where
         for number, child in enumerate(expected):
-            assert_same(found[number], child, f"{where}/{number}")
+            assert_same(actual[number], child, f"{where}/{number}")
     else:
-        assert type(found) is type(expected), where
+        assert type(actual) is type(expected), where
         if isinstance(expected, np.ndarray | np.generic):
-            assert found.dtype == expected.dtype, where
-            assert found.shape == expected.shape, where
-            assert found.tobytes() == expected.tobytes(), where
+            assert actual.dtype == expected.dtype, where
+            assert actual.shape == expected.shape, where
+            assert actual.tobytes() == expected.tobytes(), where
         else:
-            assert found == expected, where
+            assert actual == expected, where
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_golden_loads_as_what_was_saved(name):
+def test_a_golden_checkpoint_loads_with_its_saved_values(name):
     assert_same(ckptcore.load(location_of(name)), built(EXPECTED[name]["tree"]))
 
 
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if "checkpointables" in expected])
-def test_the_checkpointables_of_a_golden_load_as_what_was_saved(name):
+def test_golden_checkpointables_load_with_their_saved_values(name):
     assert_same(ckptcore.load_checkpointables(location_of(name)), built(EXPECTED[name]["checkpointables"]))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_metadata_of_a_golden_is_what_loads_it(name):
+def test_a_golden_checkpoint_loads_into_its_own_metadata(name):
     metadata = ckptcore.metadata(location_of(name))
     assert metadata.custom == EXPECTED[name].get("custom", {})
     assert dict(metadata.metrics or {}) == EXPECTED[name].get("metrics", {})

@@ -1,4 +1,4 @@
-"""Checkpoints written by earlier versions of the layouts load bit for bit, with ckptcore and with Orbax."""
+"""Golden checkpoints that earlier versions of the layouts wrote load bit for bit. Saves write the same files."""
 
 from __future__ import annotations
 
@@ -33,63 +33,63 @@ WRITTEN = _written()
 STATE: dict[str, Any] = WRITTEN.golden_state()
 
 
-def assert_same(found: Any, saved: Any, path: str = "") -> None:
+def assert_same(loaded: Any, saved: Any, path: str = "") -> None:
     if isinstance(saved, dict):
-        assert list(found) == list(saved), path
+        assert list(loaded) == list(saved), path
         for key, child in saved.items():
-            assert_same(found[key], child, f"{path}/{key}")
+            assert_same(loaded[key], child, f"{path}/{key}")
     elif isinstance(saved, list | tuple):
-        assert type(found) is type(saved) and len(found) == len(saved), path
+        assert type(loaded) is type(saved) and len(loaded) == len(saved), path
         for number, child in enumerate(saved):
-            assert_same(found[number], child, f"{path}/{number}")
+            assert_same(loaded[number], child, f"{path}/{number}")
     elif isinstance(saved, jax.Array | np.ndarray | np.generic):
         elements = (
             jax.random.key_data(saved) if isinstance(saved, jax.Array) and saved.dtype == STATE["key"].dtype else saved
         )
         expected = np.asarray(elements)
-        assert found.dtype == expected.dtype and found.shape == expected.shape, path
-        assert np.asarray(found).tobytes() == expected.tobytes(), path
+        assert loaded.dtype == expected.dtype and loaded.shape == expected.shape, path
+        assert np.asarray(loaded).tobytes() == expected.tobytes(), path
     else:
-        assert type(found) is type(saved) and found == saved, path
+        assert type(loaded) is type(saved) and loaded == saved, path
 
 
-def test_there_is_one_of_every_layout() -> None:
+def test_every_layout_has_a_golden_checkpoint() -> None:
     assert {path.name for path in CHECKPOINTS} >= set(WRITTEN.golden_layouts())
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
-def test_a_save_gives_its_bytes(path: Path, tmp_path: Path) -> None:
+def test_a_save_writes_the_files_of_the_golden_checkpoint(path: Path, tmp_path: Path) -> None:
     WRITTEN.save_golden(path.name, tmp_path / "c")
-    found = {
+    written = {
         file.relative_to(tmp_path / "c"): file.read_bytes() for file in (tmp_path / "c").rglob("*") if file.is_file()
     }
     golden = {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    assert sorted(found) == sorted(golden)
+    assert sorted(written) == sorted(golden)
     for key, data in golden.items():
-        assert found[key] == data, key
+        assert written[key] == data, key
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
-def test_it_loads_as_it_was_saved(path: Path) -> None:
+def test_a_golden_checkpoint_loads_with_its_saved_values(path: Path) -> None:
     assert_same(ckptcore.load(path), STATE)
     assert ckptcore.verify(path).ok
     assert ckptcore.metadata(path).custom == {"made for": "golden"}
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
-def test_it_loads_without_our_root(path: Path, tmp_path: Path) -> None:
-    """Load with the files of Orbax only, without distinctions that Orbax cannot make."""
+def test_metadata_is_read_without_the_root(path: Path, tmp_path: Path) -> None:
+    """Without the root, only the files in the format of Orbax remain."""
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     for part in copy.glob("checkpoint.*"):
         part.unlink()
-    found = ckptcore.metadata(copy)
-    assert found.layout == path.name.split("-")[0]
-    assert found.custom == {"made for": "golden"}
+    metadata = ckptcore.metadata(copy)
+    assert metadata.layout == path.name.split("-")[0]
+    assert metadata.custom == {"made for": "golden"}
 
 
-def test_what_orbax_wrote_is_not_called_sound(capsys: pytest.CaptureFixture[str]) -> None:
-    """Checkpoints of Orbax have no recorded checksums to verify; those of ckptcore do."""
+def test_verify_reports_checkpoints_of_orbax_as_complete_instead_of_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    """Orbax records no checksums, so ckptcore can only verify that its checkpoints are complete."""
 
     def verified(path: Path) -> str:
         with pytest.raises(SystemExit) as ended:

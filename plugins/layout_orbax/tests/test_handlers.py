@@ -1,4 +1,7 @@
-"""Data of each handler of Orbax loads as Orbax restores it: alone, among other items, and as the item of a step."""
+"""Data of each handler of Orbax loads with the values that Orbax restores.
+
+The tests load it as a checkpoint, as an item of a composite checkpoint, and as the item of a step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +63,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserW
 
 
 def seen_from_numpy(value):
-    """Return a restored value as ckptcore loads it without JAX: keys as their data, messages as text."""
+    """Return the value that ckptcore loads without JAX: the data of keys, and the text of messages."""
     if isinstance(value, struct_pb2.Value):
         return text_format.MessageToString(value)
     if isinstance(value, jax.Array):
@@ -99,16 +102,16 @@ def test_an_item_loads_as_orbax_restores_it(tmp_path, case):
     assert run.restored_step == 4
 
 
-def test_keys_are_keys_of_jax_again(tmp_path):
+def test_keys_load_into_keys_of_jax(tmp_path):
     keys = jax.random.split(jax.random.key(3), 2)
     with ocp.Checkpointer(ocp.handlers.JaxRandomKeyCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "keys", args=ocp.args.JaxRandomKeySave(keys))
-    found = ckptcore.load(tmp_path / "keys", keys)
-    assert found.dtype == keys.dtype
-    assert jax.random.key_data(found).tolist() == jax.random.key_data(keys).tolist()
+    loaded = ckptcore.load(tmp_path / "keys", keys)
+    assert loaded.dtype == keys.dtype
+    assert jax.random.key_data(loaded).tolist() == jax.random.key_data(keys).tolist()
 
 
-def test_keys_of_another_default_are_their_data(tmp_path):
+def test_keys_of_another_default_implementation_load_as_their_data(tmp_path):
     with jax.default_prng_impl("rbg"):
         keys = jax.random.key(3)
         with ocp.Checkpointer(ocp.handlers.JaxRandomKeyCheckpointHandler()) as checkpointer:
@@ -118,7 +121,7 @@ def test_keys_of_another_default_are_their_data(tmp_path):
     assert ckptcore.load(tmp_path / "keys", framework="jax").dtype == jnp.uint32
 
 
-def test_a_dict_with_the_name_of_the_handler_of_arrays_stays_a_dict(tmp_path):
+def test_a_dict_with_the_key_checkpoint_is_not_read_as_an_array(tmp_path):
     value = {"checkpoint": np.arange(4)}
     with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
         checkpointer.save(tmp_path / "alone", value)
@@ -128,7 +131,7 @@ def test_a_dict_with_the_name_of_the_handler_of_arrays_stays_a_dict(tmp_path):
     assert_same(ckptcore.load_checkpointables(tmp_path / "composite"), {"item": value})
 
 
-def test_two_items_with_the_names_of_a_random_key_are_two_items(tmp_path):
+def test_two_items_named_like_the_files_of_a_random_key_stay_separate(tmp_path):
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         args = ocp.args.Composite(key=ocp.args.StandardSave(TREE), key_metadata=ocp.args.JsonSave({"epoch": 3}))
         checkpointer.save(tmp_path / "c", args=args)

@@ -1,4 +1,4 @@
-"""Hostile checkpoints of other software read no other files, never hang, and raise only ckptcore errors."""
+"""Hostile checkpoints of other software. Loads read no other files, do not hang, and raise only ckptcore errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
-"""Decoded by tensorstore; `LITTLE` is read directly."""
+"""tensorstore decodes `BIG`. ckptcore reads `LITTLE` directly."""
 
 
 CODECS = {"direct": LITTLE, "decoded": BIG}
 
 
 def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **members: Any) -> dict[str, Any]:
-    """Return the metadata of an array of uint16."""
+    """Return the metadata of an array of uint16. `members` replace entries of the document."""
     return {
         "chunk_grid": {"configuration": {"chunk_shape": list(chunk or shape)}, "name": "regular"},
         "chunk_key_encoding": {"name": "default"},
@@ -51,7 +51,7 @@ def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **member
 
 
 def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, **members: Any) -> bytes:
-    """Return the `_METADATA` of a dict of arrays."""
+    """Return the file `_METADATA` of a dict of arrays."""
     table = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],
@@ -69,7 +69,7 @@ def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, 
 
 
 def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
-    """Write a directory with these files, bytes or JSON, and a `_METADATA` if there is none among them."""
+    """Write a directory with these files, which are bytes or JSON. Add a file `_METADATA` if they have none."""
     for name, content in {"_METADATA": tree_file(), **files}.items():
         path = location / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -
 
 
 def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
-    """Write arrays into a database. The last value is in the file of the nodes."""
+    """Write arrays into a database. Its last value is in the file of the nodes."""
     checkpoint(location, {})
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{location}/"}).result()
     for key, value in values.items():
@@ -88,7 +88,7 @@ def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) ->
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file outside of the checkpoint, which checkpoints must not refer to. Checkpoints are in another directory."""
+    """A file outside of the directory of the checkpoints, which loads must not read."""
     path = tmp_path / "outside" / "0"
     path.parent.mkdir()
     path.write_bytes(b"0123456789abcdef")
@@ -98,10 +98,10 @@ def secret(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def ended_pipe(path: Path) -> Iterator[None]:
-    """Close a named pipe after some seconds, so that a blocked reader fails instead of hanging the tests."""
+    """Open and close a named pipe after 10 seconds, so that a blocked reader fails instead of hanging the tests."""
 
     def end() -> None:
-        with contextlib.suppress(OSError):  # no process reads it
+        with contextlib.suppress(OSError):  # no reader is blocked
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
     os.mkfifo(path)
@@ -117,7 +117,7 @@ def ended_pipe(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("what", ["file", "directory"])
 @pytest.mark.parametrize("stores_fill_value", [True, False])
-def test_a_chunk_that_is_a_link_out(
+def test_a_chunk_that_is_a_link_to_the_outside(
     what: str, codecs: str, stores_fill_value: bool, secret: Path, tmp_path: Path
 ) -> None:
     location = checkpoint(
@@ -136,7 +136,7 @@ def test_a_chunk_that_is_a_link_out(
 
 @pytest.mark.parametrize("codecs", CODECS)
 def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
-    """No process writes to it, so opening it for reading would block forever."""
+    """No process writes to the pipe, so opening it for reading would block forever."""
     location = checkpoint(tmp_path / "checkpoint", {"a/zarr.json": zarr_json([8], codecs=CODECS[codecs])})
     (location / "a" / "c").mkdir()
     with ended_pipe(location / "a" / "c" / "0"), pytest.raises(CorruptCheckpointError, match="expected a file"):
@@ -145,7 +145,9 @@ def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("what", ["link", "pipe"])
-def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: Path, tmp_path: Path) -> None:
+def test_a_data_file_of_a_database_that_is_a_link_or_a_pipe(
+    what: str, codecs: str, secret: Path, tmp_path: Path
+) -> None:
     elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many for an inline value
     location = database(
         tmp_path / "inside" / "checkpoint",
@@ -168,8 +170,8 @@ def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: 
     "name", ["%2e%2e", "%2E%2E%2Felsewhere", "elsewhere%2f", "x%00", "a?b", "a#b", "a|ocdbt:", "%zz", "\udcff"]
 )
 @pytest.mark.parametrize("below", [True, False])
-def test_names_of_directories_that_mean_something_in_a_url(name: str, below: bool, tmp_path: Path) -> None:
-    """tensorstore gets the directory as a URL."""
+def test_names_of_directories_with_special_characters_of_urls(name: str, below: bool, tmp_path: Path) -> None:
+    """ckptcore passes the directory to tensorstore as a URL."""
     array = {"a/zarr.json": zarr_json([8], codecs=BIG)}
     for elsewhere in ("a", "elsewhere/a", "x/elsewhere/a", "a/a"):
         checkpoint(tmp_path / elsewhere, {"zarr.json": zarr_json([8], codecs=BIG), "c/0": b"\1" * 16})
@@ -187,7 +189,7 @@ def test_names_of_directories_that_mean_something_in_a_url(name: str, below: boo
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_nothing_but_dots_take_the_memory_of_their_text() -> None:
+def test_names_of_many_dots_take_little_memory() -> None:
     names = [f"{number}{'.' * 20_000}" for number in range(10)]
     tracemalloc.start()
     try:
@@ -200,21 +202,21 @@ def test_names_of_nothing_but_dots_take_the_memory_of_their_text() -> None:
 
 
 @pytest.mark.parametrize("names", [["a.b", "a.c"], ["a", "a.b"], ["a.b.c", "a.b"], ["a", "b.c"], ["", ".a"]])
-def test_names_of_arrays_nest_where_none_goes_on_from_another(names: list[str]) -> None:
+def test_names_of_arrays_nest_if_no_name_is_the_start_of_another(names: list[str]) -> None:
     nested = names in (["a.b", "a.c"], ["a", "b.c"])
     tree = tree_of_names(names, "manifest.ocdbt")
     assert isinstance(tree.skeleton, Node)
     assert (tree.skeleton.keys == tuple(sorted(names))) == (not nested)
 
 
-def test_an_index_of_axlearn_that_says_the_step_again_and_again(tmp_path: Path) -> None:
-    """It once took quadratic time."""
+def test_an_index_of_axlearn_that_repeats_the_step(tmp_path: Path) -> None:
+    """An earlier version took quadratic time."""
     (tmp_path / "gda").mkdir()
     (tmp_path / "index").write_text(json.dumps([["step", 1]] * 200_000))
     assert ckptcore.load(tmp_path) == {}
 
 
-def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
+def test_an_array_of_msgpack_with_an_impossible_shape(tmp_path: Path) -> None:
     part = msgpack.ExtType(1, msgpack.packb([[0], "float32", b""]))
     shape = {"0": 0, "1": (1 << 63) - 1, "2": (1 << 63) - 1}
     chunked = {"__msgpack_chunked_array__": True, "shape": shape, "chunks": {"0": part}}
@@ -226,10 +228,10 @@ def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time(
+def test_only_few_chunks_larger_than_their_arrays_are_decoded_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few bytes of zstd expand to 128 MiB of zeros, in each of several arrays of eight elements."""
+    """Each of eight arrays has 8 elements, and one chunk of a few bytes that expands to 128 MiB of zeros."""
     codecs = [*LITTLE, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
     zeros = zstandard.compress(bytes(128 << 20))
     names = [f"a{number}" for number in range(8)]
@@ -318,7 +320,7 @@ _ENCODED: dict[str, tuple[int, Any, bytes]] = {
 
 
 def _huge_chunk(location: Path, name: str, extent: int, *, fills: bool) -> Path:
-    """Write an array of one chunk of `_HUGE` elements, which has few bytes."""
+    """Write an array with one chunk that claims `_HUGE` elements, and has few bytes."""
     version, codecs, data = _ENCODED[name]
     files: dict[str, Any] = {"_METADATA": tree_file(stores_fill_value=not fills, use_zarr3=version == 3)}
     if version == 3:
@@ -333,14 +335,14 @@ def _huge_chunk(location: Path, name: str, extent: int, *, fills: bool) -> Path:
 @pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("extent", [8, _HUGE // 4, _HUGE])
 @pytest.mark.parametrize("name", _ENCODED)
-def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fills: bool, tmp_path: Path) -> None:
-    """TensorStore allocates a chunk before it decodes it, and ends the process if it cannot."""
+def test_a_chunk_of_few_bytes_that_claims_a_huge_size(name: str, extent: int, fills: bool, tmp_path: Path) -> None:
+    """tensorstore allocates the memory of a chunk before decoding, and aborts the process if that fails."""
     location = _huge_chunk(tmp_path / "checkpoint", name, extent, fills=fills)
-    with ckptcore.open(location) as opened:
+    with ckptcore.open(location) as view:
         for read in (
-            lambda: opened["a"][0],
-            lambda: opened["a"][:4],
-            lambda: next(opened.iter_boxes()),
+            lambda: view["a"][0],
+            lambda: view["a"][:4],
+            lambda: next(view.iter_boxes()),
             lambda: ckptcore.load(location),
             lambda: ckptcore.load(location, {"a": ckptcore.AbstractArray((extent,), "uint16")}),
             lambda: ckptcore.diff(location, location),
@@ -356,7 +358,7 @@ def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fi
 
 @pytest.mark.parametrize("inline", [0, 1024])
 def test_a_small_value_next_to_a_large_one_in_a_data_file(inline: int, tmp_path: Path) -> None:
-    """The values of a database share files, so the size of a file does not justify that of a chunk."""
+    """Values of a database share files, so a large file does not prove that a chunk in it is large."""
     codecs = [*LITTLE, {"name": "gzip", "configuration": {"level": 1}}]
     large, count = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18, np.uint16).tobytes(), 32 << 20
     location = checkpoint(tmp_path / "checkpoint", {"_METADATA": tree_file(("a", "b"), use_ocdbt=True)})
@@ -372,8 +374,8 @@ def test_a_small_value_next_to_a_large_one_in_a_data_file(inline: int, tmp_path:
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
-def test_a_chunk_that_its_bytes_decode_to_is_read(codec: str, tmp_path: Path) -> None:
-    """The densest chunks there are: zeros only."""
+def test_chunks_with_the_highest_compression_are_read(codec: str, tmp_path: Path) -> None:
+    """Zeros have the highest compression, so the check of sizes must accept their chunks."""
     codecs = [*LITTLE, {"name": codec, "configuration": {"level": 9}}]
     zeros = bytes(64 << 20)
     data = gzip.compress(zeros) if codec == "gzip" else zstandard.compress(zeros, 19)
@@ -399,14 +401,14 @@ def test_a_chunk_that_its_bytes_decode_to_is_read(codec: str, tmp_path: Path) ->
 def test_a_data_file_of_another_save(
     layout: type[Zarr3Layout | OcdbtLayout], shape: tuple[int, ...], chunk_bytes: int, tmp_path: Path
 ) -> None:
-    """The file is valid by itself; only the checksums of the root show that it belongs to another save."""
+    """The file itself is valid. Only the checksums in the root show that it belongs to another save."""
     random = np.random.default_rng(0)
     for name in ("one", "other"):
         state = {"w": random.integers(0, 255, shape, np.uint8)}
         ckptcore.save(tmp_path / name, state, layout=layout(chunk_bytes=chunk_bytes))
     pattern = "w/c/**/*" if layout is Zarr3Layout else "ocdbt.process_0/d/*"
     (path,), (other,) = (
-        [found for found in (tmp_path / name / "state").glob(pattern) if found.is_file()] for name in ("one", "other")
+        [file for file in (tmp_path / name / "state").glob(pattern) if file.is_file()] for name in ("one", "other")
     )
     assert path.stat().st_size == other.stat().st_size
     path.write_bytes(other.read_bytes())
@@ -415,8 +417,8 @@ def test_a_data_file_of_another_save(
         ckptcore.load(tmp_path / "one")
 
 
-def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """A few bytes may state any shape, which is validated before memory is allocated."""
+def test_a_shape_larger_than_memory_raises_an_error_that_names_it(tmp_path: Path) -> None:
+    """A few bytes can claim any shape, so the load checks the shape before it allocates memory."""
     array = tmp_path / "w"
     array.mkdir()
     document = {
@@ -428,11 +430,11 @@ def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) 
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
         ckptcore.load(tmp_path)
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
-        ckptcore.verify(tmp_path)  # neither sound nor damaged: another machine may have the memory
+        ckptcore.verify(tmp_path)  # not reported as damaged, because another machine may have enough memory
 
 
 def test_an_array_of_very_many_chunks(tmp_path: Path) -> None:
-    """A table of 1 GB may have a chunk per row of 512 bytes; only a part of it is stored here."""
+    """A table of 1 GB may have a chunk for each row of 512 bytes. The test stores only one of the rows."""
     rows = 2_000_000
     location = checkpoint(
         tmp_path / "checkpoint",
@@ -442,19 +444,19 @@ def test_an_array_of_very_many_chunks(tmp_path: Path) -> None:
             f"a/c/{rows - 1}/0": np.arange(256, dtype="<u2").tobytes(),
         },
     )
-    with ckptcore.open(location) as opened:
-        assert opened["a"][rows - 1, 3:5].tolist() == [3, 4]
-        assert not opened["a"][rows // 2].any()
+    with ckptcore.open(location) as view:
+        assert view["a"][rows - 1, 3:5].tolist() == [3, 4]
+        assert not view["a"][rows // 2].any()
     location = checkpoint(
         tmp_path / "more", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([1 << 25], [1]), "a/c/7": b"\7\0"}
     )
-    with ckptcore.open(location) as opened:
+    with ckptcore.open(location) as view:
         with pytest.raises(CorruptCheckpointError, match="33554432 chunks, of which at most 16777216 are read at a"):
-            opened["a"][:]
-        assert opened["a"][7] == 7  # the text says to load a part
+            view["a"][:]
+        assert view["a"][7] == 7  # the error says to read a part
 
 
-def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iter_boxes_of_more_chunks_than_the_limit_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"a/c/{number}": bytes((number, 0)) for number in range(200)}
     location = checkpoint(
         tmp_path / "checkpoint", {"_METADATA": tree_file(), "a/zarr.json": zarr_json([200], [1]), **files}
@@ -462,8 +464,8 @@ def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeyp
     planned = []
     for most in (200, 199):
         monkeypatch.setattr("ckptcore.on_demand.boxes.MAX_PLANNED_CHUNKS", most)
-        with ckptcore.open(location) as opened:
-            boxes = list(opened.iter_boxes())
-        assert np.sort(np.concatenate([found.elements for found in boxes])).tolist() == list(range(200))
+        with ckptcore.open(location) as view:
+            boxes = list(view.iter_boxes())
+        assert np.sort(np.concatenate([part.elements for part in boxes])).tolist() == list(range(200))
         planned.append(len(boxes))
     assert planned == [200, 1]

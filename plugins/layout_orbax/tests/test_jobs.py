@@ -1,4 +1,7 @@
-"""Saves by several processes: each writes data files, and the leader writes one database without copying elements."""
+"""Saves by several processes: each process writes its data files, and the leader joins them into one database.
+
+The leader copies no elements.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """An array whose rows are distributed over the processes of a job."""
+    """An array whose rows are divided between the processes of a job."""
 
     elements: np.ndarray[Any, Any]
     bounds: tuple[int, ...]
@@ -42,7 +45,7 @@ class Rows:
 
 
 class RowsHandler(LeafHandler):
-    """Describes the rows of each process; loads plain NumPy arrays."""
+    """A handler for saves of `Rows`. Loads return plain NumPy arrays."""
 
     priority = 0
 
@@ -102,29 +105,29 @@ def saved(location: Path, layout: Layout, *, background: bool = False) -> None:
     ThreadJob(SIZE).run(save)
 
 
-def assert_as_saved(found: Any) -> None:
+def assert_as_saved(tree: Any) -> None:
     for name, value in loaded().items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-        assert np.asarray(found[name]).dtype == np.asarray(value).dtype
+        np.testing.assert_array_equal(tree[name], value, err_msg=name)
+        assert np.asarray(tree[name]).dtype == np.asarray(value).dtype
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_processes_share_comes_back_whole(name: str, background: bool, tmp_path: Path) -> None:
+def test_arrays_divided_between_processes_load_as_whole_arrays(name: str, background: bool, tmp_path: Path) -> None:
     saved(tmp_path / "c", LAYOUTS[name], background=background)
     assert_as_saved(ckptcore.load(tmp_path / "c"))
     assert ckptcore.verify(tmp_path / "c").ok
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_orbax_loads_it(name: str, tmp_path: Path) -> None:
+def test_orbax_loads_a_save_by_several_processes(name: str, tmp_path: Path) -> None:
     from orbax.checkpoint import v1
 
     saved(tmp_path / "c", LAYOUTS[name])
     assert_as_saved(v1.load(tmp_path / "c"))
 
 
-def test_each_process_writes_its_data_files_and_no_element_is_copied(tmp_path: Path) -> None:
+def test_each_process_writes_its_own_elements_once(tmp_path: Path) -> None:
     saved(tmp_path / "c", OcdbtLayout(checksum=False))
     item = tmp_path / "c" / "state"
     sizes = [
@@ -142,7 +145,7 @@ def test_each_process_writes_its_data_files_and_no_element_is_copied(tmp_path: P
         assert part not in nodes.read_bytes()
 
 
-def test_it_loads_under_another_number_of_processes(tmp_path: Path) -> None:
+def test_another_number_of_processes_loads_it(tmp_path: Path) -> None:
     saved(tmp_path / "c", OcdbtLayout(chunk_bytes=32))
 
     def load(rank: int, context: ckptcore.Context) -> None:

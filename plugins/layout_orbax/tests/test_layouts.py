@@ -1,4 +1,4 @@
-"""Conformance tests of the layouts with all kinds of options, including failed saves."""
+"""Conformance tests of the layouts with different options, including saves that crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from plugins.layout_orbax.tests.foreign_arrays import KNOWN_DTYPES
 
 UNKNOWN_DTYPES: Final = STORED_DTYPES[3].difference(KNOWN_DTYPES)
-"""Dtypes that an older TensorStore cannot compress."""
+"""Dtypes that the installed tensorstore lacks. Layouts cannot compress them."""
 
 _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="large", chunk_bytes=400_000),
@@ -27,11 +27,11 @@ _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="shared", chunk_bytes=10_000),
     ArrayRule(pattern="b/*", chunk_bytes=10_000),
 )
-"""Arrays in the tests that would have very many chunks of 64 bytes."""
+"""Rules with larger chunks for the largest arrays of the tests, which would have very many chunks of 64 bytes."""
 
 
 class _LayoutTests(LayoutTests):
-    """Marks long tests as slow: other option sets in this file run the same code every time."""
+    """Conformance tests. Long tests are marked as slow."""
 
     tampered_states = 300
 
@@ -49,7 +49,7 @@ class _LayoutTests(LayoutTests):
 
 
 class _OtherOptions(_LayoutTests):
-    """Option sets that differ from another class here in only one option."""
+    """Conformance tests of options that are similar to those of another class, so more tests are marked."""
 
     @pytest.mark.system
     def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:
@@ -84,14 +84,14 @@ class TestOcdbtInPieces(_LayoutTests):
 
 
 class TestOcdbtWithoutChecksums(_OtherOptions):
-    """Read chunks without checksums, in a tree without a directory of its own."""
+    """Read chunks without checksums. The tree has no subdirectory."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, checksum=False, item="", rules=_FEWER_CHUNKS)
 
 
 class TestOcdbtOfZarr2(_OtherOptions):
-    """As in version 0 of Orbax."""
+    """The format of version 0 of Orbax."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, zarr_format=2, item="default", rules=_FEWER_CHUNKS)
@@ -112,7 +112,7 @@ class TestZarr3(_OtherOptions):
 
 
 class TestZarr3Mixed(_LayoutTests):
-    """Compressed and uncompressed arrays, some of each without checksums."""
+    """Compressed and uncompressed arrays, with and without checksums."""
 
     ties = False
     refused_dtypes = UNKNOWN_DTYPES
@@ -168,8 +168,8 @@ class TestZarrCrashes(LayoutCrashTests):
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(chunk_bytes=64), Zarr3Layout(chunk_bytes=8), ZarrLayout(chunk_bytes=8)])
-def test_read_chunks_outside_of_the_array(layout: Layout, tmp_path: Path) -> None:
-    """A chunk at the edge has full size, and a process has several boxes of it."""
+def test_read_chunks_beyond_the_edge_of_the_array(layout: Layout, tmp_path: Path) -> None:
+    """The chunk at the edge is stored at full size, and a process writes several boxes of it."""
     boxes = [Box((0, 0, 0), (1, 1, 6)), Box((0, 1, 0), (1, 4, 6)), Box((1, 0, 0), (5, 4, 6))]
     trial = flat_trial({"odd": ArraySpec((5, 4, 6), "bool")}, parts={0: [boxes]})
     write_trial(layout, trial, local_directory(tmp_path)).assert_reads_back()

@@ -1,4 +1,4 @@
-"""The core without this distribution: errors that name it."""
+"""The core without ckptcore-orbax: errors name the distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.errors import MissingDistributionError
 
 
 class Iterator:
-    """An object with the methods that Orbax calls."""
+    """An object with asynchronous methods, as Orbax calls them."""
 
     async def save(self, directory: Any) -> None:
         """Write nothing."""

@@ -1,4 +1,4 @@
-"""Arrays of other software on S3: read by tensorstore if an address is sufficient, else by ckptcore."""
+"""Arrays of other software on S3. tensorstore reads them if it can use the address. Otherwise ckptcore reads them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ reads_spaces = pytest.mark.skipif(not _quotes(), reason="this TensorStore quotes
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """MiniStack."""
+    """An S3 server on this machine."""
     with s3_server(tmp_path_factory.mktemp("s3")) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No credentials except those of a test, and no files of the user."""
+    """Remove credentials and configuration files of the user, so that a test uses only its own."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no config"))
@@ -42,7 +42,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def location(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of Orbax with compressed chunks, uploaded file by file."""
+    """A checkpoint of Orbax with compressed chunks, which the fixture uploads file by file."""
     directory = tmp_path_factory.mktemp("orbax") / "checkpoint"
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -64,7 +64,7 @@ def _storage(url: str, options: Mapping[str, Any]) -> Any:
 
 @pytest.fixture
 def native_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The specs that tensorstore was asked to read by itself."""
+    """The specs that ckptcore passed to tensorstore for reads."""
     asked: list[Any] = []
     true_read = chunk_decoding.read_native
 
@@ -113,7 +113,9 @@ def test_anonymous_access(server: S3Server, location: str, native_reads: list[An
 
 
 @pytest.mark.system
-def test_credentials_of_a_context_stay_in_it(server: S3Server, location: str, native_reads: list[Any]) -> None:
+def test_credentials_of_a_context_are_not_passed_to_tensorstore(
+    server: S3Server, location: str, native_reads: list[Any]
+) -> None:
     context = _context(server, access_key_id=ACCESS_KEY_ID, secret_access_key=SECRET_ACCESS_KEY)
     _expect_elements(location, context)
     assert native_reads == []
@@ -122,7 +124,7 @@ def test_credentials_of_a_context_stay_in_it(server: S3Server, location: str, na
 
 
 @pytest.mark.system
-def test_a_chunk_that_is_missing_is_damage(server: S3Server, location: str, native_reads: list[Any]) -> None:
+def test_a_missing_chunk_is_reported_as_damage(server: S3Server, location: str, native_reads: list[Any]) -> None:
     source = _storage(location, server.options)
     copy = location.replace("with space", "damaged")
     target = _storage(copy, server.options)
@@ -142,7 +144,7 @@ def test_a_chunk_that_is_missing_is_damage(server: S3Server, location: str, nati
         ("NOT_FOUND: chunk", CorruptCheckpointError),
     ],
 )
-def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[CheckpointError]) -> None:
+def test_only_errors_about_stored_bytes_are_reported_as_damage(text: str, error: type[CheckpointError]) -> None:
     from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 
     with pytest.raises(error, match="'w'") as caught, ReadErrors("w"):
@@ -151,7 +153,7 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
 
 
 @pytest.mark.parametrize(
-    ("url", "options", "found"),
+    ("url", "options", "spec"),
     [
         ("file:///a%20b/", {}, {"driver": "file", "path": "/a b/"}),
         ("file:///a/", {"mode": 1}, None),
@@ -166,7 +168,7 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
              "aws_credentials": {"type": "environment"}},
             marks=reads_spaces,
         ),
-        (  # tensorstore would use another host of Amazon
+        (  # tensorstore would connect to another host of Amazon
             "s3://bucket/", {"endpoint": "https://s3-fips.us-west-2.amazonaws.com", "region": "us-west-2",
                              "addressing_style": "virtual", "credentials": "environment"},
             None,
@@ -185,12 +187,12 @@ def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[Checkpoi
         ("gs://bucket/d/", {"credentials": "token"}, None),
     ],
 )  # fmt: skip
-def test_addresses(url: str, options: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_specs_of_addresses(url: str, options: Any, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
-    assert native_spec(StorageAddress(url, options)) == found
+    assert native_spec(StorageAddress(url, options)) == spec
 
 
-def test_an_emulator_of_google_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulator_of_google_must_equal_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:1/")
     assert native_spec(StorageAddress("gs://bucket/", {"endpoint": "http://127.0.0.1:1"})) is not None
     assert native_spec(StorageAddress("gs://bucket/")) is None

@@ -1,4 +1,4 @@
-"""Databases with wrong bytes: damage is always detected, and with valid checksums only ckptcore errors occur."""
+"""Damaged databases. Checksums detect all random damage. Damage with valid checksums raises only ckptcore errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _list(directory: Path, most: int = 100_000) -> list[tuple[bytes, ValueLocati
     return list(islice(Database.open(DirectoryReadStore(directory), "").range(), most))
 
 
-# --- random damage: detected by the checksum --------------------------------------------------------------------------
+# --- random damage, which checksums detect ----------------------------------------------------------------------------
 
 
 def _written_by_tensorstore(directory: Path, compression: object) -> None:
@@ -81,7 +81,7 @@ def _damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("writer", _WRITERS)
-def test_no_damage_goes_unseen(tmp_path: Path, writer: str) -> None:
+def test_all_random_damage_is_detected(tmp_path: Path, writer: str) -> None:
     _WRITERS[writer](tmp_path)
     expected = _list(tmp_path)
     assert len(expected) == len(_ENTRIES)
@@ -93,12 +93,13 @@ def test_no_damage_goes_unseen(tmp_path: Path, writer: str) -> None:
         data = path.read_bytes()
         path.write_bytes(_damaged(data, chance))
         try:
-            assert _list(tmp_path) == expected  # tensorstore's files also contain values and older nodes
+            # Files of tensorstore also contain values and older nodes, which are not read.
+            assert _list(tmp_path) == expected
         except CorruptCheckpointError as error:
             assert error.key == path.relative_to(tmp_path).as_posix()
             seen += 1
         except UnsupportedVersionError:
-            pytest.fail("the checksum is looked at first")
+            pytest.fail("the version was read before the checksum was verified")
         path.write_bytes(data)
     assert seen > (195 if writer == "ours" else 100)
     assert _list(tmp_path) == expected
@@ -115,7 +116,7 @@ def test_a_wrong_checksum_raises_a_checksum_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["nodes", "numbered"])
-def test_what_is_missing(tmp_path: Path, missing: str) -> None:
+def test_missing_files_raise_an_error_with_a_remedy(tmp_path: Path, missing: str) -> None:
     if missing == "nodes":
         _written_here(tmp_path)
         (tmp_path / _NODE_FILE).unlink()
@@ -138,7 +139,7 @@ def test_numbered_manifests_of_another_database(tmp_path: Path) -> None:
         _list(tmp_path / "a")
 
 
-def test_values_that_are_not_there(tmp_path: Path) -> None:
+def test_values_in_missing_or_short_files(tmp_path: Path) -> None:
     _written_here(tmp_path)
     database = Database.open(DirectoryReadStore(tmp_path), "")
     with pytest.raises(CorruptCheckpointError, match="ocdbt.process_0/d/x") as caught:
@@ -151,7 +152,7 @@ def test_values_that_are_not_there(tmp_path: Path) -> None:
     assert database.read(ValueLocation(None, "ocdbt.process_0/d/x", 2, 7)) == bytes(7)
 
 
-# --- intentional damage: the checksum is valid ------------------------------------------------------------------------
+# --- intentional damage with valid checksums --------------------------------------------------------------------------
 
 
 def _change(body: bytes, chance: random.Random) -> bytes:
@@ -167,18 +168,18 @@ def _tampered(data: bytes, magic: bytes, chance: random.Random, *, keep_length: 
     return encode_frame(body, magic)
 
 
-def test_tampered_databases(tmp_path: Path) -> None:
+def test_tampered_databases_raise_only_checkpoint_errors(tmp_path: Path) -> None:
     _tamper(tmp_path, random.Random(1), 150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_many_tampered_databases(tmp_path: Path, seed: int) -> None:
+def test_many_tampered_databases_raise_only_checkpoint_errors(tmp_path: Path, seed: int) -> None:
     _tamper(tmp_path, random.Random(seed), 1000)
 
 
 def _tamper(tmp_path: Path, chance: random.Random, times: int) -> None:
-    """With a recomputed checksum damage may be undetected, but only ckptcore errors occur, and listings end."""
+    """Tamper with a database, and correct its checksums. Damage may stay undetected, but must raise no other errors."""
     _written_here(tmp_path)
     manifest = (tmp_path / "manifest.ocdbt").read_bytes()
     nodes = (tmp_path / _NODE_FILE).read_bytes()

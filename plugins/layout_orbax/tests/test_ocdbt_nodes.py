@@ -1,4 +1,4 @@
-"""Hostile nodes with valid checksums and invalid numbers."""
+"""Hostile database nodes, which have valid checksums and invalid contents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _decode(body: bytes, *, height: int = 0, count: int = 1, base: str = "") -> 
 
 @settings(deadline=None)
 @given(st.binary(max_size=120), st.integers(0, 3), st.integers(0, 5))
-def test_any_bytes(body: bytes, height: int, count: int) -> None:
+def test_any_bytes_raise_only_corruption_errors(body: bytes, height: int, count: int) -> None:
     for data in (body, bytes([height]) + body):
         try:
             _decode(data, height=height, count=count)
@@ -60,7 +60,7 @@ def _leaf(
     offsets: Sequence[int] = (7,),
     inlines: bytes = b"xyz",
 ) -> bytes:
-    """Return a leaf of ``ab`` with the inline value ``xyz`` and ``ac`` with bytes 7 to 16 of ``d/0123``."""
+    """Return a leaf node: ``ab`` has the inline value ``xyz``, and ``ac`` has 9 bytes of ``d/0123`` at offset 7."""
     columns = (*shared, *lengths)
     return b"".join(
         (
@@ -85,12 +85,12 @@ def _interior(
     child_shares: Sequence[int] = (0, 0),
     places: Sequence[int] = (0, 0, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0),
 ) -> bytes:
-    """Return an interior node of the keys ``ab`` and ``ac`` with two leaves of 50 bytes and two keys each."""
+    """Return an interior node with the keys ``ab`` and ``ac``. Its children are leaves of 50 bytes and two keys."""
     columns = encode_column(1, *lengths) + encode_column(*child_shares)
     return b"\1" + files + encode_column(2) + columns + b"abc" + encode_column(*places)
 
 
-def test_the_leaf_that_the_next_tests_change() -> None:
+def test_valid_nodes_are_decoded() -> None:
     leaf = _decode(_leaf(), count=2, base="ocdbt.process_0/")
     assert isinstance(leaf, LeafNode) and leaf.keys == [b"ab", b"ac"]
     assert list(leaf.values(0, 2)) == [
@@ -122,51 +122,51 @@ _LEAVES: Final = {
     "an inline value too long": _leaf(value_lengths=(4, 9)),
     "an inline value too short": _leaf(value_lengths=(2, 9)),
     "a huge offset": _leaf(offsets=(1 << 62,)),
-    "a kind that is none": _leaf(kinds=b"\0\2"),
-    "a file that is none": _leaf(numbers=(1,)),
-    "a huge number of a file": _leaf(numbers=(_HUGE,)),
+    "an unknown kind": _leaf(kinds=b"\0\2"),
+    "an unknown file number": _leaf(numbers=(1,)),
+    "a huge file number": _leaf(numbers=(_HUGE,)),
     "no files": _leaf(files=encode_column(0)),
     "a huge number of files": _leaf(files=encode_column(_HUGE)),
     "a file without a name": _leaf(files=encode_column(1, 0, 0)),
     "an absolute path": _leaf(files=encode_column(1, 6, 0) + b"/d/012"),
     "a path that leads out": _leaf(files=encode_column(1, 6, 0) + b"../012"),
-    "a path that leads out further on": _leaf(files=encode_column(1, 6, 0) + b"d/../x"),
+    "a path that leads out at its end": _leaf(files=encode_column(1, 6, 0) + b"d/../x"),
     "a base path that leads out": _leaf(files=encode_column(1, 6, 3) + b"../d/x"),
     "a path of dots": _leaf(files=encode_column(1, 6, 0) + b"././01"),
     "a path of a directory": _leaf(files=encode_column(1, 6, 0) + b"d/012/"),
     "a NUL character": _leaf(files=encode_column(1, 6, 0) + b"d/0\x0012"),
-    "a path that is no text": _leaf(files=encode_column(1, 6, 0) + b"d/\xff\xfe12"),
+    "a path that is not UTF-8": _leaf(files=encode_column(1, 6, 0) + b"d/\xff\xfe12"),
     "a base that ends within a character": _leaf(files=encode_column(1, 6, 1) + "ééé".encode()),
     "a base longer than its path": _leaf(files=encode_column(1, 6, 7) + b"d/0123"),
     "a path that shares too much": _leaf(files=encode_column(2, 7, 6, 1, 0, 0) + b"d/0123x"),
     "a path too long": _leaf(files=encode_column(2, 65535, 65535, 1, 0, 0) + b"x" * 65536),
-    "bytes behind its end": _leaf() + b"\0",
-    "an end too early": _leaf()[:-1],
+    "bytes after its end": _leaf() + b"\0",
+    "a truncated end": _leaf()[:-1],
 }
 
 
 @pytest.mark.parametrize("name", _LEAVES)
-def test_hostile_leaves(name: str) -> None:
+def test_hostile_leaves_are_refused(name: str) -> None:
     with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
         _decode(_LEAVES[name], count=2)
 
 
 _INTERIORS: Final = {
-    "a child that shares more than its key has": _interior(child_shares=(3, 0)),
-    "a huge share": _interior(child_shares=(_HUGE, 0)),
+    "a shared length greater than that of the key": _interior(child_shares=(3, 0)),
+    "a huge shared length": _interior(child_shares=(_HUGE, 0)),
     "a huge length": _interior(places=(0, 0, 0, 50, 1 << 62, 50, 2, 2, 0, 0, 0, 0)),
     "a huge offset": _interior(places=(0, 0, 1 << 62, 50, 50, 50, 2, 2, 0, 0, 0, 0)),
     "a huge number of keys": _interior(places=(0, 0, 0, 50, 50, 50, 2, _HUGE, 0, 0, 0, 0)),
     "other keys than stated": _interior(places=(0, 0, 0, 50, 50, 50, 2, 3, 0, 0, 0, 0)),
-    "a file that is none": _interior(places=(0, 1, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0)),
+    "an unknown file number": _interior(places=(0, 1, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0)),
     "a file without a name": _interior(files=encode_column(1, 0, 0)),
-    "an end too early": _interior()[:-1],
-    "bytes behind its end": _interior() + b"\0",
+    "a truncated end": _interior()[:-1],
+    "bytes after its end": _interior() + b"\0",
 }
 
 
 @pytest.mark.parametrize("name", _INTERIORS)
-def test_hostile_interior_nodes(name: str) -> None:
+def test_hostile_interior_nodes_are_refused(name: str) -> None:
     with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
         _decode(_INTERIORS[name], height=1, count=4)
 
@@ -183,42 +183,42 @@ def _zstd(data: bytes, *, stated: bool = True) -> bytes:
 
 
 @pytest.mark.parametrize("stated", [True, False])
-def test_compressed_nodes(stated: bool) -> None:
+def test_compressed_nodes_are_decoded(stated: bool) -> None:
     leaf = _decode_data(_frame(_zstd(_leaf(), stated=stated), compression=1))
     assert leaf.keys == [b"ab", b"ac"]
 
 
-def test_frames_of_what_is_not_known() -> None:
+def test_frames_of_unknown_versions_and_compressions_are_refused() -> None:
     for unknown in (_frame(_leaf(), version=1), _frame(_leaf(), compression=2)):
         with pytest.raises(UnsupportedVersionError, match="newer ckptcore"):
             _decode_data(unknown)
 
 
 _FRAMES: Final = {
-    "nothing": b"",
+    "no bytes": b"",
     "a manifest": _frame(_leaf(), bytes.fromhex("0cdb3a2a")),
     "too short": _frame(b"")[:17],
     "a length too long": _NODE + (1000).to_bytes(8, "little") + _frame(_leaf())[12:],
     "a huge length": _NODE + b"\xff" * 8 + _frame(_leaf())[12:],
     "no body": _frame(b""),
-    "no zstd": _frame(b"no zstd at all", compression=1),
+    "not zstd": _frame(b"no zstd at all", compression=1),
     "empty zstd": _frame(b"", compression=1),
-    "zstd that is cut off": _frame(_zstd(_leaf())[:-1], compression=1),
-    "zstd of no stated size that is cut off": _frame(_zstd(_leaf(), stated=False)[:-1], compression=1),
-    "bytes behind zstd": _frame(_zstd(_leaf()) + b"x", compression=1),
-    "many bytes behind zstd": _frame(_zstd(_leaf()) + bytes(5000), compression=1),
+    "truncated zstd": _frame(_zstd(_leaf())[:-1], compression=1),
+    "truncated zstd without a stated size": _frame(_zstd(_leaf(), stated=False)[:-1], compression=1),
+    "a byte after zstd": _frame(_zstd(_leaf()) + b"x", compression=1),
+    "many bytes after zstd": _frame(_zstd(_leaf()) + bytes(5000), compression=1),
 }
 
 
 @pytest.mark.parametrize("name", _FRAMES)
-def test_hostile_frames(name: str) -> None:
+def test_hostile_frames_are_refused(name: str) -> None:
     with pytest.raises(CorruptCheckpointError, match="d/0123"):
         _decode_data(_FRAMES[name])
 
 
 @pytest.mark.parametrize("stated", [True, False])
-def test_what_grows_without_end(stated: bool) -> None:
-    """Zeros, which zstd compresses to a ten-thousandth."""
+def test_nodes_that_decompress_to_a_huge_size_are_refused(stated: bool) -> None:
+    """300 MiB of zeros, which zstd compresses to less than 60 kB."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=300 << 20 if stated else -1)
     body = b"".join([*(compressor.compress(bytes(1 << 20)) for _ in range(300)), compressor.flush()])
     assert len(body) < 60_000
@@ -230,8 +230,8 @@ def test_what_grows_without_end(stated: bool) -> None:
         _decode_data(frame)
 
 
-def test_entries_that_grow_without_end() -> None:
-    """Half a million ascending 3-byte keys with empty values: some kB with zstd, 75 MB as objects."""
+def test_nodes_with_too_many_entries_are_refused() -> None:
+    """Half a million keys of 3 bytes with empty values: less than 10 kB with zstd, but 75 MB as objects."""
     count = 1 << 19
     keys = np.arange(count, dtype=">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
     shared = (keys[1:] == keys[:-1]).cumprod(1).sum(1).astype(np.uint64)
@@ -252,8 +252,8 @@ def test_entries_that_grow_without_end() -> None:
         _decode_data(frame)
 
 
-def test_keys_that_share_without_end() -> None:
-    """300,000 keys of 60,000 bytes, each of which shares all but 3 bytes with the previous key."""
+def test_keys_that_expand_to_a_huge_size_are_refused() -> None:
+    """300,000 keys of 60,003 bytes. Each key shares 60,000 bytes with the previous key."""
     count = 300_000
     ends = b"".join([number.to_bytes(3, "big") for number in range(count)])
     body = b"".join(
@@ -269,7 +269,7 @@ def test_keys_that_share_without_end() -> None:
         _decode(body, count=count)
 
 
-def test_paths_that_share_without_end() -> None:
+def test_paths_that_expand_to_a_huge_size_are_refused() -> None:
     count = 100_000
     body = b"".join(
         (

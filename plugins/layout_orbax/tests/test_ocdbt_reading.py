@@ -1,4 +1,4 @@
-"""Databases written by tensorstore and Orbax have the keys and values that tensorstore reads."""
+"""Reads of databases that tensorstore and Orbax wrote. They return the same keys and values as tensorstore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _contents(kvstore: Any) -> dict[bytes, bytes]:
 
 
 def _assert_same(store: DirectoryReadStore, directory: str, expected: Mapping[bytes, bytes]) -> None:
-    """Compare a database with its expected contents: all keys, single keys, missing keys, and ranges."""
+    """Compare a database with its expected contents: all keys, single and missing keys, and ranges."""
     database = Database.open(store, directory)
     listed = list(database.range())
     keys = list(expected)
@@ -89,7 +89,7 @@ _VALUES = st.one_of(st.binary(max_size=4), st.binary(min_size=5, max_size=40), s
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The operations of one transaction."""
+    """Operations on a database: one transaction of puts and deletes, then a deleted range and a copied range."""
 
     puts: Mapping[bytes, bytes]
     deletes: frozenset[bytes]
@@ -117,7 +117,9 @@ def _apply(change: _Change, kvstore: Any) -> None:
     for key in change.deletes:
         del within[key]
     transaction.commit_async().result()
-    if change.deleted_range is not None:  # separately: tensorstore 0.1.86 crashes on some within a transaction
+    if (
+        change.deleted_range is not None
+    ):  # outside of the transaction, in which tensorstore 0.1.86 crashes on some ranges
         kvstore.delete_range(ts.KvStore.KeyRange(*change.deleted_range)).result()
     if change.copied_range is not None:
         start, stop, target = change.copied_range
@@ -130,8 +132,8 @@ def _check(config: Mapping[str, Any], changes: list[_Change]) -> None:
         directory = Path(name, "state")
         kvstore = _open(directory, config, _context())
         if not changes:
-            kvstore[b"there"] = b"and gone"
-            del kvstore[b"there"]
+            kvstore[b"key"] = b"deleted"
+            del kvstore[b"key"]
         for change in changes:
             _apply(change, kvstore)
         expected = _contents(kvstore)
@@ -157,7 +159,7 @@ def test_many_generated_databases(config: Mapping[str, Any], changes: list[_Chan
 
 
 @pytest.mark.parametrize("compression", _COMPRESSIONS[:2], ids=["raw", "zstd"])
-def test_a_tree_of_several_levels(tmp_path: Path, compression: object) -> None:
+def test_trees_of_several_levels_are_read(tmp_path: Path, compression: object) -> None:
     config = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 4, "compression": compression}
     kvstore = _open(tmp_path, config, _context())
     transaction = ts.Transaction(atomic=True)
@@ -169,8 +171,8 @@ def test_a_tree_of_several_levels(tmp_path: Path, compression: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["single", "numbered"])
-def test_the_newest_of_many_versions(tmp_path: Path, kind: str) -> None:
-    """Enough versions that older ones are in version nodes of several heights."""
+def test_the_newest_of_many_versions_is_read(tmp_path: Path, kind: str) -> None:
+    """The test writes so many versions that older versions are in version nodes of several heights."""
     kvstore = _open(tmp_path, {"manifest_kind": kind, "version_tree_arity_log2": 1}, _context())
     for number in range(60):
         kvstore[f"{number % 8}"] = bytes([number])
@@ -186,13 +188,13 @@ def test_a_database_keeps_the_version_it_was_opened_at(tmp_path: Path) -> None:
     database = Database.open(DirectoryReadStore(tmp_path), "")
     kvstore[b"a"] = b"new"
     kvstore[b"b"] = b"new"
-    found = database.get(b"a")
-    assert found is not None and database.read(found) == b"old"
+    location = database.get(b"a")
+    assert location is not None and database.read(location) == b"old"
     assert database.get(b"b") is None
 
 
-def test_a_merge_of_processes_as_orbax_does_it(tmp_path: Path) -> None:
-    """Each process writes a database; the merged one refers to their files, from leaves and by base paths."""
+def test_databases_that_are_merged_as_in_orbax_are_read(tmp_path: Path) -> None:
+    """Each process writes a database. The merged database refers to their files in leaf nodes and by base paths."""
     context = _context()
     config = {"max_inline_value_bytes": 8, "max_decoded_node_bytes": 300, "manifest_kind": "single"}
     merged = _open(tmp_path / "state", config, context)
@@ -219,7 +221,7 @@ def test_a_merge_of_processes_as_orbax_does_it(tmp_path: Path) -> None:
     )
 
 
-def test_many_threads(tmp_path: Path) -> None:
+def test_several_threads_read_one_database(tmp_path: Path) -> None:
     config = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 4}
     kvstore = _open(tmp_path, config, _context())
     transaction = ts.Transaction(atomic=True)
@@ -229,18 +231,18 @@ def test_many_threads(tmp_path: Path) -> None:
     database = Database.open(DirectoryReadStore(tmp_path), "")
 
     def look(thread: int) -> int:
-        found = 0
+        keys = 0
         for number in range(thread, 500, 3):
             value = database.get(f"{number:04d}".encode())
             assert value is not None and value.length == number % 9
-            found += len(list(database.range(f"{number:04d}".encode(), f"{number + 1:04d}".encode())))
-        return found
+            keys += len(list(database.range(f"{number:04d}".encode(), f"{number + 1:04d}".encode())))
+        return keys
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(look, range(8))) == [len(range(thread, 500, 3)) for thread in range(8)]
 
 
-def test_no_database(tmp_path: Path) -> None:
+def test_a_missing_database_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError):
         Database.open(DirectoryReadStore(tmp_path), "state")
 
@@ -251,18 +253,18 @@ _GOLDEN = sorted((Path(__file__).parent / "golden").rglob("manifest.ocdbt"))
 @pytest.mark.parametrize(
     "manifest", _GOLDEN, ids=lambda path: "/".join(path.parts[path.parts.index("golden") + 1 : -1])
 )
-def test_golden_checkpoints(manifest: Path) -> None:
+def test_databases_of_golden_checkpoints_are_read(manifest: Path) -> None:
     place = manifest.parent
     kvstore = ts.KvStore.open({"driver": "ocdbt", "base": place.as_uri() + "/"}).result()
     _assert_same(DirectoryReadStore(place.parent), place.name, _contents(kvstore))
 
 
-def test_there_are_golden_checkpoints() -> None:
+def test_the_list_of_golden_checkpoints_is_not_empty() -> None:
     assert len(_GOLDEN) > 30
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
+def test_databases_of_a_new_checkpoint_of_orbax_are_read(tmp_path: Path) -> None:
     jax_numpy = pytest.importorskip("jax.numpy")
     orbax = pytest.importorskip("orbax.checkpoint.experimental.v1")
     state = {
@@ -270,7 +272,7 @@ def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
     }
     orbax.save(tmp_path / "checkpoint", state)
     places = [path.parent for path in sorted((tmp_path / "checkpoint").rglob("manifest.ocdbt"))]
-    assert len(places) == 2  # in the merged database, and in that of the process
+    assert len(places) == 2  # the merged database, and that of the process
     for place in places:
         kvstore = ts.KvStore.open({"driver": "ocdbt", "base": place.as_uri() + "/"}).result()
         contents = _contents(kvstore)

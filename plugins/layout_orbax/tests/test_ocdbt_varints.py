@@ -1,4 +1,4 @@
-"""Varints, compared with the definition of LEB128."""
+"""Encoding and decoding of varints, compared with the definition of LEB128."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def _array(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(data, np.uint8)
 
 
-def test_known_bytes() -> None:
+def test_encodings_of_known_numbers() -> None:
     assert encode_varint(300) == b"\xac\x02"
     assert encode_varints(np.array([0, 127, 128, 2**64 - 1], np.uint64)) == b"\x00\x7f\x80\x01" + b"\xff" * 9 + b"\x01"
     assert encode_varints(np.array([], np.uint64)) == b""
 
 
-# More than the few numbers for which a loop is faster, and fewer.
+# The sizes include lists that are short enough for the loop, and longer lists.
 @given(st.lists(_NUMBERS, max_size=60), st.binary(max_size=5), st.binary(max_size=30))
-def test_there_and_back(numbers: list[int], before: bytes, after: bytes) -> None:
+def test_encoded_numbers_are_decoded(numbers: list[int], before: bytes, after: bytes) -> None:
     encoded = b"".join(map(_encode, numbers))
     assert encode_varints(np.array(numbers, np.uint64)) == encoded == b"".join(map(encode_varint, numbers))
-    found, position = decode_varints(_array(before + encoded + after), len(before), len(numbers))
-    assert found.tolist() == numbers
+    decoded, position = decode_varints(_array(before + encoded + after), len(before), len(numbers))
+    assert decoded.tolist() == numbers
     assert position == len(before) + len(encoded)
 
 
 @given(st.lists(st.tuples(_NUMBERS, st.integers(1, 10)), min_size=1, max_size=60))
-def test_numbers_may_be_longer_than_they_need_be(numbers: list[tuple[int, int]]) -> None:
+def test_encodings_longer_than_necessary_are_decoded(numbers: list[tuple[int, int]]) -> None:
     encoded = b"".join(_encode(number, nbytes) for number, nbytes in numbers)
     assert decode_varints(_array(encoded), 0, len(numbers))[0].tolist() == [number for number, _ in numbers]
 
@@ -55,12 +55,12 @@ def test_numbers_may_be_longer_than_they_need_be(numbers: list[tuple[int, int]])
         (b"", "do not fit|end"),
     ],
 )
-def test_what_is_no_number_of_64_bits_is_refused(count: int, last: bytes, message: str) -> None:
+def test_invalid_encodings_of_64_bit_numbers_are_refused(count: int, last: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode_varints(_array(b"\x85\x01" * (count - 1) + last), 0, count)
 
 
 @pytest.mark.parametrize("count", [2**31, 2**62, 2**64 - 1])
-def test_a_count_takes_no_memory(count: int) -> None:
+def test_a_huge_count_is_refused_before_memory_is_allocated(count: int) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         decode_varints(_array(bytes(100)), 0, count)

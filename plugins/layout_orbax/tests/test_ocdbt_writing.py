@@ -1,4 +1,4 @@
-"""tensorstore lists and reads databases encoded by ckptcore, writes to them, and copies from them."""
+"""Databases that ckptcore encodes. tensorstore lists and reads them, writes to them, and copies from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plugins.layout_orbax.tests.ocdbt_files import put
 _UUID = bytes(range(16))
 _NODE_FILE = "d/00112233445566778899aabbccddeeff"
 _ORBAX = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
-"""Options with which Orbax opens its databases, to read and to write."""
+"""Options with which Orbax opens databases for reads and writes."""
 
 
 def _open(directory: Path, config: Mapping[str, Any] | None = None) -> Any:
@@ -49,7 +49,7 @@ def _write(directory: Path, entries: Sequence[tuple[bytes, ValueLocation]], node
 def _place(
     values: Mapping[bytes, bytes | None], files: Sequence[str], directory: Path, alignment: int
 ) -> list[tuple[bytes, ValueLocation]]:
-    """Write values into files in turn, with gaps for alignment; values without a file are inline."""
+    """Write values into the files in turn, aligned with padding. Return the entries. None gives an inline value."""
     contents = {file: bytearray(b"head") for file in files}
     entries = []
     for number, (key, value) in enumerate(values.items()):
@@ -116,7 +116,7 @@ def test_generated_databases(
             assert sorted(kvstore.list(bounds).result()) == keys[len(keys) // 3 : len(keys) * 2 // 3]
         for key in keys[::3]:
             assert not kvstore.read(key + b"\0x").result().value
-        # And read by ckptcore.
+        # ckptcore reads the same contents.
         database = Database.open(DirectoryReadStore(directory), "")
         assert [(key, database.read(value)) for key, value in database.range()] == list(expected.items())
         assert list(database.range()) == sorted(entries)
@@ -124,8 +124,8 @@ def test_generated_databases(
 
 
 @pytest.mark.parametrize("node_bytes", [1, 200, 1 << 16, 1 << 30])
-def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) -> None:
-    """The statistics of every node are the sums over the nodes and values below it."""
+def test_statistics_of_nodes_equal_the_sums_over_their_children(tmp_path: Path, node_bytes: int) -> None:
+    """tensorstore dumps the statistics of each node."""
     values: dict[bytes, bytes | None] = {
         f"params.{number % 13}/c/{number}".encode(): bytes(number % 50) for number in range(1000)
     }
@@ -138,17 +138,17 @@ def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) ->
         own = int(location.rpartition(":")[2])
         if height == 0:
             lengths = [int(entry["indirect_value"].rpartition(":")[2]) for entry in node["entries"]]
-            found = (len(lengths), own, sum(lengths))
+            totals = (len(lengths), own, sum(lengths))
         else:
             assert len(node["entries"]) >= 2
             parts = [check(entry["location"], entry["statistics"], height - 1) for entry in node["entries"]]
-            found = (
+            totals = (
                 sum(part[0] for part in parts),
                 own + sum(part[1] for part in parts),
                 sum(part[2] for part in parts),
             )
-        assert stated == dict(zip(("num_keys", "num_tree_bytes", "num_indirect_value_bytes"), found, strict=True))
-        return found
+        assert stated == dict(zip(("num_keys", "num_tree_bytes", "num_indirect_value_bytes"), totals, strict=True))
+        return totals
 
     manifest = ts.ocdbt.dump(base).result()
     assert manifest["config"] == {
@@ -160,13 +160,13 @@ def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) ->
     }
     (version,) = manifest["versions"]
     assert (version["generation_number"], version["commit_time"]) == (1, 1_700_000_000_000_000_000)
-    found = check(version["root"]["location"], version["root"]["statistics"], version["root_height"])
-    assert found[:2] == (1000, (tmp_path / _NODE_FILE).stat().st_size)
+    totals = check(version["root"]["location"], version["root"]["statistics"], version["root_height"])
+    assert totals[:2] == (1000, (tmp_path / _NODE_FILE).stat().st_size)
     assert (version["root_height"] >= 3) == (node_bytes <= 200)
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
-def test_tensorstore_goes_on_writing(tmp_path: Path, count: int) -> None:
+def test_tensorstore_writes_to_an_encoded_database(tmp_path: Path, count: int) -> None:
     values: dict[bytes, bytes | None] = {
         f"{number:04d}".encode(): bytes([number % 256]) * 2000 for number in range(count)
     }
@@ -187,7 +187,7 @@ def test_tensorstore_goes_on_writing(tmp_path: Path, count: int) -> None:
     assert {key: database.read(value) for key, value in database.range()} == expected
 
 
-def test_tensorstore_copies_out_of_it_by_reference(tmp_path: Path) -> None:
+def test_tensorstore_copies_from_an_encoded_database_by_reference(tmp_path: Path) -> None:
     context = ts.Context({"file_io_sync": False})
     values: dict[bytes, bytes | None] = {
         f"{number:04d}".encode(): bytes([number % 256]) * 2000 for number in range(100)
@@ -205,8 +205,8 @@ def test_tensorstore_copies_out_of_it_by_reference(tmp_path: Path) -> None:
     assert {key: database.read(value) for key, value in database.range()} == values
 
 
-def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
-    """Files are relative to the base path of the file that contains the node, as in tensorstore."""
+def test_nodes_in_another_directory_than_the_manifest(tmp_path: Path) -> None:
+    """Names of files are relative to the base path of the node's own file, as in tensorstore."""
     values: dict[bytes, bytes | None] = {f"{number:04d}".encode(): bytes([number]) * 20 for number in range(100)}
     inner = tmp_path / "state" / "inner"
     _write(inner, _place(values, ["d/data"], inner, 1), 150)
@@ -227,7 +227,7 @@ def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
     assert {value.file for _, value in database.range()} == {"state/inner/d/data"}
 
 
-def test_many_keys_share_the_nodes(tmp_path: Path) -> None:
+def test_many_keys_take_few_bytes_in_nodes(tmp_path: Path) -> None:
     count = 30_000
     entries = [
         (f"params.layer_{number // 9}.kernel/c/{number % 9}".encode(), ValueLocation(None, "d/x", 7 * number, 7))
@@ -241,7 +241,7 @@ def test_many_keys_share_the_nodes(tmp_path: Path) -> None:
     assert (tmp_path / _NODE_FILE).stat().st_size < 40 * count
 
 
-def test_the_longest_keys_and_inline_values(tmp_path: Path) -> None:
+def test_keys_and_inline_values_of_the_maximum_length(tmp_path: Path) -> None:
     entries = [
         (bytes([number]) * 65535, ValueLocation(bytes([number]) * (1 << 20), "", 0, 1 << 20)) for number in range(3)
     ]
@@ -252,7 +252,7 @@ def test_the_longest_keys_and_inline_values(tmp_path: Path) -> None:
     assert {key: value.inline for key, value in Database.open(DirectoryReadStore(tmp_path), "").range()} == expected
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_invalid_entries_are_refused() -> None:
     def encode(*entries: tuple[bytes, ValueLocation], node_file: str = _NODE_FILE) -> None:
         encode_database(entries, uuid=_UUID, node_file=node_file, created_ns=0)
 
@@ -282,10 +282,8 @@ def test_the_statistics_of_an_empty_database() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:Sharding info not provided:UserWarning"
-)  # of Orbax, for every load without shardings
-def test_orbax_loads_a_checkpoint_whose_database_is_encoded_here(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # Orbax warns of loads without shardings
+def test_orbax_loads_a_checkpoint_with_an_encoded_database(tmp_path: Path) -> None:
     jax_numpy = pytest.importorskip("jax.numpy")
     orbax = pytest.importorskip("orbax.checkpoint.experimental.v1")
     saved = {f"layer_{number}": jax_numpy.arange(number * 500 + 1.0) for number in range(30)}

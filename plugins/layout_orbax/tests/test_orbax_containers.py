@@ -1,4 +1,7 @@
-"""Containers of JAX' registry and keys that are not text: Orbax writes their text, and the caller's tree has them."""
+"""Containers registered with JAX, and keys that are not text.
+
+Orbax stores keys as text, so loads take the containers and keys from the tree of the caller.
+"""
 
 from typing import Any
 
@@ -73,7 +76,7 @@ def assert_equal(first, second):
 
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_orbax_saved_loads_into_the_tree_of_the_program(tmp_path, name, writer):
+def test_saves_of_orbax_load_into_the_tree_of_the_caller(tmp_path, name, writer):
     state = STATES[name]()
     WRITERS[writer](tmp_path / "c", state)
     assert_equal(ckptcore.load(tmp_path / "c", zeros(state)), state)
@@ -86,7 +89,7 @@ def test_what_orbax_saved_loads_into_the_tree_of_the_program(tmp_path, name, wri
 
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("layout", [OcdbtLayout(), Zarr3Layout(), ZarrLayout()], ids=lambda layout: layout.name)
-def test_orbax_loads_what_ckptcore_saved(tmp_path, name, layout):
+def test_orbax_loads_saves_of_ckptcore(tmp_path, name, layout):
     state = STATES[name]()
     ckptcore.save(tmp_path / "c", state, layout=layout)
     abstract = jax.tree.map(v1.arrays.to_shape_dtype_struct, state)
@@ -95,7 +98,7 @@ def test_orbax_loads_what_ckptcore_saved(tmp_path, name, layout):
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_arrays_of_a_model_that_orbax_saved_load_into_the_model(tmp_path, writer):
-    """Orbax saves no functions: programs filter the arrays, and None is in the places of the rest."""
+    """Orbax cannot save functions, so programs save a filtered model, which has None in their places."""
     WRITERS[writer](tmp_path / "c", eqx.filter(model(1.0), eqx.is_array))
     new = model(0.0)
     for target in (new, ckptcore.abstract(new)):

@@ -1,4 +1,4 @@
-"""Metadata files: Orbax writes and reads the same, and they round-trip."""
+"""Metadata files in the format of Orbax. ckptcore reads and writes the same contents as Orbax."""
 
 import json
 import math
@@ -28,8 +28,8 @@ ON_ONE = {"sharding": {"type": "SingleDeviceSharding", "device": "cpu:0"}}
 
 
 def described(value):
-    """Return the tree of a value of dicts, lists, tuples, arrays (NumPy ones, and JAX ones as
-    (array, notes)) and values.
+    """Return the tree of a state, and its arrays by leaf. A tuple of an array, a kind and notes is a
+    leaf of JAX.
     """
     leaves, arrays = [], {}
 
@@ -102,7 +102,7 @@ LOADED = {
 
 
 def write_item(path, value, *, use_zarr3=True):
-    """Write an item like the layout, with tensorstore for the arrays: a directory for each."""
+    """Write an item as the layout does, but each array with tensorstore into a directory."""
     tree, arrays = described(value)
     for name, data in item_files(tree, {}, use_ocdbt=False, use_zarr3=use_zarr3).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,28 +119,28 @@ def write_item(path, value, *, use_zarr3=True):
     return tree
 
 
-def assert_same(found, expected, where=""):
+def assert_same(actual, expected, where=""):
     if isinstance(expected, dict):
-        assert isinstance(found, dict), where
-        assert sorted(found) == sorted(expected), where
+        assert isinstance(actual, dict), where
+        assert sorted(actual) == sorted(expected), where
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}/{key}")
+            assert_same(actual[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected), where
-        assert len(found) == len(expected), where
+        assert type(actual) is type(expected), where
+        assert len(actual) == len(expected), where
         for number, child in enumerate(expected):
-            assert_same(found[number], child, f"{where}/{number}")
+            assert_same(actual[number], child, f"{where}/{number}")
     elif isinstance(expected, np.ndarray):
-        assert np.asarray(found).dtype == expected.dtype, where
-        np.testing.assert_array_equal(np.asarray(found), expected, where)
+        assert np.asarray(actual).dtype == expected.dtype, where
+        np.testing.assert_array_equal(np.asarray(actual), expected, where)
     else:
-        assert type(found) is type(expected), where
-        assert found == expected, where
+        assert type(actual) is type(expected), where
+        assert actual == expected, where
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
 @pytest.mark.parametrize("use_zarr3", [True, False])
-def test_orbax_loads_what_the_files_describe(tmp_path, use_zarr3):
+def test_orbax_loads_the_state_that_the_files_describe(tmp_path, use_zarr3):
     import jax
     from orbax.checkpoint.experimental import v1
 
@@ -161,7 +161,7 @@ def test_orbax_loads_what_the_files_describe(tmp_path, use_zarr3):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
-def test_orbax_version_0_restores_what_the_files_describe(tmp_path):
+def test_orbax_version_0_restores_the_state_that_the_files_describe(tmp_path):
     import orbax.checkpoint as ocp
 
     write_item(tmp_path / "state", LOADED, use_zarr3=False)
@@ -171,7 +171,7 @@ def test_orbax_version_0_restores_what_the_files_describe(tmp_path):
 
 @pytest.mark.parametrize("value", [np.arange(3.0), 5, {}, "x"], ids=str)
 @pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
-def test_a_tree_that_is_one_leaf_or_none(tmp_path, value):
+def test_trees_of_one_leaf_and_empty_trees(tmp_path, value):
     from orbax.checkpoint.experimental import v1
 
     write_item(tmp_path / "c" / "state", value)
@@ -182,7 +182,7 @@ def test_a_tree_that_is_one_leaf_or_none(tmp_path, value):
     assert_same(v1.load(tmp_path / "c"), value)
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_written_trees_are_read_again(tmp_path):
     tree = write_item(tmp_path / "state", STATE)
     item = find_item(DirectoryReadStore(tmp_path), "state")
     assert item.zarr_format == 3
@@ -196,18 +196,18 @@ def test_what_is_written_comes_back(tmp_path):
     assert by_name["values.a/b"].value == ValueRecord("str", "slash")
 
 
-def test_the_files_of_orbax_itself_are_written_the_same(tmp_path):
+def test_metadata_files_equal_those_that_orbax_wrote(tmp_path):
     from pathlib import Path
 
     for golden in ("v1_default", "v1_leaves", "v1_sharded", "v1_numpy"):
         state = Path(__file__).parent / "golden" / golden / "state"
         item = find_item(DirectoryReadStore(state))
-        said = json.loads((state / "_METADATA").read_text())
+        document = json.loads((state / "_METADATA").read_text())
         shapes = {}
         if (state / "array_metadatas" / "process_0").exists():
             for entry in json.loads((state / "array_metadatas" / "process_0").read_text())["array_metadatas"]:
-                one = entry["array_metadata"]
-                shapes[one["param_name"]] = (tuple(one["write_shape"]), tuple(one["chunk_shape"]))
+                metadata = entry["array_metadata"]
+                shapes[metadata["param_name"]] = (tuple(metadata["write_shape"]), tuple(metadata["chunk_shape"]))
         records = []
         for leaf in item.tree.leaves:
             if leaf.value is not None:
@@ -219,7 +219,7 @@ def test_the_files_of_orbax_itself_are_written_the_same(tmp_path):
         tree = TreeMetadata(item.tree.skeleton, tuple(records))
         numbered = {number: shapes[leaf.name] for number, leaf in enumerate(item.tree.leaves) if leaf.name in shapes}
         files = item_files(tree, numbered, use_ocdbt=True, use_zarr3=True)
-        assert json.loads(files["_METADATA"]) == said
+        assert json.loads(files["_METADATA"]) == document
         for name in ("_sharding", "_strings.json"):
             theirs = json.loads((state / name).read_text()) if (state / name).exists() else {}
             ours = json.loads(files.get(name, b"{}"))
@@ -237,7 +237,7 @@ def test_the_files_of_orbax_itself_are_written_the_same(tmp_path):
             assert by_name[0] == by_name[1]
 
 
-def test_leaves_that_orbax_cannot_tell_apart_are_not_described_as_each_other():
+def test_leaves_with_one_name_in_orbax_get_no_ambiguous_entries():
     tree, _ = described(
         {"a.b": "x", "a": {"b": "y"}, 1: (np.ones(1), "array", ON_ONE), "1": (np.ones(2), "array", ON_ONE)}
     )
@@ -247,7 +247,7 @@ def test_leaves_that_orbax_cannot_tell_apart_are_not_described_as_each_other():
     assert sorted(json.loads(files["_METADATA"])["tree_metadata"]) == ["('1',)", "('a', 'b')", "('a.b',)"]
 
 
-def test_markers_and_metrics_come_back(tmp_path):
+def test_written_markers_and_metrics_are_read_again(tmp_path):
     metrics = {"loss": 0.5, "nan": math.nan, "inf": math.inf}
     files = marker_files({"a": PYTREE_HANDLER}, "2026-01-02T03:04:05.678+00:00", 10**18, {"x": [1]}, metrics)
     assert files["orbax.checkpoint"] == b""
@@ -272,11 +272,11 @@ def test_markers_and_metrics_come_back(tmp_path):
     ],
     ids=lambda note: note["type"],
 )  # fmt: skip
-def test_shardings_come_back(note):
+def test_written_shardings_are_read_again(note):
     assert parse_shardings(encode_shardings({"a/ü": note}), "_sharding") == {"a/ü": note}
 
 
-def test_devices_that_are_in_order_are_written_out_where_there_are_not_many():
+def test_devices_in_order_are_written_only_for_small_meshes():
     def mesh_of(size):
         note = {"type": "NamedSharding", "mesh": {"x": size // 2, "y": 2}, "spec": ["x"]}
         return parse_shardings(encode_shardings({"a": note}), "_sharding")["a"].get("devices")
@@ -285,7 +285,7 @@ def test_devices_that_are_in_order_are_written_out_where_there_are_not_many():
     assert mesh_of(1024) is None
 
 
-def test_a_sharding_of_another_class_is_left_out_and_one_of_an_old_name_is_read():
+def test_shardings_of_unknown_classes_and_of_old_device_names():
     assert parse_shardings(encode_shardings({"a": {"type": "GSPMDSharding", "devices": 4}, "b": 5}), "_sharding") == {}
     old = {"YQ==": json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": "TFRT_CPU_3"})}
     assert parse_shardings(json.dumps(old).encode(), "_sharding")["a"]["device"] == "cpu:3"
@@ -293,17 +293,17 @@ def test_a_sharding_of_another_class_is_left_out_and_one_of_an_old_name_is_read(
     assert parse_shardings(json.dumps(other).encode(), "_sharding") == {"a": {"type": "PositionalSharding"}}
 
 
-def test_types_of_axes_that_are_all_auto_are_written_and_not_noted():
+def test_axis_types_that_are_all_auto_are_written_but_not_kept_as_notes():
     note = {"type": "NamedSharding", "mesh": {"x": 2, "y": 1}, "spec": ["x"], "devices": [0, 1]}
-    said = encode_shardings({"a": note})
-    assert said == encode_shardings({"a": {**note, "axis_types": ["Auto", "Auto"]}})
-    (document,) = json.loads(said).values()
+    encoded = encode_shardings({"a": note})
+    assert encoded == encode_shardings({"a": {**note, "axis_types": ["Auto", "Auto"]}})
+    (document,) = json.loads(encoded).values()
     assert json.loads(document)["axis_types"] == ["AxisType.Auto", "AxisType.Auto"]
-    assert parse_shardings(said, "_sharding") == {"a": note}
+    assert parse_shardings(encoded, "_sharding") == {"a": note}
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of Orbax and JAX about each other
-def test_orbax_reads_our_shardings():
+def test_orbax_reads_shardings_of_ckptcore():
     import jax
     from orbax.checkpoint._src.metadata.sharding import from_serialized_string
 
@@ -321,11 +321,11 @@ def test_orbax_reads_our_shardings():
         st.text(max_size=6) | st.sampled_from(["a", "a/b", "a/b/c", "~0", "~", "a~1b"]), st.text(max_size=4)
     )
 )
-def test_strings_are_where_their_names_point_or_nowhere(strings):
-    found = Strings(encode_strings(strings), "_strings.json")
+def test_a_string_is_found_by_its_name_or_reported_as_missing(strings):
+    parsed = Strings(encode_strings(strings), "_strings.json")
     for name, text in strings.items():
         try:
-            assert found.text(name) == text
+            assert parsed.text(name) == text
         except CorruptCheckpointError:
             shorter = any(name.startswith(f"{other}/") for other in strings)
             assert shorter or "~" in name
@@ -334,7 +334,7 @@ def test_strings_are_where_their_names_point_or_nowhere(strings):
 @pytest.mark.parametrize(
     "value", [True, False, 0, -1, 2**53, -(2**63), 2**64 - 1, 0.0, -0.0, 1.5, math.inf, math.nan], ids=repr
 )
-def test_scalars_come_back_from_their_arrays(value):
+def test_scalars_are_stored_as_arrays_and_read_again(value):
     record = value_record(value)
     array = value_array(record)
     assert array.ndim == 0
@@ -344,28 +344,28 @@ def test_scalars_come_back_from_their_arrays(value):
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, "x", "\ud800", ""], ids=repr)
-def test_what_no_array_holds_is_text(value):
+def test_values_that_no_array_can_hold_are_stored_as_text(value):
     record = value_record(value)
     assert value_array(record) is None
     assert value_text(record).encode() is not None
     assert value_type(record) == "string"
 
 
-def test_none_is_neither():
+def test_none_is_stored_as_neither_an_array_nor_text():
     record = value_record(None)
     assert (value_array(record), value_text(record), value_type(record)) == (None, None, "None")
     assert value_record(object()) is None
 
 
 @pytest.mark.parametrize("array", [np.zeros(1), np.asarray("x"), np.asarray(None, object), np.asarray(b"x")], ids=repr)
-def test_what_is_no_scalar_is_refused(array):
+def test_arrays_that_are_not_scalars_are_refused(array):
     with pytest.raises(CorruptCheckpointError, match="'step'"):
         scalar_record(array, "step")
 
 
 @pytest.mark.parametrize("kind", ["bool", "int", "float", "complex", "bytes"])
 @pytest.mark.parametrize("value", [None, "zz", [], [1], {}, True], ids=repr)
-def test_records_that_make_no_value_are_refused(kind, value):
+def test_records_with_invalid_values_are_refused(kind, value):
     if (kind, value) == ("bool", True):
         return
     with pytest.raises(CorruptCheckpointError, match=kind):
@@ -405,7 +405,7 @@ def test_hostile_msgpack_is_refused(data):
         parse_aggregate(data, "checkpoint")
 
 
-def test_extensions_within_each_other_end_somewhere():
+def test_deeply_nested_extensions_are_refused():
     data = msgpack.packb(1)
     for _ in range(400):
         data = msgpack.packb([msgpack.ExtType(4, data)])
@@ -413,7 +413,7 @@ def test_extensions_within_each_other_end_somewhere():
         parse_aggregate(data, "checkpoint")
 
 
-def test_a_dtype_that_is_not_known_is_named():
+def test_the_error_of_an_unknown_dtype_names_it():
     (leaf,) = parse_aggregate(packed(1, [[1], "float7", b"1"]), "checkpoint").leaves
     error = unreadable_error(leaf.value)
     assert isinstance(error, UnsupportedLeafError) and "float7" in str(error)
@@ -430,7 +430,7 @@ def test_any_bytes_of_msgpack_are_read_or_refused(noise, position):
         assert str(error)
 
 
-def test_an_array_in_chunks_is_joined():
+def test_the_chunks_of_an_array_are_joined():
     from orbax.checkpoint import msgpack_utils
 
     array = np.arange(10, dtype=np.float32).reshape(2, 5)
@@ -445,14 +445,14 @@ def test_an_array_in_chunks_is_joined():
     assert leaf.spec == ArraySpec((2, 5), "float32")
 
 
-def test_a_tree_that_is_too_deep_is_refused():
+def test_trees_that_are_too_deep_are_refused():
     keys = [{"key": "a", "key_type": 2}] * 300
     entry = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False}}
     with pytest.raises(CorruptCheckpointError, match="containers"):
         parse_tree(json.dumps({"tree_metadata": {"x": entry}}).encode(), "_METADATA")
 
 
-def test_a_list_with_gaps_is_a_dict_of_ints():
+def test_a_list_with_gaps_is_a_dict_with_int_keys():
     def entry(*keys):
         described = [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys]
         return {"key_metadata": described, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}
@@ -468,7 +468,7 @@ def test_a_list_with_gaps_is_a_dict_of_ints():
         skeleton((0,), (0, "a"))
 
 
-def test_the_root_names_handlers_of_checkpointables_that_are_files(tmp_path):
+def test_handlers_of_objects_that_write_files_are_recorded(tmp_path):
     class Files:
         def save(self, directory):
             (directory / "data.json").write_text("[1]")
@@ -478,9 +478,9 @@ def test_the_root_names_handlers_of_checkpointables_that_are_files(tmp_path):
 
     layout = OcdbtLayout(handlers={"config": "a.b.Handler"})
     ckptcore.save_checkpointables(tmp_path / "c", {"config": Files()}, layout=layout)
-    said = json.loads((tmp_path / "c/_CHECKPOINT_METADATA").read_text())
-    assert said["item_handlers"] == {"config": "a.b.Handler"}
+    document = json.loads((tmp_path / "c/_CHECKPOINT_METADATA").read_text())
+    assert document["item_handlers"] == {"config": "a.b.Handler"}
     assert (tmp_path / "c/orbax.checkpoint").exists()
     ckptcore.save_checkpointables(tmp_path / "d", {"config": Files(), "state": {"x": 1}}, layout=layout)
-    said = json.loads((tmp_path / "d/_CHECKPOINT_METADATA").read_text())
-    assert said["item_handlers"] == {"config": "a.b.Handler", "state": PYTREE_HANDLER}
+    document = json.loads((tmp_path / "d/_CHECKPOINT_METADATA").read_text())
+    assert document["item_handlers"] == {"config": "a.b.Handler", "state": PYTREE_HANDLER}

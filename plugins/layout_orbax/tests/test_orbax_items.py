@@ -1,4 +1,4 @@
-"""Inspection of the golden checkpoints, before any array is read."""
+"""Inspection of golden checkpoints of Orbax, Flax and AXLearn. It reads no arrays."""
 
 import json
 import shutil
@@ -30,22 +30,22 @@ def store_of(name):
 
 
 def trees_of(name):
-    """Return the trees in a golden by the name of the checkpointable; the default tree as None."""
+    """Return the trees in a golden checkpoint by the names of checkpointables. The default tree has the name None."""
     store = store_of(name)
-    found = {}
+    trees = {}
     if (step := find_axlearn(store)) is not None:
         return {None: step.tree}
     if (item := find_item(store)) is not None:
-        found[None] = item.tree
+        trees[None] = item.tree
     if (composite := find_composite(store)) is not None:
-        found |= {member: find_item(store, member).tree for member in composite.members}
+        trees |= {member: find_item(store, member).tree for member in composite.members}
         if composite.default_tree is not None:
-            found[None] = found[composite.default_tree]
-    return found
+            trees[None] = trees[composite.default_tree]
+    return trees
 
 
 def assert_describes(skeleton, leaves, expected):
-    """Assert that a tree has the containers of the JSON, and the values that are known before arrays are read."""
+    """Assert that a tree has the containers of the JSON, and the values that are known without reading arrays."""
     if isinstance(expected, dict) and len(expected) == 1 and next(iter(expected)).startswith("$"):
         ((tag, content),) = expected.items()
         if tag == "$tuple":
@@ -74,14 +74,14 @@ def assert_describes(skeleton, leaves, expected):
     assert not isinstance(skeleton, Node)
     leaf = next(leaves)
     if leaf.value_type == "scalar":
-        assert leaf.value is None  # an array
+        assert leaf.value is None  # the value is in an array
     else:
         assert leaf.value.value == expected
         assert leaf.value.kind == ("none" if expected is None else type(expected).__name__)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trees_of_a_golden_are_found(name):
+def test_trees_of_golden_checkpoints_have_their_expected_structure(name):
     expected = expected_of(name)
     trees = trees_of(name)
     for member, tree in expected.get("checkpointables", {}).items():
@@ -95,7 +95,7 @@ def test_the_trees_of_a_golden_are_found(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_said_of_a_golden_as_a_whole_is_found(name):
+def test_metrics_and_metadata_of_golden_checkpoints_are_read(name):
     expected = expected_of(name)
     composite = find_composite(store_of(name))
     if composite is None:
@@ -108,7 +108,7 @@ def test_what_is_said_of_a_golden_as_a_whole_is_found(name):
     assert composite.default_tree in composite.members
 
 
-def test_random_keys_and_shardings_are_in_the_records():
+def test_records_contain_random_keys_and_shardings():
     item = find_item(DirectoryReadStore(GOLDEN / "v1_leaves"), "state")
     leaves = {leaf.name: leaf for leaf in item.tree.leaves}
     from ckptcore.model import ArraySpec
@@ -127,7 +127,7 @@ def test_random_keys_and_shardings_are_in_the_records():
     }
 
 
-def test_the_kinds_of_members_and_how_their_arrays_are_stored():
+def test_kinds_of_members_and_the_storage_of_their_arrays():
     composite = find_composite(store_of("v0_items"))
     assert composite.members == {
         "config": "json",
@@ -159,7 +159,7 @@ def test_a_directory_of_steps_is_not_a_checkpoint():
         assert find_item(root) is None
 
 
-def test_a_manager_of_flat_steps_is_no_composite(tmp_path):
+def test_a_directory_of_flat_steps_is_not_a_composite(tmp_path):
     for step in ("100", "200"):
         shutil.copytree(GOLDEN / "v0_standard", tmp_path / step)
     assert find_composite(DirectoryReadStore(tmp_path)) is None
@@ -168,7 +168,7 @@ def test_a_manager_of_flat_steps_is_no_composite(tmp_path):
     assert find_composite(DirectoryReadStore(tmp_path)) is None
 
 
-def test_a_composite_without_any_marker_is_found_by_its_members(tmp_path):
+def test_a_composite_without_markers_is_recognized_by_its_members(tmp_path):
     shutil.copytree(GOLDEN / "manager_items" / "1", tmp_path / "step")
     (tmp_path / "step" / "_CHECKPOINT_METADATA").unlink()
     composite = find_composite(DirectoryReadStore(tmp_path / "step"))
@@ -176,7 +176,7 @@ def test_a_composite_without_any_marker_is_found_by_its_members(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "name", "found"),
+    ("data", "name", "expected"),
     [
         (b"\x82\xa6params\x80\xa4step\x01", "checkpoint_1", True),
         (b"\xde\x00\x10\xa1a", "x", True),
@@ -195,8 +195,8 @@ def test_a_composite_without_any_marker_is_found_by_its_members(tmp_path):
         (b"\x81\xa4\x00\x01\x02\x03\xc0", "x", False),
     ],
 )
-def test_a_tree_in_msgpack_is_known_by_its_first_bytes(data, name, found):
-    assert is_aggregate(data, name) is found
+def test_a_msgpack_tree_is_recognized_by_its_first_bytes(data, name, expected):
+    assert is_aggregate(data, name) is expected
 
 
 def test_optional_files_may_be_missing(tmp_path):
@@ -211,7 +211,7 @@ def test_optional_files_may_be_missing(tmp_path):
     assert (item.tree, item.database) == (None, True)
 
 
-def test_a_member_whose_deletion_began_is_not_there(tmp_path):
+def test_a_member_whose_deletion_began_is_ignored(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_composite", tmp_path / "c")
     (path / "_CHECKPOINT_DELETION").write_text('{"checkpointable_name": "ema"}')
     assert list(find_composite(DirectoryReadStore(path)).members) == ["config", "state"]
@@ -220,7 +220,7 @@ def test_a_member_whose_deletion_began_is_not_there(tmp_path):
         find_composite(DirectoryReadStore(path))
 
 
-def test_directories_that_are_no_members_are_left_out(tmp_path):
+def test_directories_that_are_not_members_are_ignored(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_composite", tmp_path / "c")
     shutil.copytree(path / "ema", path / "ema2.orbax-checkpoint-tmp-17")
     (path / "logs").mkdir()
@@ -228,24 +228,24 @@ def test_directories_that_are_no_members_are_left_out(tmp_path):
     assert list(find_composite(DirectoryReadStore(path)).members) == ["config", "ema", "state"]
 
 
-def test_a_member_that_only_its_own_software_reads_is_named(tmp_path):
+def test_a_member_that_only_other_software_reads_is_listed(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_composite", tmp_path / "c")
     (path / "iterator").mkdir()
     (path / "iterator" / "position.bin").write_text("x")
-    said = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-    said["item_handlers"]["iterator"] = "grain.GrainHandler"
-    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(said))
+    document = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    document["item_handlers"]["iterator"] = "grain.GrainHandler"
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
     assert find_composite(DirectoryReadStore(path)).members["iterator"] == "other"
     assert find_item(DirectoryReadStore(path), "iterator") is None
 
 
-def test_a_temporary_directory_is_no_checkpoint(tmp_path):
+def test_a_temporary_directory_is_reported_as_uncommitted(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_default", tmp_path / "5.orbax-checkpoint-tmp")
     with pytest.raises(UncommittedCheckpointError, match="temporary"):
         find_composite(DirectoryReadStore(path))
 
 
-def test_databases_that_were_not_joined_are_no_checkpoint(tmp_path):
+def test_databases_that_were_not_merged_are_reported_as_uncommitted(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_default", tmp_path / "c")
     (path / "state" / "manifest.ocdbt").unlink()
     with pytest.raises(UncommittedCheckpointError, match="merged"):
@@ -259,7 +259,7 @@ class OnGcs(DirectoryReadStore):
 
 
 @pytest.mark.parametrize("name", ["v1_default", "v0_standard"])
-def test_on_gcs_a_checkpoint_without_the_file_that_commits_it_is_none(tmp_path, name):
+def test_a_checkpoint_on_gcs_without_its_commit_file_is_uncommitted(tmp_path, name):
     path = shutil.copytree(GOLDEN / name, tmp_path / "5")
     assert find_composite(OnGcs(path)) or find_item(OnGcs(path))
     (path / "commit_success.txt").unlink()
@@ -268,7 +268,7 @@ def test_on_gcs_a_checkpoint_without_the_file_that_commits_it_is_none(tmp_path, 
     assert find_composite(DirectoryReadStore(path)) or find_item(DirectoryReadStore(path))
 
 
-def test_other_directories_are_not_taken_for_checkpoints(tmp_path):
+def test_other_directories_are_not_recognized_as_checkpoints(tmp_path):
     store = DirectoryReadStore(tmp_path)
     assert (find_composite(store), find_item(store), find_axlearn(store)) == (None, None, None)
     (tmp_path / "index").write_text("not json")
@@ -277,7 +277,7 @@ def test_other_directories_are_not_taken_for_checkpoints(tmp_path):
     assert (find_composite(store), find_item(store), find_axlearn(store)) == (None, None, None)
 
 
-def test_names_of_arrays_make_a_tree_or_one_dict():
+def test_names_of_arrays_form_a_nested_tree_or_one_dict():
     tree = tree_of_names(["a.b", "a.c.0", "d"], "here")
     assert tree.skeleton.keys == ("a", "d")
     assert [leaf.name for leaf in tree.leaves] == ["a.b", "a.c.0", "d"]
@@ -287,7 +287,7 @@ def test_names_of_arrays_make_a_tree_or_one_dict():
         tree_of_names([], "here")
 
 
-def test_two_leaves_with_one_name_are_both_marked():
+def test_leaves_that_share_a_name_are_marked():
     from ckptcore_orbax.orbax.tree_file import parse_tree
 
     def entry(*keys):
@@ -317,7 +317,7 @@ FILES = [
 ]
 
 
-def found_in(path):
+def inspect_checkpoint(path):
     store = DirectoryReadStore(path)
     composite = find_composite(store)
     members = list(composite.members) if composite else [""]
@@ -325,7 +325,7 @@ def found_in(path):
 
 
 @pytest.mark.parametrize(("name", "file"), FILES)
-def test_a_hostile_file_raises_nothing_but_our_errors(tmp_path, name, file):
+def test_a_hostile_file_raises_only_checkpoint_errors(tmp_path, name, file):
     path = shutil.copytree(GOLDEN / name, tmp_path / "c")
     root = path / expected_of(name).get("directory", "")
     target = path / file
@@ -334,16 +334,16 @@ def test_a_hostile_file_raises_nothing_but_our_errors(tmp_path, name, file):
     for changed in tampered(document, 120):
         target.write_text(json.dumps(changed))
         try:
-            found_in(root)
+            inspect_checkpoint(root)
             outcomes.add("read")
         except CheckpointError as error:
             outcomes.add("refused")
             assert str(error)
-    assert "refused" in outcomes or file == "config/metadata"  # any JSON is valid there
+    assert "refused" in outcomes or file == "config/metadata"  # this file may contain any JSON
 
 
 @pytest.mark.parametrize(("name", "file"), [*FILES, ("legacy_msgpack", "checkpoint")])
-def test_a_file_that_ends_too_early_is_refused(tmp_path, name, file):
+def test_a_truncated_file_is_refused(tmp_path, name, file):
     path = shutil.copytree(GOLDEN / name, tmp_path / "c")
     root = path / expected_of(name).get("directory", "")
     target = path / file
@@ -351,11 +351,11 @@ def test_a_file_that_ends_too_early_is_refused(tmp_path, name, file):
     for length in {1, len(data) // 2, len(data) - 1}:
         target.write_bytes(data[:length])
         with pytest.raises(CorruptCheckpointError) as raised:
-            found_in(root)
+            inspect_checkpoint(root)
         assert file.rpartition("/")[2] in str(raised.value)
 
 
-def test_an_empty_file_of_metadata_says_nothing(tmp_path):
+def test_an_empty_metadata_file_is_ignored(tmp_path):
     path = shutil.copytree(GOLDEN / "v1_default", tmp_path / "c")
     (path / "_CHECKPOINT_METADATA").write_bytes(b"")
     composite = find_composite(DirectoryReadStore(path))
@@ -363,7 +363,7 @@ def test_an_empty_file_of_metadata_says_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["gda/../../x", "/etc/passwd", "a//b", "."])
-def test_a_path_of_axlearn_leads_nowhere_else(tmp_path, step):
+def test_paths_of_axlearn_that_lead_outside_are_refused(tmp_path, step):
     path = shutil.copytree(GOLDEN / "axlearn" / "step_00000004", tmp_path / "c")
     index = [["step", 4], [step, {"dtype": "float32", "shape": "(2,)"}]]
     (path / "index").write_text(json.dumps(index))

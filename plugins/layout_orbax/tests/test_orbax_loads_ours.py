@@ -1,4 +1,4 @@
-"""Orbax loads everything that ckptcore saves: every layout and option, with every reader of both Orbax versions."""
+"""Orbax loads checkpoints that ckptcore saved with all layouts and options. Both versions of Orbax load them."""
 
 import json
 
@@ -25,9 +25,9 @@ from plugins.layout_orbax.tests.orbax_states import (
 )
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are intended here.
+    # These tests load without shardings, of which Orbax warns.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
-    # After an error in a load of Orbax, its other tasks outlive their event loop.
+    # If a load of Orbax fails, its other tasks outlive their event loop.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -35,7 +35,7 @@ CUSTOM = {"run": "a", "nested": {"seed": 3, "list": [1, 2.5, None, True]}}
 
 
 def described_state():
-    """Return a state whose metadata Orbax can read. It fails for every tree with a Python bool, also its own."""
+    """Return a state whose metadata Orbax can read. Orbax fails for all trees with a Python bool, including its own."""
     state = STATES["jax"]()
     state["values"] = {name: value for name, value in state["values"].items() if not isinstance(value, bool)}
     return {name: leaf for name, leaf in state.items() if name not in ("key", "keys")}
@@ -43,7 +43,7 @@ def described_state():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that returns the location of a state in a layout. Each is saved once."""
+    """Return a function that saves a state in a layout, once for each pair, and returns its location."""
     made = {}
 
     def save(layout, state, item=None):
@@ -66,8 +66,8 @@ def test_version_1_loads_every_bit(saved, layout, state):
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_version_1_loads_every_bit_of_what_sessions_wrote(layout, state, tmp_path):
-    """Three sessions, each with some of the entries and some of the arrays."""
+def test_version_1_loads_every_bit_of_a_partial_save(layout, state, tmp_path):
+    """Each of three sessions saves some of the entries, and some of the rows of an array."""
     whole = STATES[state]()
     tied = np.arange(30.0, dtype=np.float32).reshape(5, 6)
     whole |= {"tied": {"first": tied, "second": tied}, "boxes": np.arange(48, dtype=np.int16).reshape(12, 4)}
@@ -84,15 +84,15 @@ def test_version_1_loads_every_bit_of_what_sessions_wrote(layout, state, tmp_pat
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", FEW)
-def test_version_1_loads_the_checkpointable(saved, layout, state):
+def test_version_1_loads_the_tree_as_a_checkpointable(saved, layout, state):
     loaded = v1.load_checkpointables(saved(layout, state))
     assert list(loaded) == ["state"]
     assert_same(loaded["state"], seen_by_orbax(STATES[state]()))
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_version_1_loads_as_the_abstract_tree_asks(saved, layout):
-    """Onto a mesh of eight devices, with omitted leaves, and with Python values by type."""
+def test_version_1_loads_into_an_abstract_tree(saved, layout):
+    """The abstract tree has a mesh of eight devices, an omitted leaf, and Python values."""
     expected = STATES["jax"]()
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -111,14 +111,14 @@ def test_version_1_loads_as_the_abstract_tree_asks(saved, layout):
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", FEW)
-def test_version_1_loads_as_arrays_of_numpy(saved, layout, state):
-    """For every source framework; random keys are loaded as their data."""
+def test_version_1_loads_into_arrays_of_numpy(saved, layout, state):
+    """States of all frameworks load. Random keys load as their data."""
     expected = host(seen_by_orbax(STATES[state]()))
     asked = abstract_of(expected, lambda leaf: np.empty(leaf.shape, leaf.dtype))
     assert_same(v1.load(saved(layout, state), asked), expected)
 
 
-def test_version_1_casts_as_the_abstract_tree_asks(saved):
+def test_version_1_casts_to_the_dtypes_of_the_abstract_tree(saved):
     asked = abstract_of(host(seen_by_orbax(STATES["jax"]())), lambda leaf: np.empty(leaf.shape, leaf.dtype))
     asked["large"] = jax.ShapeDtypeStruct((5, 3, 4), jnp.bfloat16)
     loaded = v1.load(saved("ocdbt", "jax"), asked)
@@ -126,8 +126,8 @@ def test_version_1_casts_as_the_abstract_tree_asks(saved):
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_version_1_tells_the_metadata(saved, layout):
-    """Shape, dtype, sharding and chunks of each array."""
+def test_version_1_reads_the_metadata(saved, layout):
+    """The metadata has the shape, dtype, sharding and chunks of each array."""
     metadata = v1.metadata(saved(layout, "described"))
     assert metadata.custom_metadata == CUSTOM
     assert 0 < metadata.init_timestamp_nsecs <= metadata.commit_timestamp_nsecs
@@ -141,12 +141,12 @@ def test_version_1_tells_the_metadata(saved, layout):
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_the_abstract_tree_of_the_metadata_loads(saved, layout):
+def test_version_1_loads_into_its_own_metadata(saved, layout):
     location = saved(layout, "described")
     assert_same(v1.load(location, v1.metadata(location).metadata), seen_by_orbax(described_state()))
 
 
-def test_the_metadata_of_version_0(saved):
+def test_version_0_reads_the_metadata(saved):
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.metadata(saved("ocdbt", "jax") / "state").item_metadata.tree
     assert (tree["large"].shape, tree["large"].dtype) == ((5, 3, 4), np.float32)
@@ -174,7 +174,7 @@ def test_version_0_loads_a_checkpoint_without_items(saved, layout, reader):
     assert_same(ckptcore.load(location), ckptcore.load(saved(layout, "jax")))
 
 
-def test_version_0_loads_as_the_abstract_tree_asks(tmp_path):
+def test_version_0_loads_into_an_abstract_tree(tmp_path):
     state = {name: STATES["jax"]()[name] for name in ("arrays", "large", "key", "keys", "empty")}
     ckptcore.save(tmp_path / "c", state, layout="ocdbt")
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -203,7 +203,7 @@ STEP = {"w": jnp.arange(6.0).reshape(2, 3), "key": jax.random.key(1), "count": 3
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a function that creates a directory with three steps in a given item."""
+    """Return a function that saves three steps with the tree in a given item, and returns their directory."""
     made = {}
 
     def steps(item):
@@ -232,8 +232,8 @@ def test_the_checkpointer_of_version_1_loads_steps(run):
         assert metadata.metadata["w"].shape == (2, 3)
 
 
-def test_the_checkpointer_of_version_1_goes_on_with_our_run(run, tmp_path):
-    """It saves and deletes among steps of ckptcore, and ckptcore sees its changes."""
+def test_the_checkpointer_of_version_1_continues_a_run_of_ckptcore(run, tmp_path):
+    """The Checkpointer of Orbax adds and deletes steps, and ckptcore sees these changes."""
     directory = tmp_path / "steps"
     with ckptcore.Checkpointer(directory, layout="ocdbt") as ours:
         ours.save(1, STEP)
@@ -260,7 +260,7 @@ def test_the_manager_of_version_0_loads_steps(run, args):
             assert_same(manager.restore(5, args=args({**STEP, "w": jnp.zeros((2, 3))})), {**STEP, "count": 5})
 
 
-def test_the_manager_of_version_0_chooses_by_our_metrics(run):
+def test_the_manager_of_version_0_chooses_the_best_step_by_metrics(run):
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min", read_only=True)
     with ocp.CheckpointManager(run("default"), options=options) as manager:
         assert manager.best_step() == 12
@@ -295,7 +295,7 @@ def test_several_checkpointables_load(tmp_path, layout):
 
 
 def test_objects_that_write_files_load(tmp_path):
-    """Such as Grain's iterators: Orbax finds their files at the path that ckptcore passed to them."""
+    """Orbax passes objects, such as iterators of Grain, the directory in which they saved their files."""
     ckptcore.save_checkpointables(tmp_path / "c", {"model": STEP, "data": Iterator(7)}, layout="ocdbt")
     there = Iterator(0)
     loaded = v1.load_checkpointables(tmp_path / "c", {"model": None, "data": there})
@@ -304,7 +304,7 @@ def test_objects_that_write_files_load(tmp_path):
 
 
 def test_nodes_and_values_in_different_directories_load(tmp_path):
-    """Orbax's later versions of the database, and its merges, find both."""
+    """Orbax reads databases with two directories. An overwrite by ckptcore deletes both."""
     large = "x" * 3000
     layout = OcdbtLayout(separate_nodes=True)
     ckptcore.save(tmp_path / "c", {**STEP, "text": large, "values": jnp.arange(2000.0)}, layout=layout)
@@ -314,7 +314,7 @@ def test_nodes_and_values_in_different_directories_load(tmp_path):
     assert "d" not in files
     assert ckptcore.verify(tmp_path / "c").ok
     ckptcore.copy(tmp_path / "c", tmp_path / "flat", layout=OcdbtLayout(separate_nodes=True, item=""))
-    (tmp_path / "flat" / "checkpoint.json").unlink()  # a checkpoint of Orbax, whose files are its own
+    (tmp_path / "flat" / "checkpoint.json").unlink()  # without the root, ckptcore treats it as a checkpoint of Orbax
     ckptcore.save(tmp_path / "flat", STEP, overwrite=True)
     assert_same(ckptcore.load(tmp_path / "flat")["count"], 3)
 
@@ -326,18 +326,18 @@ def test_tied_arrays_load_under_each_name(tmp_path, layout):
     loaded = v1.load(tmp_path / "c")
     assert_same(loaded, {"embed": tied, "head": {"w": tied}, "other": tied + 1})
     size = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file())
-    saved_once = layout in ("ocdbt", "ocdbt-zarr2")  # with few chunks additional keys are small
+    saved_once = layout in ("ocdbt", "ocdbt-zarr2")  # these layouts have few chunks, so additional keys are small
     assert size < 3 * tied.nbytes if saved_once else size > 3 * tied.nbytes
 
 
 @pytest.mark.parametrize("layout", [*FEW, "ocdbt-zstd", "zarr3-zstd"])
-def test_sharded_arrays_load_with_the_shardings_they_had(tmp_path, layout):
+def test_sharded_arrays_load_with_their_saved_shardings(tmp_path, layout):
     state = sharded_state()
     ckptcore.save(tmp_path / "c", state, layout=LAYOUTS[layout])
     loaded = v1.load(tmp_path / "c")
     assert_same(loaded, state)
     for name in state:
-        if name == "keys":  # Orbax saves the sharding of their data
+        if name == "keys":  # Orbax records the sharding of the data of keys
             continue
         assert loaded[name].sharding.is_equivalent_to(state[name].sharding, state[name].ndim), name
     with ocp.StandardCheckpointer() as checkpointer:
@@ -366,8 +366,8 @@ def test_sharded_arrays_load_onto_another_mesh(tmp_path):
 @pytest.mark.parametrize(
     "layout", [OcdbtLayout(), OcdbtLayout(chunk_bytes=64), Zarr3Layout(), Zarr3Layout(compression="zstd")]
 )
-def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
-    """Every zarr v3 reader verifies the CRC32C after each chunk."""
+def test_orbax_detects_flipped_bits(tmp_path, layout):
+    """Each chunk has a CRC32C, which every reader of zarr v3 verifies."""
     array = jnp.arange(500.0)
     ckptcore.save(tmp_path / "c", {"w": array}, layout=layout)
     assert_same(v1.load(tmp_path / "c"), {"w": array})
@@ -377,7 +377,7 @@ def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
         if path.is_file() and ("process" in str(path.parent) if layout.name == "ocdbt" else path.name == "0")
     ]
     whole = path.read_bytes()
-    # Avoid the index of the last chunk: Orbax verifies it too, but padding bits are unused.
+    # Stop before the index of the last chunk. Orbax verifies it, too, but its padding bits are unused.
     for position in range(0, 1900 if layout.compression is None else len(whole), 190):
         damaged = bytearray(whole)
         damaged[position] ^= 4
@@ -389,7 +389,7 @@ def test_orbax_sees_a_flipped_bit_of_ours(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr"])
-def test_a_long_list_of_numbers_is_one_array(layout, tmp_path):
+def test_long_lists_of_numbers_load_as_arrays(layout, tmp_path):
     numbers = list(range(5000))
     state = {
         "ints": numbers,
@@ -400,16 +400,16 @@ def test_a_long_list_of_numbers_is_one_array(layout, tmp_path):
     }
     ckptcore.save(tmp_path / "c", state, layout=layout)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "c" / "state")
-    assert found["ints"].dtype == np.int64
-    assert found["ints"].tolist() == state["ints"]
-    assert found["floats"].dtype == np.float64
-    assert found["floats"].tolist() == list(state["floats"])
-    assert found["flags"].tolist() == state["flags"]
-    assert json.loads(found["dict"]) == state["dict"]
-    assert found["w"].tolist() == [0, 1, 2]
+        restored = checkpointer.restore(tmp_path / "c" / "state")
+    assert restored["ints"].dtype == np.int64
+    assert restored["ints"].tolist() == state["ints"]
+    assert restored["floats"].dtype == np.float64
+    assert restored["floats"].tolist() == list(state["floats"])
+    assert restored["flags"].tolist() == state["flags"]
+    assert json.loads(restored["dict"]) == state["dict"]
+    assert restored["w"].tolist() == [0, 1, 2]
     abstract = {"ints": np.zeros(5000, np.int64), "floats": np.zeros(5000), "flags": np.zeros(5000, bool), "dict": "",
                 "w": np.zeros(3, int)}  # fmt: skip
     again = v1.load(tmp_path / "c", abstract)
     assert again["ints"].tolist() == state["ints"]
-    assert again["dict"] == found["dict"]
+    assert again["dict"] == restored["dict"]

@@ -1,4 +1,4 @@
-"""Training states saved by Orbax load into abstract trees of the same states, with every container and leaf."""
+"""Training states that Orbax saved load into abstract trees with the same containers and leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def params() -> Any:
 
 
 def updated(optimizer: Any) -> Any:
-    """Return the state of an optimizer after a step, so that no part has its initial value."""
+    """Return the state of an optimizer after a step, so that its parts differ from their initial values."""
     state = optimizer.init(params())
     gradients = jax.tree.map(lambda leaf: leaf + 1, params())
     extra = {"value": 1.0, "grad": gradients, "value_fn": lambda _: 1.0}
@@ -39,18 +39,19 @@ def updated(optimizer: Any) -> Any:
 def assert_same(loaded: Any, expected: Any) -> None:
     """Assert equal types, and equal arrays bit for bit."""
     assert jax.tree.structure(loaded) == jax.tree.structure(expected)
-    for (path, found), leaf in zip(jax.tree_util.tree_leaves_with_path(loaded), jax.tree.leaves(expected), strict=True):
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(loaded)
+    for (path, value), leaf in zip(paths_and_leaves, jax.tree.leaves(expected), strict=True):
         where = jax.tree_util.keystr(path)
-        assert type(found) is type(leaf), where
+        assert type(value) is type(leaf), where
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            assert found.dtype == leaf.dtype, where
-            found, leaf = jax.random.key_data(found), jax.random.key_data(leaf)
-        assert np.asarray(found).dtype == np.asarray(leaf).dtype, where
-        assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes(), where
+            assert value.dtype == leaf.dtype, where
+            value, leaf = jax.random.key_data(value), jax.random.key_data(leaf)
+        assert np.asarray(value).dtype == np.asarray(leaf).dtype, where
+        assert np.asarray(value).tobytes() == np.asarray(leaf).tobytes(), where
 
 
 def zeros(tree: Any) -> Any:
-    """Return the same tree with other elements, so that a load that returns its target is detected."""
+    """Return the same tree with zeros, so that the test detects a load that returns its target unchanged."""
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
@@ -71,14 +72,14 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_optax(name: str, tmp_path: Path) -> None:
+def test_states_of_optax_load(name: str, tmp_path: Path) -> None:
     state = updated(OPTIMIZERS[name]())
     v1.save(tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c", zeros(state)), state)
 
 
 @pytest.mark.parametrize("write", ["v1", "v0 standard", "v0 pytree"])
-def test_a_train_state_of_flax(write: str, tmp_path: Path) -> None:
+def test_a_train_state_of_flax_loads(write: str, tmp_path: Path) -> None:
     from flax.training.train_state import TrainState
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -98,7 +99,7 @@ def test_a_train_state_of_flax(write: str, tmp_path: Path) -> None:
 
 
 def train_state(step: Any) -> Any:
-    """Create a Flax state: its `step` is an int until the first jitted step returns an array."""
+    """Create a Flax state. In programs its `step` is an int, and becomes an array in the first jitted step."""
     from flax.training.train_state import TrainState
 
     return TrainState.create(apply_fn=len, params=params(), tx=OPTIMIZER).replace(step=step)
@@ -118,7 +119,7 @@ def by(checkpointer: Any, path: Path, state: Any) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_step_that_was_saved_as_an_int_is_an_array_where_one_is_asked_for(write: str, tmp_path: Path) -> None:
+def test_a_step_saved_as_an_int_loads_as_a_requested_array(write: str, tmp_path: Path) -> None:
     WRITERS[write](tmp_path / "c", train_state(5))
     assert ckptcore.load(tmp_path / "c")["step"] == 5
     for abstract in (jax.eval_shape(lambda: train_state(0)), train_state(jnp.int32(0))):
@@ -130,16 +131,16 @@ def test_a_step_that_was_saved_as_an_int_is_an_array_where_one_is_asked_for(writ
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_step_that_was_saved_as_an_array_is_an_int_where_one_is_asked_for(write: str, tmp_path: Path) -> None:
+def test_a_step_saved_as_an_array_loads_as_a_requested_int(write: str, tmp_path: Path) -> None:
     WRITERS[write](tmp_path / "c", train_state(jnp.int32(7)))
     assert_same(ckptcore.load(tmp_path / "c", train_state(0)), train_state(7))
-    told = "step: kind: bool is requested, array int32[] is stored"
+    difference = "step: kind: bool is requested, array int32[] is stored"
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", train_state(step=False), matching=Matching(values="error"))
-    assert [text.removeprefix("/") for text in caught.value.differences] == [told]
+    assert [text.removeprefix("/") for text in caught.value.differences] == [difference]
 
 
-def test_a_step_is_placed_as_its_abstract_leaf_asks(tmp_path: Path) -> None:
+def test_a_step_gets_the_sharding_of_its_abstract_leaf(tmp_path: Path) -> None:
     v1.save(tmp_path / "c", {"step": 5, "rate": 0.5})
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -164,7 +165,7 @@ def test_numbers_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_tensors_and_numpy_arrays_take_numbers_in_place(tmp_path: Path) -> None:
+def test_numbers_fill_tensors_and_numpy_arrays_in_place(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     v1.save(tmp_path / "c", {"t": 5, "n": 0.5, "f": True, "d": jnp.float32(2.5), "j": 9, "w": jnp.ones(2)})
     target = {
@@ -187,7 +188,7 @@ def test_tensors_and_numpy_arrays_take_numbers_in_place(tmp_path: Path) -> None:
     assert loaded["t"].device.type == "cpu" and loaded["n"] is not before["n"]
 
 
-def test_in_what_cannot_be_changed_numbers_fill_arrays_and_no_array_replaces_a_number(tmp_path: Path) -> None:
+def test_in_tuples_numbers_fill_arrays_but_arrays_cannot_replace_numbers(tmp_path: Path) -> None:
     v1.save(tmp_path / "c", {"s": (3, jnp.ones(2))})
     target = (np.zeros((), np.int32), np.zeros(2, np.float32))
     ckptcore.load_into(tmp_path / "c", {"s": target})
@@ -199,14 +200,14 @@ def test_in_what_cannot_be_changed_numbers_fill_arrays_and_no_array_replaces_a_n
     assert unchanged[1].tolist() == [0, 0]
 
 
-def test_checkpointables_take_numbers_for_arrays_too(tmp_path: Path) -> None:
+def test_checkpointables_load_numbers_as_arrays(tmp_path: Path) -> None:
     v1.save_checkpointables(tmp_path / "c", {"model": {"w": jnp.ones(2)}, "state": {"step": 5, "epoch": jnp.int32(2)}})
     asked = {"step": jax.ShapeDtypeStruct((), jnp.int32), "epoch": 0}
     loaded = ckptcore.load_checkpointables(tmp_path / "c", {"state": asked})["state"]
     assert_same(loaded, {"step": jnp.int32(5), "epoch": 2})
 
 
-def test_what_ckptcore_saved_is_not_taken_one_for_the_other(tmp_path: Path) -> None:
+def test_numbers_and_arrays_of_ckptcore_are_not_interchangeable(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"step": 5, "epoch": np.zeros((), np.int32)}, layout="ocdbt")
     with pytest.raises(TreeMismatchError) as caught:
         asked = {"step": np.zeros((), np.int32), "epoch": 0}
@@ -214,7 +215,7 @@ def test_what_ckptcore_saved_is_not_taken_one_for_the_other(tmp_path: Path) -> N
     assert len(caught.value.differences) == 2
 
 
-def test_the_state_of_modules_of_nnx_in_lists(tmp_path: Path) -> None:
+def test_states_of_nnx_modules_in_lists_load(tmp_path: Path) -> None:
     from flax import nnx
 
     class Model(nnx.Module):
@@ -231,7 +232,7 @@ def test_the_state_of_modules_of_nnx_in_lists(tmp_path: Path) -> None:
     assert_same(ckptcore.load(tmp_path / "pure", nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(1))))), pure)
 
 
-def test_int_keys_and_tuples_and_empty_things(tmp_path: Path) -> None:
+def test_int_keys_tuples_and_empty_containers_load(tmp_path: Path) -> None:
     tree = {
         1: jnp.ones(2),
         20: {3: 4, 5: [jnp.zeros(1), {}, (), None, optax.EmptyState()]},
@@ -244,7 +245,7 @@ def test_int_keys_and_tuples_and_empty_things(tmp_path: Path) -> None:
     assert loaded[7] == optax.MaskedNode() and loaded[20][5][1:] == [{}, (), None, optax.EmptyState()]
 
 
-def test_errors_say_what_differs(tmp_path: Path) -> None:
+def test_errors_list_missing_and_unexpected_leaves(tmp_path: Path) -> None:
     v1.save(tmp_path / "c", updated(optax.adam(1e-3)))
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load(tmp_path / "c", updated(optax.sgd(0.1, momentum=0.9)))
@@ -252,8 +253,8 @@ def test_errors_say_what_differs(tmp_path: Path) -> None:
     assert any("mu" in text and text.startswith("unexpected: ") for text in caught.value.differences)
 
 
-def test_a_conversion_of_ours_is_loaded_as_strictly_as_what_we_saved(tmp_path: Path) -> None:
-    """Orbax loses the key types that distinguish an int from text. A checkpoint of ckptcore has them."""
+def test_loads_of_a_converted_checkpoint_are_strict_about_key_types(tmp_path: Path) -> None:
+    """Orbax stores int keys as text. A checkpoint of ckptcore stores the types of keys, so its loads compare them."""
     v1.save(tmp_path / "c", {1: jnp.ones(2)})
     ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors")
     with pytest.raises(TreeMismatchError, match=r"key: \[1\] is requested"):

@@ -1,4 +1,4 @@
-"""Trees of Flax, optax and hypothesis, saved by Orbax and loaded by ckptcore, and the reverse."""
+"""Trees of Flax, optax and Hypothesis. Orbax and ckptcore load each other's saves of them."""
 
 import tempfile
 
@@ -46,8 +46,8 @@ def train_state():
 
 
 @pytest.mark.parametrize("writer", ["v1", "v0-pytree"])
-def test_a_train_state_loads_as_itself(tmp_path, writer):
-    """With a state of optax, which has empty named tuples."""
+def test_a_train_state_loads_into_the_same_state(tmp_path, writer):
+    """The state contains a state of optax, which has empty named tuples."""
     state = train_state()
     WRITERS[writer](tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", state)
@@ -55,8 +55,8 @@ def test_a_train_state_loads_as_itself(tmp_path, writer):
     assert_same(jax.tree.leaves(loaded), jax.tree.leaves(state))
 
 
-def test_a_train_state_loads_as_its_shapes(tmp_path):
-    """With shapes from `jax.eval_shape`: the step, a Python number in a new state, becomes an array."""
+def test_a_train_state_loads_into_its_shapes(tmp_path):
+    """`jax.eval_shape` returns the shapes. The step, which is a Python number in a new state, becomes an array."""
     state = train_state()
     v1.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", jax.eval_shape(lambda: state))
@@ -64,7 +64,7 @@ def test_a_train_state_loads_as_its_shapes(tmp_path):
     assert_same(jax.tree.leaves(loaded), [jnp.asarray(leaf) for leaf in jax.tree.leaves(state)])
 
 
-def test_the_state_of_optax_loads_as_its_shapes(tmp_path):
+def test_a_state_of_optax_loads_into_its_shapes(tmp_path):
     state = train_state().opt_state
     v1.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", jax.eval_shape(lambda: state))
@@ -72,21 +72,21 @@ def test_the_state_of_optax_loads_as_its_shapes(tmp_path):
     assert_same(jax.tree.leaves(loaded), jax.tree.leaves(state))
 
 
-def test_int_keys_are_found_by_their_text(tmp_path):
+def test_int_keys_match_their_stored_text(tmp_path):
     state = {"layers": {0: jnp.ones(1), 10: jnp.zeros(2)}, "list": [jnp.ones(2)]}
     v1.save(tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c", state), state)
 
 
 class Network(nnx.Module):
-    """Layers in a list, whose keys are ints in the state."""
+    """A module with a list of layers. In its state the keys of the list are ints."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)])
 
 
 @pytest.mark.parametrize("pure", [nnx.to_pure_dict, lambda state: state], ids=["dict", "state"])
-def test_the_state_of_nnx_loads_as_itself(tmp_path, pure):
+def test_a_state_of_nnx_loads_into_the_same_state(tmp_path, pure):
     state = pure(nnx.state(Network(nnx.Rngs(0))))
     v1.save(tmp_path / "c", state)
     loaded = ckptcore.load(tmp_path / "c", state)
@@ -126,10 +126,10 @@ TREES = st.dictionaries(
 )
 
 
-UNSHRUNK = [Phase.explicit, Phase.generate]  # failing trees are small enough, and Orbax is slow
+UNSHRUNK = [Phase.explicit, Phase.generate]  # without shrinking, because Orbax is slow and the trees are small
 
 
-def _goes_both_ways(tree, writer, layout):
+def _exchange(tree, writer, layout):
     with tempfile.TemporaryDirectory() as directory:
         theirs, ours = f"{directory}/theirs", f"{directory}/ours"
         WRITERS[writer](theirs, tree)
@@ -141,12 +141,12 @@ def _goes_both_ways(tree, writer, layout):
 
 @settings(max_examples=15, phases=UNSHRUNK)
 @given(tree=TREES, writer=st.sampled_from(list(WRITERS)), layout=st.sampled_from(list(LAYOUTS)))
-def test_any_tree_goes_both_ways(tree, writer, layout):
-    _goes_both_ways(tree, writer, layout)
+def test_orbax_and_ckptcore_load_each_others_trees(tree, writer, layout):
+    _exchange(tree, writer, layout)
 
 
 @pytest.mark.slow
 @settings(max_examples=200, phases=UNSHRUNK)
 @given(tree=TREES, writer=st.sampled_from(list(WRITERS)), layout=st.sampled_from(list(LAYOUTS)))
-def test_many_trees_go_both_ways(tree, writer, layout):
-    _goes_both_ways(tree, writer, layout)
+def test_orbax_and_ckptcore_load_each_others_many_trees(tree, writer, layout):
+    _exchange(tree, writer, layout)

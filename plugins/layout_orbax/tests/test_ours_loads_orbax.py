@@ -1,5 +1,5 @@
-"""ckptcore loads everything that Orbax saves, with the options of both versions, as NumPy arrays
-and into JAX trees.
+"""ckptcore loads checkpoints that both versions of Orbax saved with many options. The loads return NumPy
+arrays, or fill abstract trees of JAX.
 """
 
 import json
@@ -32,7 +32,7 @@ from plugins.layout_orbax.tests.orbax_states import (
 )
 
 pytestmark = [
-    # Orbax warns of loads without shardings, which are intended here.
+    # These tests load without shardings, of which Orbax warns.
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -69,7 +69,7 @@ FEW = ("v1", "v1-plain", "v1-plain-zarr2-files", "v1-chunks", "v0", "v0-zarr3-fi
 
 
 def state_of_jax():
-    """Return a state that Orbax can load again: without `uint4`, which changes its type."""
+    """Return a state that Orbax itself can load. It has no `uint4`, whose dtype Orbax changes."""
     state = jax_state()
     del state["arrays"]["uint4"]
     return state
@@ -94,7 +94,7 @@ def made(state, writer):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that returns a state and its location, saved by a writer. Each is saved once."""
+    """Return a function that saves a state with a writer, once for each pair. It returns the location and the state."""
     locations = {}
 
     def save(writer, state="jax"):
@@ -120,7 +120,7 @@ def onto(sharding):
 
 @pytest.mark.parametrize("writer", FEW)
 def test_abstract_trees_of_jax_load(saved, writer):
-    """Every leaf is equal, including random keys, on all eight devices."""
+    """The abstract tree requests all eight devices. All leaves are equal, including random keys."""
     location, expected = saved(writer)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     everywhere, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, None, ("y",))))
@@ -133,13 +133,13 @@ def test_abstract_trees_of_jax_load(saved, writer):
 
 
 @pytest.mark.parametrize("writer", FEW)
-def test_the_state_itself_is_what_can_be_asked_for(saved, writer):
+def test_states_load_into_themselves(saved, writer):
     location, expected = saved(writer)
     assert_same(ckptcore.load(location, expected), expected)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_metadata_tells_every_leaf(saved, writer):
+def test_the_metadata_describes_every_leaf(saved, writer):
     location, expected = saved(writer)
     metadata = ckptcore.metadata(location)
     in_files = "zarr" if "zarr2" in writer or writer == "v0-files" else "zarr3"
@@ -159,7 +159,7 @@ def test_conversions_keep_every_bit(saved, tmp_path, writer, layout):
     location, expected = saved(writer)
     ckptcore.copy(location, tmp_path / "converted", layout=layout)
     assert_same(ckptcore.load(tmp_path / "converted"), ckptcore.load(location))
-    # Orbax stores a tuple as a list, and a conversion keeps the stored type.
+    # Orbax stores a tuple as a list, and the conversion keeps the list.
     either = ckptcore.Matching(sequences="either")
     assert_same(ckptcore.load(tmp_path / "converted", expected, matching=either), expected)
     assert ckptcore.verify(tmp_path / "converted").ok
@@ -176,14 +176,14 @@ def command(*arguments):
 
 
 @pytest.mark.parametrize("writer", FEW)
-def test_the_command_line_knows_them(saved, tmp_path, writer):
+def test_commands_read_checkpoints_of_orbax(saved, tmp_path, writer):
     location, _ = saved(writer)
     code, text = command("inspect", location)
     assert (code, "float32[5, 3, 4]" in text) == (0, True)
     assert "Orbax" in text
     code, text = command("ls", "--json", location.parent)
     assert code == 0
-    assert [one["layout"] for one in json.loads(text)["checkpoints"]] == [ckptcore.metadata(location).layout]
+    assert [entry["layout"] for entry in json.loads(text)["checkpoints"]] == [ckptcore.metadata(location).layout]
     assert command("verify", location)[0] == 0
     assert command("convert", location, tmp_path / "c", "--layout", "safetensors")[0] == 0
     assert command("diff", location, tmp_path / "c")[0] == 0
@@ -200,7 +200,7 @@ def test_chunks_along_chosen_axes_load(tmp_path):
     assert_same(ckptcore.load(tmp_path / "c"), host(state))
 
 
-def test_arrays_that_orbax_cast_load_as_they_are_stored(tmp_path):
+def test_arrays_that_orbax_cast_load_with_their_stored_dtype(tmp_path):
     state = {"a": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(3, jnp.bfloat16)}
     with saving(storage={"dtype": jnp.bfloat16}):
         v1.save(tmp_path / "c", state)
@@ -209,8 +209,8 @@ def test_arrays_that_orbax_cast_load_as_they_are_stored(tmp_path):
         ckptcore.load(tmp_path / "c", state)
 
 
-def test_random_keys_without_metadata_are_their_data(tmp_path):
-    """Without metadata they are plain arrays. Loading them as keys is an error, and never returns other keys."""
+def test_random_keys_without_metadata_load_as_their_data(tmp_path):
+    """Without array metadata, the checkpoint does not record that the array contains keys."""
     key = jax.random.key(7)
     with saving(array_metadata_store=None):
         v1.save(tmp_path / "c", {"key": key})
@@ -234,7 +234,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("writer", SHARDED)
 def test_sharded_arrays_load(tmp_path, writer):
-    """As NumPy arrays, with their sharding, with another mesh, and on one device."""
+    """Sharded arrays load as NumPy arrays, with their own sharding, onto another mesh, and onto one device."""
     state = sharded_state()
     SHARDED[writer](tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c"), host(state))
@@ -274,7 +274,7 @@ print(f"loaded {len(sys.argv) - 2}")
 
 @pytest.mark.system
 def test_arrays_of_eight_devices_load_on_one(tmp_path):
-    """Without shardings in the abstract tree, loading does not need the saved ones."""
+    """If the abstract tree has no shardings, the load does not use the saved shardings."""
     state = {name: leaf for name, leaf in sharded_state().items() if name != "keys"}
     locations = [tmp_path / name for name in ("v1", "v1-replicas", "v0", "ours")]
     for location in locations[:3]:
@@ -341,7 +341,7 @@ def test_several_checkpointables_are_converted(composite, tmp_path, layout):
 
 
 def test_grain_iterators_load(tmp_path):
-    """With a real iterator, in the middle of its data."""
+    """The test saves an iterator of Grain in the middle of its data."""
     grain = pytest.importorskip("grain")
     data = grain.MapDataset.range(20).shuffle(seed=1).batch(2).to_iter_dataset()
     iterator = iter(data)
@@ -353,7 +353,7 @@ def test_grain_iterators_load(tmp_path):
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator]
 
 
-def test_parts_that_were_saved_one_by_one_load(tmp_path):
+def test_partial_saves_of_orbax_load(tmp_path):
     for part in ({"a": jnp.ones(3)}, {"b": {"c": jnp.arange(4)}}, {"b": {"d": "text"}}):
         v1.partial.save(tmp_path / "c", part)
     v1.partial.finalize(tmp_path / "c")
@@ -362,7 +362,7 @@ def test_parts_that_were_saved_one_by_one_load(tmp_path):
     assert_same(ckptcore.load(tmp_path / "c", expected), expected)
 
 
-def test_what_was_not_finalised_is_no_checkpoint(tmp_path):
+def test_partial_saves_that_were_not_finalized_are_refused(tmp_path):
     v1.partial.save(tmp_path / "c", {"a": jnp.ones(3)})
     (unfinished,) = tmp_path.iterdir()
     for location in (tmp_path / "c", unfinished):
@@ -372,7 +372,7 @@ def test_what_was_not_finalised_is_no_checkpoint(tmp_path):
             ckptcore.load(location)
 
 
-def test_a_run_of_version_1_is_a_run_of_ours(tmp_path):
+def test_a_run_of_version_1_is_read(tmp_path):
     with v1.training.Checkpointer(tmp_path / "run") as theirs:
         for step in (1, 3, 11):
             theirs.save(step, {**MODEL, "count": step}, metrics={"loss": 1 / step}, custom_metadata={"note": step})
@@ -384,9 +384,10 @@ def test_a_run_of_version_1_is_a_run_of_ours(tmp_path):
         assert reader.metadata(3).custom == {"note": 3}
 
 
-def test_a_run_of_version_0_goes_on_as_ours(tmp_path):
-    """The manager's steps are listed, retained, and followed by steps that the manager finds."""
-    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])  # required to store metrics
+def test_ckptcore_continues_a_run_of_version_0(tmp_path):
+    """ckptcore lists and keeps the steps of the manager, and the manager finds the step that ckptcore adds."""
+    # The manager stores metrics only with `best_fn`.
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "run", options=best) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave({**MODEL, "count": step}), metrics={"loss": 1 / step})

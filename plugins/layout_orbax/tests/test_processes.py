@@ -1,4 +1,4 @@
-"""Cases that would end the process instead of raising an error, each in a subprocess whose return code is checked."""
+"""Cases in which tensorstore could abort the process. Each runs in a subprocess, which must exit normally."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ARRAYS: Final = 6
 
 
 def _run(program: str, *arguments: object) -> str:
-    """Return the output of a program. Fails unless it exits normally."""
+    """Run a program. Assert that it exits normally, and return its output."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -34,7 +34,10 @@ def _run(program: str, *arguments: object) -> str:
 
 @pytest.fixture(params=["ckptcore", "other"])
 def compressed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A checkpoint decoded in memory, and one that tensorstore reads by itself."""
+    """A compressed checkpoint of ckptcore, and one of other software.
+
+    ckptcore decodes its own checkpoints in memory. tensorstore itself reads those of other software.
+    """
     location = tmp_path / "checkpoint"
     random = np.random.default_rng(0)
     state = {f"w{number}": random.integers(0, 20, 1 << 18, np.int32) for number in range(_ARRAYS)}
@@ -53,7 +56,7 @@ import os, signal, sys, warnings
 import ckptcore
 from ckptcore_orbax import OcdbtLayout
 
-warnings.simplefilter("ignore")  # that it has threads and forks is what is tested
+warnings.simplefilter("ignore")  # Python warns of forks in a process with threads
 location, scratch, before = sys.argv[1:]
 layout = OcdbtLayout(compression="zstd")
 state = {"w": [1.5] * 3}
@@ -80,32 +83,33 @@ if child == 0:
     attempt(lambda: ckptcore.save(scratch, {"w": np.arange(1000)}, layout=layout))
     attempt(lambda: ckptcore.save(scratch, {"w": np.arange(1000)}, layout="ocdbt", overwrite=True))
     attempt(lambda: ckptcore.load(scratch))
-    if before == "load":  # at exit tensorstore takes a lock, which a thread of the parent may have held at the fork
+    # At exit, tensorstore takes a lock. A thread of the parent may have held the lock at the fork.
+    if before == "load":
         os._exit(0)
-    sys.exit(0)  # what is done at the end is done in the child too
+    sys.exit(0)  # the child also runs the exit handlers
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 ckptcore.load(location)
 """
 
 
-def test_a_forked_child_gets_an_error_and_not_an_abort(compressed: Path, tmp_path: Path) -> None:
-    """Operations without tensorstore work in the child."""
+def test_a_forked_child_raises_an_error_instead_of_aborting(compressed: Path, tmp_path: Path) -> None:
+    """Operations that do not use tensorstore succeed in the child."""
     assert _run(_FORK, compressed, tmp_path / "scratch", "load").split() == ["refused", "refused", "done", "done"]
     assert list(ckptcore.load(tmp_path / "scratch")["w"]) == list(range(1000))
 
 
-def test_a_child_that_was_forked_before_tensorstore_was_used_uses_it(compressed: Path, tmp_path: Path) -> None:
+def test_a_child_forked_before_the_first_use_of_tensorstore_can_use_it(compressed: Path, tmp_path: Path) -> None:
     assert _run(_FORK, compressed, tmp_path / "scratch", "nothing").split() == ["done"] * 4
 
 
 # --- exit of the program ----------------------------------------------------------------------------------------------
 
 _END: Final = """
-import sys, threading, time
+import sys, threading
 import ckptcore
 from ckptcore_orbax import OcdbtLayout
 
-location, task, delay = sys.argv[1:]
+location, task, loads = sys.argv[1:]
 context = ckptcore.Context(durability="none")
 layout = OcdbtLayout(compression="zstd", chunk_bytes=1 << 16)
 state = ckptcore.load(location)
@@ -124,14 +128,15 @@ def work(number):
 for number in range(3):
     threading.Thread(target=work, args=(number,), daemon=True).start()
 begun.wait()
-time.sleep(float(delay))
+for _ in range(int(loads)):
+    ckptcore.load(location)
 """
 
 
 @pytest.mark.parametrize("task", ["load", "save"])
-def test_the_end_of_the_program_waits_for_daemon_threads_that_use_tensorstore(task: str, compressed: Path) -> None:
-    for delay in (0, 0.03):
-        _run(_END, compressed, task, delay)
+def test_the_exit_waits_for_daemon_threads_that_use_tensorstore(task: str, compressed: Path) -> None:
+    for loads in (0, 1):  # a load in the main thread delays the exit
+        _run(_END, compressed, task, loads)
 
 
 _END_AND_JOIN: Final = """
@@ -154,18 +159,18 @@ def work():
 def stop():
     stopped.set()
     thread.join()
-    ckptcore.load(sys.argv[1])  # who ends the program may use it
+    ckptcore.load(sys.argv[1])  # exit handlers may still use tensorstore
     print("joined")
 
 
-atexit.register(stop)  # before tensorstore is used, so that it is called last
+atexit.register(stop)  # registered before tensorstore is used, so called last
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
 begun.wait()
 """
 
 
-def test_who_waits_for_such_a_thread_at_the_end_does_not_wait_for_ever(compressed: Path) -> None:
+def test_an_exit_handler_can_join_a_thread_that_uses_tensorstore(compressed: Path) -> None:
     assert _run(_END_AND_JOIN, compressed) == "joined\n"
 
 
@@ -184,10 +189,10 @@ from ckptcore.hookspecs import hookimpl
 class WithoutAddress:
     @hookimpl
     def ckpt_storages(self):
-        def opened(url, options):
+        def open_storage(url, options):
             files = installed_plugins().storage("file")(url.replace("nowhere", "file", 1), options)
             return with_faults(files, FaultPlan())
-        return {"nowhere": opened}
+        return {"nowhere": open_storage}
 
 
 spec = {"driver": "zarr3", "kvstore": "memory://"}
@@ -205,10 +210,10 @@ for scheme in ("file", "nowhere"):
 _BOMB_BYTES: Final = 1 << 29
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory in the way of Linux")
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_small_chunk_that_blosc_decodes_to_half_a_gigabyte_is_refused(zarr_format: int, tmp_path: Path) -> None:
-    """tensorstore allocates the memory first, and the process is aborted if there is not enough."""
+    """tensorstore allocates memory before decoding, and aborts the process if the memory is not available."""
 
     def write(size: int) -> Path:
         blosc = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle" if zarr_format == 3 else 0, "blocksize": 0}

@@ -1,4 +1,4 @@
-"""Remedies in error texts for Orbax, AXLearn and zarr: each is followed as the text says, and the values come back."""
+"""Remedies in errors about Orbax, AXLearn and zarr. Each test follows the remedy, and checks the loaded values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUES = np.arange(600.0).reshape(20, 30)
 
 
 def copies(source: str, directory: Path, damage: Callable[[Path], object]) -> tuple[Path, Path]:
-    """Return a sound copy of a step, and a damaged one of a later step."""
+    """Copy a golden step twice, and damage the copy with the later step. Return the sound and the damaged copy."""
     sound, damaged = directory / "step_00000004", directory / "step_00000005"
     for step in (sound, damaged):
         shutil.copytree(GOLDEN / source, step)
@@ -64,12 +64,12 @@ def test_load_another_step(tmp_path: Path, source: str, damage: Any, text: str) 
 def test_random_keys_of_two_implementations(tmp_path: Path) -> None:
     def damage(step: Path) -> None:
         first = next(step.rglob("array_metadatas/process_0"))
-        said = json.loads(first.read_text())
-        said["array_metadatas"][0]["array_metadata"]["ext_metadata"] = {"random_key_impl": "rbg"}
-        (first.parent / "process_9").write_text(json.dumps(said))
-        said["array_metadatas"][0]["array_metadata"]["ext_metadata"] = {"random_key_impl": "fry"}
-        said["array_metadatas"] = said["array_metadatas"][:1]
-        first.write_text(json.dumps(said))
+        document = json.loads(first.read_text())
+        document["array_metadatas"][0]["array_metadata"]["ext_metadata"] = {"random_key_impl": "rbg"}
+        (first.parent / "process_9").write_text(json.dumps(document))
+        document["array_metadatas"][0]["array_metadata"]["ext_metadata"] = {"random_key_impl": "fry"}
+        document["array_metadatas"] = document["array_metadatas"][:1]
+        first.write_text(json.dumps(document))
 
     sound, damaged = copies("v1_default", tmp_path, damage)
     with pytest.raises(
@@ -88,9 +88,9 @@ def test_random_keys_of_two_implementations(tmp_path: Path) -> None:
 def test_names_of_compressions(tmp_path: Path, layout: Any) -> None:
     with pytest.raises(ValueError, match=r"^compression='zip': expected one of ") as caught:
         layout(compression="zip")
-    found = re.fullmatch(r".*expected one of (.*), or one with a level such as '(.*)'", str(caught.value))
-    assert found is not None
-    for name in (*found[1].split(", "), found[2]):
+    listed = re.fullmatch(r".*expected one of (.*), or one with a level such as '(.*)'", str(caught.value))
+    assert listed is not None
+    for name in (*listed[1].split(", "), listed[2]):
         ckptcore.save(tmp_path / name, {"w": VALUES}, layout=layout(compression=name))
         assert same_value(ckptcore.load(tmp_path / name), {"w": VALUES})
 
@@ -103,15 +103,17 @@ def test_names_of_codecs() -> None:
     assert [Compression(name).name for name in names] == ["zstd", "gzip", "blosc"]
 
 
-def test_chunks_that_are_too_large_for_blosc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_arrays, "_MAX_BLOSC_BYTES", 1000)
-    values = np.arange(599.0)  # formats of arrays that were saved before are kept
+def test_chunks_that_are_too_large_for_blosc(tmp_path: Path) -> None:
+    huge = np.broadcast_to(np.int8(1), (1 << 31,))  # takes one byte of memory
     with pytest.raises(
-        CheckpointError, match=r"^w: .*: its chunks have 4792 bytes; blosc allows 1000; give a smaller chunk_b"
+        CheckpointError,
+        match=r"^w: .*: its chunks have 2147483648 bytes; blosc allows 2147483631; give a smaller chunk_b",
     ):
-        ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc"))
-    ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc", chunk_bytes=1000))
-    assert same_value(ckptcore.load(tmp_path / "c"), {"w": values})
+        ckptcore.save(tmp_path / "c", {"w": huge}, layout=Zarr3Layout(compression="blosc", chunk_bytes=None))
+    smaller = Zarr3Layout(compression="blosc", chunk_bytes=1 << 20)
+    assert ckptcore.plan({"w": huge}, layout=smaller).array_bytes == huge.nbytes
+    ckptcore.save(tmp_path / "c", {"w": huge[: 1 << 22]}, layout=smaller)
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": np.ones(1 << 22, np.int8)})
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs that Orbax and Flax wrote are seen under the names that these give their steps, and continue."""
+"""Runs that Orbax and Flax wrote. ckptcore recognizes the names of their steps, and continues the runs."""
 
 import flax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def test_a_run_is_seen_and_continues(tmp_path, writer):
         assert run.steps == (50, 100, 101)
         run.save_blocking(102, run.load())
         run.wait()
-        assert run.steps == (50, 100, 102)  # what other software wrote stays
+        assert run.steps == (50, 100, 102)  # the policy does not delete steps of other software
 
 
 @pytest.mark.brings("`checkpoint_0.5` of `flax.training.checkpoints`, named by a metric", "flax", "refused")
@@ -103,7 +103,7 @@ def test_names_by_a_metric_are_an_error(tmp_path, orbax, metrics):
         ckptcore.Checkpointer(tmp_path / "run")
 
 
-def test_a_step_of_orbax_is_no_directory_of_steps(tmp_path):
+def test_a_step_of_orbax_is_not_a_directory_of_steps(tmp_path):
     by_manager(tmp_path / "run")
     with pytest.raises(InvalidLocationError, match="is a checkpoint itself"):
         ckptcore.Checkpointer(tmp_path / "run" / "100")

@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax and AXLearn of which one array cannot be read: the other leaves can be loaded."""
+"""Checkpoints of Orbax, AXLearn and Flax with one unreadable array. The other leaves can be loaded."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FORMATS: dict[str, dict[str, bool]] = {
 
 
 class _Stored(NamedTuple):
-    """A checkpoint, its key-value store, and the key of the description of the array `lost`."""
+    """A checkpoint, its key-value store, and the key of the metadata of the array `lost`."""
 
     directory: Path
     values: Any
     key: str
 
     def change(self, change: Callable[[bytes], bytes | None]) -> None:
-        """Change the description; None deletes it."""
+        """Change the metadata of the array. None deletes it."""
         self.put(self.key, change(self.values[self.key]))
 
     def put(self, key: str, value: bytes | None) -> None:
@@ -92,11 +92,11 @@ def test_other_leaves_can_be_loaded(name: str, stored: _Stored) -> None:
 
 
 def _assert_others_are_readable(directory: Path, case: _Case) -> None:
-    with ckptcore.open(directory) as opened:
-        assert opened["a"][2] == 2
-        assert opened["n"] == 5
+    with ckptcore.open(directory) as view:
+        assert view["a"][2] == 2
+        assert view["n"] == 5
         with pytest.raises(case.error, match=case.message):
-            opened["lost"][:]
+            view["lost"][:]
     metadata = ckptcore.metadata(directory)
     assert len(metadata.tree.leaves) == 4
     assert ckptcore.load(directory, select=~select.names("lost")).keys() == {"a", "b", "n"}
@@ -113,27 +113,27 @@ def _assert_others_are_readable(directory: Path, case: _Case) -> None:
     assert report.unsupported == (() if case.damaged else ("lost",))
 
 
-def test_an_array_without_elements(stored: _Stored) -> None:
+def test_an_array_without_stored_chunks(stored: _Stored) -> None:
     for key in stored.values.list().result():
         if key.startswith(b"lost/") and key != stored.key.encode():
             stored.put(key, None)
     _assert_others_are_readable(stored.directory, _Case(lambda _: None, CorruptCheckpointError, "missing|no chunk"))
 
 
-def test_a_number_that_is_damaged(stored: _Stored) -> None:
+def test_a_damaged_number(stored: _Stored) -> None:
     for key in stored.values.list().result():
         if key.startswith(b"n/") and not key.endswith((b".zarray", b"zarr.json")):
             stored.put(key, b"?")
-    with ckptcore.open(stored.directory) as opened:
-        assert opened["a"][2] == 2
+    with ckptcore.open(stored.directory) as view:
+        assert view["a"][2] == 2
         with pytest.raises(CorruptCheckpointError, match="n: it cannot be loaded"):
-            opened["n"]
+            view["n"]
     assert ckptcore.load(stored.directory, select=~select.names("n")).keys() == {"a", "b", "lost"}
     assert [problem.arrays for problem in ckptcore.verify(stored.directory).problems] == [("n",)]
 
 
 @pytest.mark.parametrize("damage", ["missing", "other dtype"])
-def test_an_array_of_a_step_of_axlearn(damage: str, tmp_path: Path) -> None:
+def test_an_unreadable_array_in_a_step_of_axlearn(damage: str, tmp_path: Path) -> None:
     golden = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
     step = tmp_path / golden.name
     shutil.copytree(golden, step)
@@ -149,7 +149,7 @@ def test_an_array_of_a_step_of_axlearn(damage: str, tmp_path: Path) -> None:
         ckptcore.load(step)
 
 
-def test_a_dtype_of_axlearn_that_is_not_supported(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_in_a_step_of_axlearn(tmp_path: Path) -> None:
     golden = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
     shutil.copytree(golden, tmp_path / golden.name)
     index = tmp_path / golden.name / "index"
@@ -162,7 +162,7 @@ def test_a_dtype_of_axlearn_that_is_not_supported(tmp_path: Path) -> None:
     assert ckptcore.load(index.parent, select=~select.where(lambda name, _: name == path))
 
 
-def test_a_dtype_of_flax_that_is_not_supported(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_in_a_file_of_flax(tmp_path: Path) -> None:
     elements = np.arange(3, dtype=np.float32)
     entries = msgpack.unpackb(flax.serialization.msgpack_serialize({"a": elements, "b": {"n": 3}}))
     lost = msgpack.ExtType(1, msgpack.packb([[3], "float9", elements.tobytes()]))

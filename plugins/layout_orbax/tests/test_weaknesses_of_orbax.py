@@ -1,4 +1,4 @@
-"""Known weaknesses of Orbax, which ckptcore does not share; and Orbax readers never misread what ckptcore writes."""
+"""Known weaknesses of Orbax. ckptcore does not share them, and Orbax never misreads checkpoints of ckptcore."""
 
 import collections
 import logging
@@ -27,7 +27,7 @@ from plugins.layout_orbax.tests.orbax_states import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
-    # After an error in a load of Orbax, its other tasks outlive their event loop.
+    # If a load of Orbax fails, its other tasks outlive their event loop.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -35,7 +35,7 @@ KINDS = {"ocdbt": OcdbtLayout(), "zarr3": Zarr3Layout(), "zarr": ZarrLayout()}
 
 
 def plainly(location, state, **options):
-    """Save with Orbax, uncompressed."""
+    """Save with Orbax, without compression."""
     saving = v1.options.ArrayOptions.Saving(use_compression=False, **options)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         v1.save(location, state)
@@ -46,10 +46,9 @@ def files_in(location):
 
 
 def file_of(location, array):
-    """Return the file with the elements of an array, and their offset in it."""
-    found = [(path, place) for path in files_in(location) for place in places_of(path, array.tobytes())]
-    assert len(found) == 1
-    return found[0]
+    """Return the only file with the elements of an array, and their offset in it."""
+    ((path, offset),) = [(path, place) for path in files_in(location) for place in places_of(path, array.tobytes())]
+    return path, offset
 
 
 # Flipped bits
@@ -66,8 +65,8 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("layout", DAMAGED)
-def test_no_flipped_bit_of_ours_gives_other_elements(tmp_path, layout):
-    """In any file, at any position: data, checksum, index, node, manifest, metadata. Unused bits have no effect."""
+def test_flipped_bits_never_change_loaded_elements(tmp_path, layout):
+    """The test flips bits in all files: data, checksums, indexes, nodes, manifests and metadata. Unused bits load."""
     location = tmp_path / "c"
     noise = np.random.default_rng(0).normal(size=600).astype(np.float32)
     state = {
@@ -91,12 +90,12 @@ def test_no_flipped_bit_of_ours_gives_other_elements(tmp_path, layout):
             else:
                 assert_same(loaded, state, f"{path.name}[{position}]")
             flipped(path, position, position % 8)
-    assert seen > 12  # at least those in the elements
+    assert seen > 12  # at least all flipped bits of elements
     assert_same(ckptcore.load(location), state)
 
 
 @pytest.mark.parametrize("layout", DAMAGED)
-def test_every_flipped_element_of_ours_is_seen(tmp_path, layout):
+def test_flipped_bits_of_elements_are_detected(tmp_path, layout):
     location = tmp_path / "c"
     noise = np.random.default_rng(0).normal(size=600).astype(np.float32)
     ckptcore.save(location, {"noise": noise}, layout=DAMAGED[layout])
@@ -114,7 +113,7 @@ def test_every_flipped_element_of_ours_is_seen(tmp_path, layout):
     assert ckptcore.verify(location).ok
 
 
-def test_orbax_sees_a_flipped_bit_in_what_describes_our_arrays(tmp_path):
+def test_orbax_detects_flipped_bits_in_nodes_and_manifests(tmp_path):
     ckptcore.save(tmp_path / "c", {"w": np.arange(500.0)}, layout="ocdbt")
     (node,) = (tmp_path / "c" / "state" / "d").iterdir()
     for path in (node, tmp_path / "c" / "state" / "manifest.ocdbt"):
@@ -126,8 +125,8 @@ def test_orbax_sees_a_flipped_bit_in_what_describes_our_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_flipped_bit_that_orbax_keeps_no_checksum_of_cannot_be_seen(tmp_path, compressed):
-    """Its chunks have a checksum only for their index, compressed or not. A conversion adds one for each chunk."""
+def test_flipped_bits_of_elements_of_orbax_are_not_detected(tmp_path, compressed):
+    """In chunks of Orbax, only the index has a checksum. A conversion adds a checksum to each chunk."""
     noise = np.random.default_rng(0).normal(size=600).astype(np.float32)
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=False)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
@@ -142,7 +141,7 @@ def test_a_flipped_bit_that_orbax_keeps_no_checksum_of_cannot_be_seen(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["d", "manifest.ocdbt"])
-def test_a_flipped_bit_in_what_describes_arrays_of_orbax_is_seen(tmp_path, name):
+def test_flipped_bits_in_nodes_and_manifests_of_orbax_are_detected(tmp_path, name):
     plainly(tmp_path / "c", {"noise": np.arange(600.0)})
     path = tmp_path / "c" / "state" / name
     if path.is_dir():
@@ -155,8 +154,8 @@ def test_a_flipped_bit_in_what_describes_arrays_of_orbax_is_seen(tmp_path, name)
 
 
 @pytest.mark.parametrize(("files", "compressed"), [(False, False), (True, False), (True, True)])
-def test_a_flipped_bit_in_the_index_of_a_chunk_of_orbax_moves_no_element(tmp_path, files, compressed):
-    """The index has a checksum. If there is only one read chunk, the index is not needed."""
+def test_flipped_bits_in_chunk_indexes_of_orbax_never_move_elements(tmp_path, files, compressed):
+    """The index has a checksum. A load of an uncompressed array may not need the index."""
     array = np.random.default_rng(0).normal(size=600)
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=not files)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
@@ -177,8 +176,8 @@ def test_a_flipped_bit_in_the_index_of_a_chunk_of_orbax_moves_no_element(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "process_0"])
-def test_a_flipped_bit_in_json_of_orbax_is_no_other_kind_of_error(tmp_path, name):
-    """JSON has no checksum: invalid files raise a ckptcore error, and valid ones return the right elements."""
+def test_flipped_bits_in_json_of_orbax_raise_only_checkpoint_errors(tmp_path, name):
+    """JSON has no checksum. If the file stays valid, the load returns the right elements."""
     state = {"w": jnp.arange(6.0), "key": jax.random.key(0), "name": "text"}
     plainly(tmp_path / "c", state)
     (path,) = (path for path in files_in(tmp_path / "c") if path.name == name)
@@ -194,7 +193,7 @@ def test_a_flipped_bit_in_json_of_orbax_is_no_other_kind_of_error(tmp_path, name
         flipped(path, position, position % 7)
 
 
-# Names that are one in Orbax
+# Names that are equal in Orbax
 
 
 X, Y = np.full(2, 1.0), np.full(2, 2.0)
@@ -222,23 +221,23 @@ MISTAKEN = [
 
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("tree", SAME_IN_ORBAX, ids=str)
-def test_names_that_collide_never_give_one_for_the_other(tmp_path, layout, tree):
+def test_arrays_with_colliding_names_are_never_confused(tmp_path, layout, tree):
     _check_unique(tmp_path, layout, tree)
 
 
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("tree", MISTAKEN, ids=str)
-def test_names_that_are_one_path_never_give_one_for_the_other(tmp_path, layout, tree):
+def test_arrays_with_names_of_one_path_are_never_confused(tmp_path, layout, tree):
     _check_unique(tmp_path, layout, tree)
 
 
 def _check_unique(tmp_path, layout, tree):
-    """ckptcore returns the saved tree. Orbax does too, if it supports such trees, or raises an error."""
+    """Assert that ckptcore loads the saved tree, and that Orbax loads the same tree or raises an error."""
     ckptcore.save(tmp_path / "c", tree, layout=KINDS[layout])
     assert_same(ckptcore.load(tmp_path / "c"), tree)
     try:
         loaded = v1.load(tmp_path / "c")
-    except Exception as error:  # noqa: BLE001  # Orbax has no error of its own for it
+    except Exception as error:  # noqa: BLE001  # Orbax has no own type for this error
         assert "Error" in type(error).__name__ or str(error)
         return
     assert_same(loaded, seen_by_orbax(tree))
@@ -258,7 +257,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, layout):
     assert_same(v1.load(tmp_path / "c"), {"w": Y})
 
 
-def test_overwriting_with_another_layout_leaves_nothing_of_the_old_one(tmp_path):
+def test_overwriting_with_another_layout_replaces_the_whole_tree(tmp_path):
     for layout in ("ocdbt", "zarr3", "safetensors", "zarr", "ocdbt"):
         ckptcore.save(tmp_path / "c", {"w": X, layout: Y}, layout=layout, overwrite=True)
         assert_same(ckptcore.load(tmp_path / "c"), {"w": X, layout: Y})
@@ -288,7 +287,7 @@ def test_another_shape_or_dtype_is_an_error(tmp_path, writer, asked):
 
 
 @pytest.mark.parametrize("writer", ["ocdbt", "zarr3", "zarr", "orbax"])
-def test_flags_are_no_obstacle_to_the_metadata(tmp_path, writer):
+def test_metadata_of_trees_with_flags_is_read(tmp_path, writer):
     state = {"flag": True, "w": jnp.ones(3)}
     if writer == "orbax":
         v1.save(tmp_path / "c", state)
@@ -299,10 +298,10 @@ def test_flags_are_no_obstacle_to_the_metadata(tmp_path, writer):
     assert abstract["w"].shape == (3,)
 
 
-# What Orbax rejects or changes
+# Leaves and containers that Orbax rejects or changes
 
 
-Pair = collections.namedtuple("Pair", ["mu", "nu"])  # as in user code
+Pair = collections.namedtuple("Pair", ["mu", "nu"])  # programs define named tuples in this way
 ODD = {
     "zero-size": np.zeros((0, 3), np.float32),
     "zero-size of JAX": jnp.zeros((2, 0), jnp.bfloat16),
@@ -328,8 +327,8 @@ ODD = {
 
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("name", ODD)
-def test_leaves_and_containers_that_orbax_has_not(tmp_path, layout, name):
-    """ckptcore returns them unchanged. Orbax loads the closest type, and all other leaves."""
+def test_leaves_and_containers_that_orbax_lacks(tmp_path, layout, name):
+    """ckptcore loads such leaves unchanged. Orbax loads all other leaves of the checkpoint."""
     state = {"odd": ODD[name], "w": np.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout=KINDS[layout])
     loaded = ckptcore.load(tmp_path / "c")
@@ -370,8 +369,8 @@ def test_optional_files_of_orbax_may_be_missing(tmp_path, name):
 
 
 @pytest.mark.parametrize("layout", [*KINDS, "ocdbt-zstd"])
-def test_ours_is_a_checkpoint_of_orbax_without_the_root(tmp_path, layout):
-    """A copy of only the files that Orbax knows has all elements, without ckptcore's own metadata."""
+def test_without_its_root_a_checkpoint_is_one_of_orbax(tmp_path, layout):
+    """The files in the format of Orbax contain all elements, but not the metadata that only ckptcore has."""
     state = jax_state()
     ckptcore.save(tmp_path / "c", state, layout=LAYOUTS[layout], metadata={"run": 1})
     (tmp_path / "c" / "checkpoint.json").unlink()
@@ -381,8 +380,8 @@ def test_ours_is_a_checkpoint_of_orbax_without_the_root(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_a_missing_file_of_ours_is_an_error(tmp_path, layout):
-    """If elements or their metadata are missing; files that only Orbax reads may be missing."""
+def test_missing_files_never_change_loaded_elements(tmp_path, layout):
+    """A missing file with elements or their metadata is an error. Files that only Orbax reads may be missing."""
     state = {"w": np.arange(500.0), "v": np.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout=KINDS[layout])
     missed = 0
@@ -401,8 +400,8 @@ def test_a_missing_file_of_ours_is_an_error(tmp_path, layout):
 
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_missing_file_with_elements_of_orbax_is_an_error(tmp_path, files, compressed):
-    """Not zeros: Orbax states that it stored every chunk."""
+def test_missing_files_with_elements_of_orbax_are_an_error(tmp_path, files, compressed):
+    """The load does not return zeros, because the metadata of Orbax says that every chunk is stored."""
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=not files)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         v1.save(tmp_path / "c", {"w": np.random.default_rng(0).normal(size=5000)})
@@ -412,8 +411,8 @@ def test_a_missing_file_with_elements_of_orbax_is_an_error(tmp_path, files, comp
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_strings.json", "_METADATA"])
-def test_files_of_orbax_that_are_needed(tmp_path, name):
-    """An error; without the file that describes the tree, array names describe it."""
+def test_missing_required_files_of_orbax(tmp_path, name):
+    """A missing file is an error. Only `_METADATA` may be missing: then the names of arrays form the tree."""
     v1.save(tmp_path / "c", {"a": {"w": np.ones(3)}, "text": "a"})
     (tmp_path / "c" / "state" / name).unlink()
     if name == "_METADATA":

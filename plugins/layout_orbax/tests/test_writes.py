@@ -1,4 +1,4 @@
-"""Writes of the layouts: names, storage errors, options of processes, and refusals before anything is written."""
+"""Writes of the layouts: names of files, storage errors, options of processes, and checks before the write."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, Seg
 from ckptcore.protocols import Layout
 
 
-def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
-    """Without directory renames, files of a failed save must not collide with those of the next one."""
+def test_node_files_of_saves_without_arrays_have_different_names(tmp_path: Path) -> None:
+    """On storages without renames of directories, files of a failed save must not collide with those of the next."""
     nodes: set[str] = set()
     for number in range(3):
         place = tmp_path / str(number)
@@ -30,7 +30,7 @@ def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
 
 
 class _FullDisk(DirectoryWriteStore):
-    """A storage that becomes full after some objects, and reports it slowly."""
+    """A storage that is full after five objects, and counts the writes that it refuses."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -57,8 +57,8 @@ class _FullDisk(DirectoryWriteStore):
     [ZarrLayout(), Zarr3Layout(), ZarrLayout(compression="zstd"), Zarr3Layout(compression="zstd")],
     ids=["zarr", "zarr3", "zarr compressed", "zarr3 compressed"],
 )
-def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layout, tmp_path: Path) -> None:
-    """A storage may retry for minutes per object, and there may be a hundred thousand objects."""
+def test_a_storage_error_ends_the_write_after_few_more_objects(layout: Layout, tmp_path: Path) -> None:
+    """A storage may retry each object for minutes, and a save may have a hundred thousand objects."""
     trial = flat_trial({str(number): ArraySpec((4, 4), "float32") for number in range(200)})
     plan = trial.plan(0)
     store = _FullDisk(tmp_path / "chunks")
@@ -74,7 +74,7 @@ def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layou
 
 
 def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, list[Receipt]]:
-    """Write half of an array by a process with one layout, and half by a process with the other."""
+    """Write an array from two processes with different layouts. Return the trial and the receipts."""
     parts = {0: [[Box((0, 0), (16, 8))], [Box((16, 0), (32, 8))]]}
     trial = flat_trial({"x": ArraySpec((32, 8), "float32")}, parts=parts, size=2)
     receipts = []
@@ -100,8 +100,8 @@ def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, 
     ids=["chunk_bytes", "checksum", "compression", "zarr_format", "item", "rules", "ocdbt and zarr3", "zarr and zarr3"],
 )
 def test_processes_with_different_options_do_not_commit(first: Layout, second: Layout, tmp_path: Path) -> None:
-    """Each process wrote chunks with its own options, but the leader describes one format: the
-    result would be unreadable.
+    """Each process writes chunks with its own options, but the leader describes a single format, so the
+    checkpoint would be unreadable.
     """
     trial, receipts = _written_by(first, second, tmp_path)
     with pytest.raises(CheckpointError, match="rank 1 wrote arrays with other options"):
@@ -114,8 +114,8 @@ def test_processes_may_differ_in_the_size_of_data_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(), OcdbtLayout(compression="zstd")], ids=["direct", "encoded"])
-def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Layout, tmp_path: Path) -> None:
-    """One process with 512 devices has 512 boxes of every array."""
+def test_each_chunk_is_compared_with_few_boxes_of_a_process(layout: Layout, tmp_path: Path) -> None:
+    """A process with 512 devices holds 512 boxes of every array."""
     boxes = [Box((row,), (row + 1,)) for row in range(200)]
     trial = flat_trial({"x": ArraySpec((200,), "int32")}, parts={0: [boxes, []]}, size=2)
     intersect = Box.intersect.__code__
@@ -134,8 +134,8 @@ def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Lay
     assert calls < 20 * len(boxes)
 
 
-def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """Before the write, and not by the leader afterwards."""
+def test_names_that_are_too_long_for_a_database_are_refused(tmp_path: Path) -> None:
+    """The layout refuses such a name before the write. Otherwise the leader would fail after the write."""
     trial = flat_trial({"k" * 64_001: ArraySpec((3,), "int32")})
     with pytest.raises(UnsupportedKeyError, match="64001 bytes"):
         OcdbtLayout().check(trial.tree, 1)
@@ -155,8 +155,10 @@ def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp
     ],
     ids=["axes", "axes of bytes", "extents"],
 )
-def test_what_no_load_takes_is_refused_before_it_is_written(layout: Layout, spec: ArraySpec, reason: str) -> None:
-    """NumPy supports 64 axes, TensorStore 32: such a checkpoint was committed but could not be loaded."""
+def test_arrays_that_no_load_supports_are_refused_before_the_write(
+    layout: Layout, spec: ArraySpec, reason: str
+) -> None:
+    """NumPy supports 64 axes, and tensorstore 32. An earlier version committed checkpoints that could not be loaded."""
     skeleton = Node("dict", ("x",), (LEAF,))
     with pytest.raises(UnsupportedLeafError, match=reason):
         layout.check(TreeMetadata(skeleton, (ArrayRecord(spec),)), 1)
@@ -167,13 +169,13 @@ def test_what_no_load_takes_is_refused_before_it_is_written(layout: Layout, spec
     [OcdbtLayout(chunk_bytes=1), OcdbtLayout(zarr_format=2, chunk_bytes=1), ZarrLayout(chunk_bytes=1)],
     ids=["inner chunks", "chunks of a database", "objects"],
 )
-def test_more_chunks_than_a_load_takes_are_refused_before_they_are_written(layout: Layout) -> None:
+def test_arrays_of_too_many_chunks_are_refused_before_the_write(layout: Layout) -> None:
     skeleton = Node("dict", ("x",), (LEAF,))
     with pytest.raises(UnsupportedLeafError, match="33554432 chunks"):
         layout.check(TreeMetadata(skeleton, (ArrayRecord(ArraySpec((1 << 25,), "int8")),)), 1)
 
 
-def test_chunks_that_blosc_does_not_take_are_refused_before_anything_is_written() -> None:
+def test_chunks_that_are_too_large_for_blosc_are_refused_before_the_write() -> None:
     skeleton = Node("dict", ("x",), (LEAF,))
     tree = TreeMetadata(skeleton, (ArrayRecord(ArraySpec((1 << 31,), "int8")),))
     with pytest.raises(UnsupportedLeafError, match="blosc allows 2147483631"):

@@ -1,4 +1,4 @@
-"""Arrays of zarr 2 and 3, compared with TensorStore in both directions."""
+"""Formats of arrays of zarr 2 and 3. tensorstore reads and writes arrays of each format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHER_DTYPES = [
 
 
 def is_dtype(name: str) -> bool:
-    """Return False for a dtype that an older ml_dtypes lacks."""
+    """Return False if the installed ml_dtypes lacks the dtype."""
     try:
         dtype_from_name(name)
     except UnsupportedLeafError:
@@ -46,14 +46,14 @@ def is_dtype(name: str) -> bool:
 
 
 class Kept:
-    """Objects in memory, accessed by TensorStore."""
+    """An array in the memory storage of tensorstore."""
 
     def __init__(self) -> None:
         self.context = ts.Context()
         self.objects: Any = ts.KvStore.open("memory://", context=self.context).result()
 
     def open(self, format: ArrayFormat) -> Any:
-        """Open the array of the existing metadata."""
+        """Open the array with its stored metadata."""
         driver = "zarr3" if format.zarr_format == 3 else "zarr"
         spec = {
             "driver": driver,
@@ -61,23 +61,23 @@ class Kept:
             "fill_missing_data_reads": False,
             "store_data_equal_to_fill_value": True,
         }
-        # A new context has no cached chunks.
+        # Use a new context, which has no cached chunks.
         return ts.open(spec, open=True, context=ts.Context({}, parent=self.context)).result()
 
     def create(self, driver: str, metadata: dict[str, Any], **more: Any) -> Any:
-        """Create an array with TensorStore."""
+        """Create the array with tensorstore."""
         spec = {"driver": driver, "kvstore": "memory://", "metadata": metadata, **more}
         return ts.open(spec, create=True, context=self.context).result()
 
     def parse(self) -> ArrayFormat:
-        """Return the format of the existing array."""
+        """Parse the stored metadata."""
         if b"zarr.json" in self.objects.list().result():
             return parse_zarr3(self.objects["zarr.json"], "zarr.json")
         return parse_zarr2(self.objects[".zarray"], ".zarray")
 
 
 def filled(spec: ArraySpec) -> np.ndarray[Any, Any]:
-    """Return an array with varied bits, as far as the dtype allows."""
+    """Return an array of random bits that are valid for the dtype."""
     bits = np.random.default_rng(3).integers(0, 256, max(1, spec.nbytes), np.uint8)
     if spec.dtype == "bool":
         bits &= 1
@@ -89,15 +89,15 @@ def filled(spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 
 def padded(array: np.ndarray[Any, Any], box: Box) -> bytes:
-    """Return the bytes of a chunk that may exceed the array."""
+    """Return the bytes of a chunk. Elements beyond the edge of the array are zeros."""
     chunk = np.zeros(box.shape, array.dtype)
-    found = array[box.slices]
-    chunk[tuple(slice(extent) for extent in found.shape)] = found
+    inside = array[box.slices]
+    chunk[tuple(slice(extent) for extent in inside.shape)] = inside
     return chunk.tobytes()
 
 
 def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) -> None:
-    """Write an array as its format states, byte by byte."""
+    """Write the bytes of each chunk in the way that the format describes, without tensorstore."""
     kept.objects[format.metadata_key] = encode_metadata(format)
     for index, box in iter_chunks(format.chunk, Box.whole(format.spec.shape)):
         inner_chunks = []
@@ -113,7 +113,7 @@ def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) 
 
 
 def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
-    """Read the elements of an array at the offsets of its format."""
+    """Read the elements of each chunk at the offsets of the format, without tensorstore."""
     assert format.direct
     array: np.ndarray[Any, Any] = np.empty(
         tuple(a * b for a, b in zip(format.grid, format.chunk, strict=True)), format.spec.numpy_dtype
@@ -148,7 +148,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", KNOWN_DTYPES)
-def test_tensorstore_reads_what_we_write(dtype: str) -> None:
+def test_tensorstore_reads_and_overwrites_chunks_of_each_format(dtype: str) -> None:
     for shape, chunk, inner in SHAPES:
         spec = ArraySpec(shape, dtype)
         array = filled(spec)
@@ -156,23 +156,23 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
         for format in [*formats, zarr2_array(spec, chunk)]:
             kept = Kept()
             write_by_hand(kept, format, array)
-            opened = kept.open(format)
-            assert (opened.shape, opened.dtype.name) == (shape, dtype)
-            assert (opened.chunk_layout.write_chunk.shape or ()) == chunk
-            assert (opened.chunk_layout.read_chunk.shape or ()) == format.inner
-            assert same_bits(np.asarray(opened.read().result()), array)
+            stored = kept.open(format)
+            assert (stored.shape, stored.dtype.name) == (shape, dtype)
+            assert (stored.chunk_layout.write_chunk.shape or ()) == chunk
+            assert (stored.chunk_layout.read_chunk.shape or ()) == format.inner
+            assert same_bits(np.asarray(stored.read().result()), array)
             assert kept.parse() == format
             if not array.size:
                 continue
-            # It overwrites the same keys, with chunks of the same contents.
+            # tensorstore overwrites the same keys, and the chunks have the same elements.
             before = {key: kept.objects[key] for key in kept.objects.list().result()}
-            opened.write(array).result()
+            stored.write(array).result()
             assert set(kept.objects.list().result()) == before.keys()
             assert same_bits(read_by_hand(kept, format), array)
 
 
 @pytest.mark.parametrize("inner", [(4, 6), (2, 3)])
-def test_tensorstore_finds_every_flipped_byte(inner: tuple[int, int]) -> None:
+def test_tensorstore_detects_every_damaged_byte(inner: tuple[int, int]) -> None:
     spec = ArraySpec((4, 6), "float32")
     format = zarr3_array(spec, (4, 6), inner, checksum=True)
     kept = Kept()
@@ -188,7 +188,7 @@ def test_tensorstore_finds_every_flipped_byte(inner: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [*KNOWN_DTYPES, *filter(is_dtype, OTHER_DTYPES)])
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_every_dtype_is_stored_in_its_own_bytes(dtype: str, zarr_format: Any) -> None:
+def test_every_dtype_is_stored_with_its_own_size(dtype: str, zarr_format: Any) -> None:
     spec = ArraySpec((3, 2), dtype)
     stored = stored_spec(spec, zarr_format)
     assert stored.nbytes == spec.nbytes
@@ -206,7 +206,7 @@ def test_every_dtype_is_stored_in_its_own_bytes(dtype: str, zarr_format: Any) ->
     assert np.asarray(kept.open(format).read().result()).tobytes() == array.tobytes()
 
 
-def test_dtypes_that_zarr_has_not_are_refused() -> None:
+def test_dtypes_that_zarr_lacks_are_refused() -> None:
     spec = ArraySpec((3,), "uint4")
     with pytest.raises(UnsupportedLeafError, match="stored_spec"):
         zarr3_array(spec, (3,), (3,), checksum=True)
@@ -217,7 +217,7 @@ def test_dtypes_that_zarr_has_not_are_refused() -> None:
 @pytest.mark.parametrize(
     ("chunk", "inner"), [((0, 2), (0, 2)), ((2,), (2,)), ((4, 4), (3, 4)), ((4, 4), (8, 4)), ((4, 4), (4, 0))]
 )
-def test_chunks_that_make_no_grid_are_refused(chunk: tuple[int, ...], inner: tuple[int, ...]) -> None:
+def test_invalid_shapes_of_chunks_are_refused(chunk: tuple[int, ...], inner: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="is invalid for array"):
         zarr3_array(ArraySpec((4, 4), "int8"), chunk, inner, checksum=True)
 
@@ -234,7 +234,7 @@ def test_chunks_that_make_no_grid_are_refused(chunk: tuple[int, ...], inner: tup
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "complex128"])
-def test_compressed_arrays(compression: Compression, dtype: str) -> None:
+def test_tensorstore_writes_compressed_arrays_of_each_format(compression: Compression, dtype: str) -> None:
     spec = ArraySpec((5, 6), dtype)
     array = np.arange(30).reshape(5, 6).astype(spec.numpy_dtype)
     for format in (
@@ -249,26 +249,26 @@ def test_compressed_arrays(compression: Compression, dtype: str) -> None:
         kept.open(format).write(array).result()
         assert same_bits(np.asarray(kept.open(format).read().result()), array)
         assert kept.parse() == format
-        # A single inner chunk: its bytes, and metadata that decodes them.
+        # An inner chunk can be decoded alone, with the metadata of `inner_array`.
         data = kept.objects[format.chunk_key((0, 0))]
         piece = data
         if format.sharded:
             start, stop = index_range(format, len(data), "chunk")
             index = decode_index(format, data[start:stop], len(data), "chunk")
             piece = data[index.offsets[0] : index.offsets[0] + index.lengths[0]]
-        one = inner_array(format)
+        single = inner_array(format)
         alone = Kept()
-        alone.objects[one.metadata_key] = encode_metadata(one)
-        alone.objects[one.chunk_key((0, 0))] = piece
+        alone.objects[single.metadata_key] = encode_metadata(single)
+        alone.objects[single.chunk_key((0, 0))] = piece
         inner = Box.whole(format.inner).slices
-        assert same_bits(np.asarray(alone.open(one).read().result()), np.ascontiguousarray(array[inner]))
-        assert alone.parse() == one
+        assert same_bits(np.asarray(alone.open(single).read().result()), np.ascontiguousarray(array[inner]))
+        assert alone.parse() == single
 
 
 @pytest.mark.parametrize(
     ("name", "level"), [("zstd", 23), ("gzip", -1), ("blosc", 10), ("zstd", True), ("zstd", 1.5), ("lz4", None)]
 )
-def test_compressions_that_are_none(name: Any, level: Any) -> None:
+def test_invalid_compressions_are_refused(name: Any, level: Any) -> None:
     with pytest.raises(ValueError, match="give"):
         Compression(name, level)
 
@@ -280,7 +280,7 @@ ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
 
 
 def sharding(codecs: list[Any], **more: Any) -> list[Any]:
-    """Return a chain of the codec ``sharding_indexed`` with inner chunks of (2, 3)."""
+    """Return the codec ``sharding_indexed`` as a chain. Its inner chunks have the shape (2, 3)."""
     configuration = {"chunk_shape": [2, 3], "codecs": codecs, "index_codecs": [LITTLE, CRC], **more}
     return [{"name": "sharding_indexed", "configuration": configuration}]
 
@@ -291,7 +291,7 @@ def transposed(order: Any) -> dict[str, Any]:
 
 
 CHAINS: list[tuple[list[Any], tuple[bool, bool, bool]]] = [
-    # codecs, and whether they are direct, have a checksum, are sharded
+    # The codecs, and the expected values of `direct`, `checksum` and `sharded`.
     ([LITTLE], (True, False, False)),
     ([LITTLE, CRC], (True, True, False)),
     ([BIG], (False, False, False)),
@@ -319,7 +319,7 @@ CHAINS: list[tuple[list[Any], tuple[bool, bool, bool]]] = [
 
 
 @pytest.mark.parametrize(("codecs", "expected"), CHAINS)
-def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: tuple[bool, bool, bool]) -> None:
+def test_formats_of_chains_of_codecs(codecs: list[Any], expected: tuple[bool, bool, bool]) -> None:
     kept = Kept()
     metadata = {
         "shape": [5, 6],
@@ -328,13 +328,13 @@ def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: t
         "codecs": codecs,
         "fill_value": "NaN",
     }
-    opened = kept.create("zarr3", metadata)
+    stored = kept.create("zarr3", metadata)
     array = np.arange(30, dtype=np.float32).reshape(5, 6)
-    opened.write(array).result()
+    stored.write(array).result()
     format = kept.parse()
     assert (format.direct, format.checksum, format.sharded) == expected
     if format.sharded:
-        assert opened.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
+        assert stored.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
     if format.direct:
         assert same_bits(read_by_hand(kept, format), array)
 
@@ -349,7 +349,7 @@ def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: t
         ({"dimension_separator": "/"}, True),
     ],
 )
-def test_arrays_of_zarr_2_that_tensorstore_writes(change: dict[str, Any], direct: bool) -> None:
+def test_formats_of_arrays_of_zarr_2(change: dict[str, Any], direct: bool) -> None:
     kept = Kept()
     metadata = {"shape": [5, 6], "dtype": "<f4", "chunks": [4, 6], "compressor": None, "order": "C", **change}
     array = np.arange(30, dtype=np.float32).reshape(5, 6)
@@ -370,7 +370,9 @@ def test_arrays_of_zarr_2_that_tensorstore_writes(change: dict[str, Any], direct
 @pytest.mark.parametrize("encoding", ["default", "v2"])
 @pytest.mark.parametrize("separator", ["/", ".", None])
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
-def test_keys_of_chunks(encoding: str, separator: str | None, shape: tuple[int, ...]) -> None:
+def test_keys_of_chunks_equal_those_of_tensorstore(
+    encoding: str, separator: str | None, shape: tuple[int, ...]
+) -> None:
     kept = Kept()
     metadata: dict[str, Any] = {
         "shape": list(shape),
@@ -389,7 +391,7 @@ def test_keys_of_chunks(encoding: str, separator: str | None, shape: tuple[int, 
     assert same_bits(read_by_hand(kept, format), array)
 
 
-def test_inner_chunks_that_were_not_written_are_missing() -> None:
+def test_unwritten_inner_chunks_are_missing_in_the_index() -> None:
     kept = Kept()
     metadata = {
         "shape": [4, 6],
@@ -410,7 +412,7 @@ def test_inner_chunks_that_were_not_written_are_missing() -> None:
     assert array[2:, 3:].tolist() == [[1.0] * 3] * 2 and array[:2].tolist() == [[2.5] * 6] * 2
 
 
-def test_offsets_of_a_dense_chunk_with_its_index_first() -> None:
+def test_offsets_of_inner_chunks_after_an_index_at_the_start() -> None:
     kept = Kept()
     format = zarr3_array(ArraySpec((4, 6), "int16"), (4, 6), (2, 3), checksum=True)
     assert inner_offsets(format).tolist() == [0, 16, 32, 48]
@@ -435,7 +437,7 @@ FILLS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("dtype", "fill"), [(dtype, fill) for dtype, fill in FILLS if dtype in KNOWN_DTYPES])
-def test_fill_values(dtype: str, fill: Any) -> None:
+def test_fill_values_equal_those_of_tensorstore(dtype: str, fill: Any) -> None:
     kept = Kept()
     metadata = {
         "shape": [2],
@@ -444,14 +446,14 @@ def test_fill_values(dtype: str, fill: Any) -> None:
         "codecs": [LITTLE if dtype_from_name(dtype).itemsize > 1 else {"name": "bytes"}],
         "fill_value": fill,
     }
-    opened = kept.create("zarr3", metadata)
-    found = np.frombuffer((kept.parse().fill or b"") * 2, dtype_from_name(dtype))
-    expected = np.asarray(opened.read().result())
+    stored = kept.create("zarr3", metadata)
+    parsed = np.frombuffer((kept.parse().fill or b"") * 2, dtype_from_name(dtype))
+    expected = np.asarray(stored.read().result())
     if isinstance(fill, str) and not fill.startswith("0x"):
-        assert str(found) == str(expected)  # without distinguishing NaNs
+        assert str(parsed) == str(expected)  # all NaNs are equal as text
     elif "NaN" in np.array(fill, object).ravel().tolist():
-        assert str(found) == str(expected)
+        assert str(parsed) == str(expected)
     elif dtype.startswith("int"):
-        assert found.tolist() == expected.tolist()  # the upper bits of an int4 byte are unused
+        assert parsed.tolist() == expected.tolist()  # the upper bits of an int4 byte are unused
     else:
-        assert same_bits(found, expected)
+        assert same_bits(parsed, expected)

@@ -1,4 +1,4 @@
-"""zarr readers list the arrays of a checkpoint: zarr-python, and xarray for zarr 3."""
+"""Checkpoints as groups of zarr: zarr-python lists their arrays, and xarray does for zarr 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import ckptcore
 LAYOUTS: Mapping[str, Any] = {"zarr": ZarrLayout, "zarr3": Zarr3Layout}
 KEYS = {"zarr": ".zgroup", "zarr3": "zarr.json"}
 
-# zarr warns about each object that is not a node.
+# zarr-python warns about each object that is neither an array nor a group.
 pytestmark = pytest.mark.filterwarnings("ignore:Object at .* is not recognized:UserWarning")
 
 
@@ -43,7 +43,7 @@ EXPECTED = {
     "..": "%..",
     "step": "step",
 }
-"""Path of the array whose name has keys joined by dots."""
+"""Paths of arrays in the group, by the keys of leaves joined with dots."""
 
 
 def _arrays(group: zarr.Group) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def test_zarr_lists_the_tree(tmp_path: Path, layout: str, item: str) -> None:
     for place in (tmp_path / "c", tmp_path / "c" / item):
         group = zarr.open_group(str(place), mode="r")
         prefix = within if place == tmp_path / "c" else ""
-        found = _arrays(group)
-        assert set(found) == {f"{prefix}{name}" for name in EXPECTED.values()}
+        arrays = _arrays(group)
+        assert set(arrays) == {f"{prefix}{name}" for name in EXPECTED.values()}
         for name, array in _replace_arrays().items():
-            assert np.array_equal(found[f"{prefix}{EXPECTED[name]}"], array)
+            assert np.array_equal(arrays[f"{prefix}{EXPECTED[name]}"], array)
         inner = {f"{prefix}a", f"{prefix}a/b.c"}
         assert _batches(group) == (inner | {item} if prefix else inner)
 
@@ -105,15 +105,15 @@ def test_orbax_and_tensorstore_read_checkpoints_with_groups(tmp_path: Path, layo
     assert np.array_equal(loaded["params"]["w"], state["params"]["w"]) and np.array_equal(loaded["a/b"], state["a/b"])
     driver = "zarr3" if layout == "zarr3" else "zarr"
     store = {"driver": "file", "path": str(tmp_path / "c" / "state" / "params.w")}
-    opened = tensorstore.open({"driver": driver, "kvstore": store}, read=True, open=True).result()
-    assert np.array_equal(opened.read().result(), state["params"]["w"])
+    stored = tensorstore.open({"driver": driver, "kvstore": store}, read=True, open=True).result()
+    assert np.array_equal(stored.read().result(), state["params"]["w"])
     (tmp_path / "c" / "checkpoint.json").unlink()
     inspected: Any = ckptcore.load(tmp_path / "c")
     assert set(inspected) == {"params", "a/b"} and np.array_equal(inspected["params"]["w"], state["params"]["w"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_tree_that_is_one_array_is_no_group(tmp_path: Path, layout: str) -> None:
+def test_a_tree_of_one_array_is_not_a_group(tmp_path: Path, layout: str) -> None:
     ckptcore.save(tmp_path / "c", np.arange(6), layout=LAYOUTS[layout](item=""))
     array: Any = zarr.open_array(str(tmp_path / "c"), mode="r")[...]
     assert array.tolist() == list(range(6))
@@ -137,13 +137,13 @@ def test_each_of_several_checkpointables_is_a_group(tmp_path: Path, layout: str)
     assert ckptcore.load_checkpointables(tmp_path / "c")["model"]["w"].tolist() == [0, 1, 2]
 
 
-def test_a_checkpointable_may_have_the_name_of_the_object_of_a_group(tmp_path: Path) -> None:
+def test_a_checkpointable_may_have_the_name_of_a_metadata_file(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"zarr.json": {"w": np.arange(3)}}, layout="zarr3")
     assert ckptcore.load_checkpointables(tmp_path / "c")["zarr.json"]["w"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keys_with_the_names_of_groups_are_leaves(tmp_path: Path, layout: str) -> None:
+def test_keys_with_names_of_metadata_files_are_leaves(tmp_path: Path, layout: str) -> None:
     state = {
         ".zgroup": np.arange(2),
         "zarr.json": np.arange(3),
@@ -157,7 +157,7 @@ def test_keys_with_the_names_of_groups_are_leaves(tmp_path: Path, layout: str) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_job_writes_groups_once(tmp_path: Path, layout: str) -> None:
+def test_a_job_writes_the_groups(tmp_path: Path, layout: str) -> None:
     def work(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save(tmp_path / "c", _state(), layout=layout, context=context)
 
@@ -169,12 +169,12 @@ def test_a_job_writes_groups_once(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sessions_and_updates_have_groups(tmp_path: Path, layout: str) -> None:
+def test_partial_saves_and_updates_have_groups(tmp_path: Path, layout: str) -> None:
     ckptcore.partial(tmp_path / "p", layout=layout).save({"a": {"x/y": np.arange(3)}})
     ckptcore.partial(tmp_path / "p", layout=layout).save({"b": np.arange(4)})
     ckptcore.partial(tmp_path / "p").finalize()
-    found = _arrays(zarr.open_group(str(tmp_path / "p"), mode="r"))
-    assert set(map(len, found.values())) == {3, 4}
+    arrays = _arrays(zarr.open_group(str(tmp_path / "p"), mode="r"))
+    assert set(map(len, arrays.values())) == {3, 4}
     ckptcore.save(tmp_path / "u", {"b": np.zeros(4)}, strategy=ckptcore.Update(tmp_path / "p"), layout=layout)
     assert ckptcore.load(tmp_path / "u")["a"]["x/y"].tolist() == [0, 1, 2]
     assert ckptcore.verify(tmp_path / "u").ok
@@ -192,25 +192,25 @@ def test_xarray_opens_the_tree(tmp_path: Path) -> None:
     with xarray.open_datatree(tmp_path / "c", engine="zarr", consolidated=False) as tree:
         for name, array in expected.items():
             group, _, variable = f"state/{EXPECTED.get(name, name)}".rpartition("/")
-            found = tree[group].dataset[variable]
-            assert found.dtype == array.dtype and np.array_equal(found.values, array)
+            data = tree[group].dataset[variable]
+            assert data.dtype == array.dtype and np.array_equal(data.values, array)
         assert tree["state"].dataset["params.square"].dims == ("axis0_4", "axis1_4")
         assert tree["state"].dataset["text"].dims == ("axis0_2", "axis1_8")
         assert tree["state"].dataset["step"].dims == ()
-    with xarray.open_dataset(tmp_path / "c", engine="zarr", group="state", consolidated=False) as opened:
-        assert np.array_equal(opened["params.w"].values, state["params"]["w"])
+    with xarray.open_dataset(tmp_path / "c", engine="zarr", group="state", consolidated=False) as dataset:
+        assert np.array_equal(dataset["params.w"].values, state["params"]["w"])
 
 
-def test_equal_arrays_of_zarr_3_share_their_metadata_in_the_root(tmp_path: Path) -> None:
-    """Axis names depend on the number and length of the axis, not on the array."""
+def test_similar_arrays_of_zarr_3_share_their_metadata_in_the_root(tmp_path: Path) -> None:
+    """Names of axes contain only the number and the length of the axis, so they are equal for all arrays."""
     ckptcore.save(tmp_path / "c", {f"w{number}": np.ones((2, 3)) for number in range(10)}, layout="zarr3")
     root = (tmp_path / "c" / "checkpoint.json").read_text()
     assert root.count('"axis0_2"') == root.count('"axis1_3"') == 1
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_arrays_without_names_of_axes_load(tmp_path: Path, compression: str | None) -> None:
-    """Axis names are optional in zarr 3. With zstd, TensorStore opens the files itself."""
+def test_arrays_without_axis_names_load(tmp_path: Path, compression: str | None) -> None:
+    """Axis names are optional in zarr 3. With zstd, tensorstore itself reads the metadata files."""
     state: dict[str, Any] = {"params": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "a/b": np.arange(5)}
     ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(compression=compression))
     ours: Any = ckptcore.load(tmp_path / "c")
@@ -228,9 +228,9 @@ def test_arrays_without_names_of_axes_load(tmp_path: Path, compression: str | No
 
 
 def test_a_database_has_no_groups(tmp_path: Path) -> None:
-    """No zarr reader opens a database. TensorStore does, and opens arrays, not groups."""
+    """Readers of zarr cannot open a database. tensorstore can, but it opens arrays and not groups."""
     ckptcore.save(tmp_path / "c", _state(), layout=OcdbtLayout())
     store = {"driver": "ocdbt", "base": f"file://{tmp_path}/c/state/"}
-    opened = tensorstore.KvStore.open(store).result()
-    assert not [key for key in opened.list().result() if key in (b"zarr.json", b"a/zarr.json")]
-    assert "dimension_names" not in json.loads(opened[b"params.w/zarr.json"])
+    database = tensorstore.KvStore.open(store).result()
+    assert not [key for key in database.list().result() if key in (b"zarr.json", b"a/zarr.json")]
+    assert "dimension_names" not in json.loads(database[b"params.w/zarr.json"])

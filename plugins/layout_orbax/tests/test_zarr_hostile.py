@@ -29,13 +29,13 @@ VERSION2 = [zarr2_array(SPEC, (4, 6)), zarr2_array(SPEC, (4, 6), compression=Com
 
 
 def document(format: ArrayFormat, **changes: Any) -> bytes:
-    """Return the metadata of an array with members changed, or removed if ``...``."""
+    """Return the metadata of an array with changed members. The value ``...`` removes a member."""
     changed = {**json.loads(encode_metadata(format)), **changes}
     return json.dumps({member: value for member, value in changed.items() if value is not ...}).encode()
 
 
 def parse(data: bytes, zarr_format: int) -> ArrayFormat | None:
-    """Return the format, or None if the metadata is rejected with the expected error."""
+    """Parse the metadata. Return None if it is refused with an error that names the file."""
     try:
         return parse_zarr3(data, "a/zarr.json") if zarr_format == 3 else parse_zarr2(data, "a/.zarray")
     except CheckpointError as error:
@@ -44,30 +44,30 @@ def parse(data: bytes, zarr_format: int) -> ArrayFormat | None:
 
 
 @pytest.mark.parametrize("format", [*VERSION3, *VERSION2])
-def test_tampered_metadata_is_refused_or_means_what_tensorstore_says(format: ArrayFormat) -> None:
-    seen = description = 0
+def test_tampered_metadata_is_refused_or_read_as_by_tensorstore(format: ArrayFormat) -> None:
+    seen = compared = 0
     for changed in tampered(json.loads(encode_metadata(format)), 600):
         try:
             data = json.dumps(changed).encode()
         except UnicodeEncodeError:
             continue
-        found = parse(data, format.zarr_format)
+        parsed = parse(data, format.zarr_format)
         seen += 1
-        if found is None:
+        if parsed is None:
             continue
-        assert found.index_bytes >= 0 and len(found.grid) == len(found.inner_grid) == len(found.spec.shape)
-        assert found.fill is None or len(found.fill) == found.spec.numpy_dtype.itemsize
-        opened = tensorstore_opens(data, format.zarr_format)
-        if opened is not None:
-            description += 1
-            assert opened.chunk_layout.write_chunk.shape == found.chunk
-            assert opened.dtype.name == found.spec.dtype
-            assert opened.domain.exclusive_max == found.spec.shape or max(found.spec.shape) >= 1 << 61
-    assert seen > 300 and description > 5
+        assert parsed.index_bytes >= 0 and len(parsed.grid) == len(parsed.inner_grid) == len(parsed.spec.shape)
+        assert parsed.fill is None or len(parsed.fill) == parsed.spec.numpy_dtype.itemsize
+        stored = tensorstore_opens(data, format.zarr_format)
+        if stored is not None:
+            compared += 1
+            assert stored.chunk_layout.write_chunk.shape == parsed.chunk
+            assert stored.dtype.name == parsed.spec.dtype
+            assert stored.domain.exclusive_max == parsed.spec.shape or max(parsed.spec.shape) >= 1 << 61
+    assert seen > 300 and compared > 5
 
 
 def tensorstore_opens(data: bytes, zarr_format: int) -> Any:
-    """Open the array with TensorStore, or return None if it rejects the metadata."""
+    """Open the array with tensorstore. Return None if tensorstore refuses the metadata."""
     context = ts.Context()
     objects: Any = ts.KvStore.open("memory://", context=context).result()
     objects["zarr.json" if zarr_format == 3 else ".zarray"] = data
@@ -78,7 +78,7 @@ def tensorstore_opens(data: bytes, zarr_format: int) -> Any:
         return None
 
 
-def test_random_damage_raises_nothing_else() -> None:
+def test_random_damage_raises_only_checkpoint_errors() -> None:
     choices = random.Random(5)
     for format in [*VERSION3, *VERSION2]:
         whole = encode_metadata(format)
@@ -107,7 +107,7 @@ def test_random_damage_raises_nothing_else() -> None:
         {"dimension_names": ["a", 1]}, {"dimension_names": [["a"], "b"]}, {"dimension_names": [False, "b"]},
     ],
 )  # fmt: skip
-def test_metadata_that_describes_no_array(changes: dict[str, Any]) -> None:
+def test_invalid_metadata_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"a/zarr\.json") as caught:
         parse_zarr3(document(VERSION3[0], **changes), "a/zarr.json")
     assert caught.value.key == "a/zarr.json"
@@ -120,7 +120,7 @@ def test_metadata_that_describes_no_array(changes: dict[str, Any]) -> None:
         {"codecs": []}, {"codecs": 1}, {"index_codecs": []}, {"index_location": "middle"}, {"index_location": 1},
     ],
 )  # fmt: skip
-def test_inner_chunks_that_cannot_be(configuration: dict[str, Any]) -> None:
+def test_invalid_inner_chunks_are_refused(configuration: dict[str, Any]) -> None:
     changed = json.loads(encode_metadata(VERSION3[1]))
     changed["codecs"][0]["configuration"].update(configuration)
     with pytest.raises(CorruptCheckpointError):
@@ -137,7 +137,7 @@ def test_inner_chunks_that_cannot_be(configuration: dict[str, Any]) -> None:
         {"shape": [1] * 33},
     ],
 )  # fmt: skip
-def test_metadata_that_is_beyond_us(changes: dict[str, Any]) -> None:
+def test_metadata_of_unsupported_arrays_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"a/zarr\.json"):
         parse_zarr3(document(VERSION3[0], **changes), "a/zarr.json")
 
@@ -151,9 +151,9 @@ def test_metadata_that_is_beyond_us(changes: dict[str, Any]) -> None:
         {"chunk_key_encoding": "default"},
     ],
 )  # fmt: skip
-def test_metadata_that_says_more_than_we_need(changes: dict[str, Any]) -> None:
-    found = parse_zarr3(document(VERSION3[0], **changes), "a/zarr.json")
-    assert (found.spec, found.chunk, found.direct) == (SPEC, (4, 6), "codecs" not in changes)
+def test_additional_metadata_is_ignored(changes: dict[str, Any]) -> None:
+    parsed = parse_zarr3(document(VERSION3[0], **changes), "a/zarr.json")
+    assert (parsed.spec, parsed.chunk, parsed.direct) == (SPEC, (4, 6), "codecs" not in changes)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_metadata_that_says_more_than_we_need(changes: dict[str, Any]) -> None:
         {"dtype": "<U2", "fill_value": "\ud800"}, {"dtype": "<c8", "fill_value": 1},
     ],
 )  # fmt: skip
-def test_metadata_of_zarr_2_that_describes_no_array(changes: dict[str, Any]) -> None:
+def test_invalid_metadata_of_zarr_2_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"a/\.zarray"):
         parse_zarr2(document(VERSION2[0], **changes), "a/.zarray")
 
@@ -187,8 +187,8 @@ def test_dtypes_of_zarr_2(dtype: Any, ours: str | None) -> None:
         with pytest.raises(UnsupportedLeafError, match=r"a/\.zarray"):
             parse_zarr2(data, "a/.zarray")
     else:
-        found = parse_zarr2(data, "a/.zarray")
-        assert (found.spec.dtype, found.direct) == (ours, True)
+        parsed = parse_zarr2(data, "a/.zarray")
+        assert (parsed.spec.dtype, parsed.direct) == (ours, True)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_fill_values_of_zarr_2(dtype: str, fill: Any, expected: bytes) -> None:
     assert parse_zarr2(document(VERSION2[0], dtype=dtype, fill_value=fill), "a/.zarray").fill == expected
 
 
-def test_dtypes_that_only_numpy_has_are_read_only_from_raw_chunks() -> None:
+def test_dtypes_that_tensorstore_lacks_are_read_only_from_raw_chunks() -> None:
     for changes in ({"compressor": {"id": "zstd", "level": 1}}, {"order": "F"}, {"dtype": ">M8[ns]"}):
         with pytest.raises(UnsupportedLeafError, match="raw chunks"):
             parse_zarr2(document(VERSION2[0], **{"dtype": "<M8[ns]", **changes}), "a/.zarray")
@@ -234,13 +234,13 @@ ABSENT = (2**64 - 1, 2**64 - 1)
 SHARDED = VERSION3[1]
 
 
-def test_an_index_comes_back() -> None:
+def test_an_encoded_index_is_decoded() -> None:
     index = dense_index(SHARDED)
     data = encode_index(SHARDED, index)
-    found = decode_index(SHARDED, data, SHARDED.chunk_bytes, "c/0/0")
-    assert found.offsets.tolist() == index.offsets.tolist() == [0, 28, 56, 84]
-    assert found.lengths.tolist() == [28] * 4
-    assert found.offsets.dtype == found.lengths.dtype == np.int64
+    decoded = decode_index(SHARDED, data, SHARDED.chunk_bytes, "c/0/0")
+    assert decoded.offsets.tolist() == index.offsets.tolist() == [0, 28, 56, 84]
+    assert decoded.lengths.tolist() == [28] * 4
+    assert decoded.offsets.dtype == decoded.lengths.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -257,15 +257,15 @@ def test_inner_chunks_outside_of_their_chunk_are_refused(entry: tuple[int, int])
     assert (caught.value.key, caught.value.start, caught.value.stop) == ("c/0/0", 112, 180)
 
 
-def test_compressed_inner_chunks_have_any_length_within_their_chunk() -> None:
+def test_compressed_inner_chunks_may_have_any_length_within_their_chunk() -> None:
     data = index_of((0, 5), ABSENT, (5, 95), (100, 0))
-    found = decode_index(VERSION3[2], data, 168, "c/0/0")
-    assert found.lengths.tolist() == [5, 0, 95, 0]
+    decoded = decode_index(VERSION3[2], data, 168, "c/0/0")
+    assert decoded.lengths.tolist() == [5, 0, 95, 0]
     with pytest.raises(CorruptCheckpointError, match="inner chunk 0"):
         decode_index(VERSION3[2], index_of((0, 169), ABSENT, ABSENT, ABSENT), 168, "c/0/0")
 
 
-def test_a_damaged_index_is_found_by_its_checksum() -> None:
+def test_the_checksum_of_an_index_detects_damage() -> None:
     data = bytearray(encode_index(SHARDED, dense_index(SHARDED)))
     for position in range(len(data)):
         data[position] ^= 1
@@ -274,7 +274,7 @@ def test_a_damaged_index_is_found_by_its_checksum() -> None:
         data[position] ^= 1
 
 
-def test_an_index_of_another_length_is_refused() -> None:
+def test_an_index_of_a_wrong_length_is_refused() -> None:
     data = encode_index(SHARDED, dense_index(SHARDED))
     for wrong in (b"", data[:-1], data + b"a"):
         with pytest.raises(CorruptCheckpointError, match="expected 68"):

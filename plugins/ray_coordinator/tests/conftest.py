@@ -1,4 +1,4 @@
-"""Starts Ray once per test process, with actors as ranks."""
+"""Fixtures that start Ray once per test process, and actors that act as ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, obj
 print("address", context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
-"""Runs Ray until its standard input ends. A separate process, because Ray forks and JAX must not."""
+"""A program that runs Ray until its standard input ends.
+
+Ray runs in a separate process because it forks, and a process that uses JAX must not fork.
+"""
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """Ray on this machine."""
+    """Run Ray on this machine."""
     with subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         stdin=subprocess.PIPE,
@@ -44,5 +47,5 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(ray_session: None) -> Ranks:
-    """Actors that live for all tests."""
+    """Actors that all tests of the session reuse."""
     return Ranks()

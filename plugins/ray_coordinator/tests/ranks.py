@@ -33,7 +33,7 @@ class Rank:
         self._coordinator: RayCoordinator | None = None
 
     def run(self, job: str, rank: int, size: int, timeout_seconds: float, work: Callable[[Coordinator], T]) -> T:
-        """Join a job, and run the work."""
+        """Join a job, and return the result of the work."""
         return work(RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds))
 
     def join(self, job: str, rank: int, size: int, timeout_seconds: float = 60.0) -> int:
@@ -50,12 +50,12 @@ class Rank:
         return self._joined().broadcast(key, payload)
 
     def save(self, location: Path, step: int) -> None:
-        """Save a state together."""
+        """Take part in a save by all ranks of the job."""
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=self._joined()))
         ckptcore.save(location, state(step), context=context)
 
     def sleep(self, seconds: float) -> None:
-        """Block for some time."""
+        """Keep the actor busy, so that it runs no other method."""
         time.sleep(seconds)
 
     def process(self) -> int:
@@ -77,7 +77,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 class Ranks:
-    """Actors by number, created on first use."""
+    """Numbered actors, created on first use."""
 
     def __init__(self) -> None:
         self._actors: list[Any] = []

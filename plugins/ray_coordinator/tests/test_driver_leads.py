@@ -1,4 +1,4 @@
-"""A driver that is rank 0 of its job: it has no arrays, and claims, decides, merges, commits and deletes."""
+"""A driver as rank 0 of its job. It holds no arrays, but it leads all saves and owns the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptcore.policies import FixedInterval, LatestN
 from plugins.ray_coordinator.tests.ranks import Ranks, new_name
 
 ROWS = (0, 3, 4)
-"""Rows of ranks 1 and 2: start and end."""
+"""Boundaries of the rows: rank 1 holds rows 0 to 3, rank 2 holds row 3. Ranges are half-open."""
 
 
 class Worker:
-    """A rank with rows of an array, which saves when the driver calls it."""
+    """A rank that holds rows of an array, and saves them when the driver calls it."""
 
     def __init__(self, job: str, rank: int) -> None:
         from ckptcore_ray.membership import join_job
@@ -32,7 +32,7 @@ class Worker:
         self.run: ckptcore.Checkpointer | None = None
 
     def part(self, value: float | None) -> ckptcore.ShardedArray:
-        """Return the rows of this rank, with elements or as a request."""
+        """Return the rows of this rank. Without a value they have no elements, and request a load."""
         start, stop = ROWS[self.rank - 1 : self.rank + 1]
         box = ckptcore.model.Box((start, 0), (stop, 2))
         elements = None if value is None else np.full(box.shape, value, np.float32)
@@ -47,7 +47,7 @@ class Worker:
         return None
 
     def open(self, directory: Path) -> None:
-        """Take part in a run."""
+        """Open a run together with the other ranks."""
         self.run = ckptcore.Checkpointer(directory, save_policy=FixedInterval(2))
 
     def step(self, step: int) -> bool:
@@ -59,7 +59,7 @@ class Worker:
         return handle is not None
 
     def resume(self) -> float:
-        """Load the newest step. Return an element of it."""
+        """Load the newest step. Return the first element of the rows."""
         assert self.run is not None
         loaded = self.run.load(abstract={"rows": self.part(None), "same": np.zeros(3)})
         self.run.close()
@@ -68,7 +68,7 @@ class Worker:
 
 @pytest.fixture
 def led(ranks: Ranks) -> Iterator[tuple[ckptcore.Context, list[Any]]]:
-    """Yield the Context of the leading driver, and two workers."""
+    """The Context of the driver, which leads the job, and two workers."""
     with make_job(new_name(), 3) as job:
         yield lead(job), workers(job)
 
@@ -94,7 +94,7 @@ def test_driver_commits_the_objects_of_the_workers(led: tuple[ckptcore.Context, 
     assert handle.progress.total == 0 and ray.get(saves) == [None, None]
     loaded = ckptcore.load(tmp_path / "step")
     assert np.array_equal(loaded["rows"], np.ones((4, 2))) and np.array_equal(loaded["same"], np.arange(3.0))
-    # A save that the driver refuses is not committed, and the driver raises a worker's failure.
+    # If the driver refuses a save, the workers raise its error. If a worker fails, the driver raises that error.
     saves = [actor.save.remote(tmp_path / "step", 2.0) for actor in actors]
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         ckptcore.save(tmp_path / "step", {}, context=context)
@@ -110,11 +110,11 @@ def test_driver_commits_the_objects_of_the_workers(led: tuple[ckptcore.Context, 
 
 def test_the_driver_owns_the_run_and_deletes(led: tuple[ckptcore.Context, list[Any]], tmp_path: Path) -> None:
     context, actors = led
-    opened = [actor.open.remote(tmp_path) for actor in actors]
+    opens = [actor.open.remote(tmp_path) for actor in actors]
     with ckptcore.Checkpointer(
         tmp_path, context=context, save_policy=FixedInterval(2), preservation_policy=LatestN(2)
     ) as run:
-        ray.get(opened)
+        ray.get(opens)
         for step in range(1, 8):
             taken = [actor.step.remote(step) for actor in actors]
             handle = run.save(step, {})

@@ -1,4 +1,4 @@
-"""Exchanges of an incarnation: which ranks wait, the results of each rank, and that no state remains."""
+"""Exchanges of an incarnation: the ranks that wait, the result of each rank, and the removal of all state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def progress(exchanges: Exchanges) -> JobProgress:
 
 
 async def begun(*exchanges: Coroutine[object, object, object]) -> list[asyncio.Task[object]]:
-    """Start tasks, and run each until it waits."""
+    """Start exchanges as tasks, and run each until it waits."""
     tasks = [asyncio.create_task(exchange) for exchange in exchanges]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -25,7 +25,7 @@ async def begun(*exchanges: Coroutine[object, object, object]) -> list[asyncio.T
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run a test on a separate event loop."""
+    """Make a test of a coroutine: run it on a new event loop."""
 
     def run() -> None:
         asyncio.run(asyncio.wait_for(test(), LONG))  # type: ignore[arg-type]  # it is a coroutine
@@ -47,7 +47,7 @@ async def test_gather_returns_all_payloads_to_the_leader_in_order() -> None:
 
 
 @in_loop
-async def test_broadcast_payload_exists_until_the_last_rank_received_it() -> None:
+async def test_broadcast_payload_is_kept_until_the_last_rank_received_it() -> None:
     exchanges = Exchanges(3)
     (early,) = await begun(exchanges.broadcast(1, "key", None, LONG))
     assert await exchanges.broadcast(0, "key", b"told", LONG) == Delivered()
@@ -88,11 +88,11 @@ async def test_missing_leader_is_named() -> None:
     exchanges = Exchanges(2)
     assert await exchanges.broadcast(1, "key", None, 0.01) == MissingRanks((0,))
     assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
-    assert progress(exchanges).held_bytes == 4, "it may come again"
+    assert progress(exchanges).held_bytes == 4, "rank 1 may repeat the broadcast"
 
 
 @in_loop
-async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
+async def test_rank_whose_wait_for_the_leader_timed_out_may_wait_again() -> None:
     exchanges = Exchanges(3)
     for _ in range(2):
         assert await exchanges.broadcast(1, "key", None, 0.01) == MissingRanks((0,))
@@ -103,8 +103,8 @@ async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
 
 
 @in_loop
-async def test_failed_rank_fails_exchanges_that_need_it_and_waiting_ranks() -> None:
-    """The other ranks need the decision of a leader that needs the failed rank."""
+async def test_failed_rank_fails_all_exchanges_that_depend_on_it() -> None:
+    """Rank 1 waits for a decision of the leader, and the leader waits for the failed rank."""
     exchanges = Exchanges(3)
     waiting = await begun(exchanges.gather(0, "key", b"", LONG), exchanges.broadcast(1, "verdict", None, LONG))
     assert exchanges.awaited() == {0, 1, 2}
@@ -128,7 +128,7 @@ async def test_rank_that_failed_after_its_payload_fails_only_later_exchanges() -
 
 
 @in_loop
-async def test_payloads_passed_before_the_end_are_still_delivered() -> None:
+async def test_payloads_sent_before_the_end_are_still_delivered() -> None:
     exchanges = Exchanges(2)
     await exchanges.broadcast(0, "verdict", b"committed", LONG)
     exchanges.end(EndedIncarnation(2, "rank 0 joined again"))
@@ -142,18 +142,18 @@ async def test_progress_shows_which_rank_waits_for_which() -> None:
     tasks = await begun(
         exchanges.gather(0, "save/persisted", b"", LONG), exchanges.gather(1, "save/persisted", b"1", LONG)
     )
-    told = exchanges.progress("job", 7, frozenset({0, 1}))
-    assert (told.name, told.incarnation, told.held_bytes) == ("job", 7, 1)
-    leader, one, two = told.ranks
+    shown = exchanges.progress("job", 7, frozenset({0, 1}))
+    assert (shown.name, shown.incarnation, shown.held_bytes) == ("job", 7, 1)
+    leader, first, second = shown.ranks
     assert [(waiting.key, waiting.for_ranks) for waiting in leader.waiting] == [("save/persisted", (2,))]
-    assert (one.state, one.exchanges, one.last, one.waiting) == ("joined", 1, "save/persisted", ())
-    assert (two.state, two.exchanges, two.last) == ("absent", 0, None)
+    assert (first.state, first.exchanges, first.last, first.waiting) == ("joined", 1, "save/persisted", ())
+    assert (second.state, second.exchanges, second.last) == ("absent", 0, None)
     exchanges.lose(2, "killed")
     assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("failed", "killed")
     await asyncio.gather(*tasks)
 
 
-def test_a_test_on_a_loop_can_fail() -> None:
+def test_failures_on_the_event_loop_reach_the_test() -> None:
     async def fails() -> None:
         raise AssertionError("on the loop")
 

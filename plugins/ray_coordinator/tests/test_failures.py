@@ -1,5 +1,6 @@
-"""Actors that fail or hang during a save: other ranks get an error, nothing is partially committed,
-and later saves work.
+"""Actors that fail or hang during a save.
+
+The other ranks get an error, no checkpoint is committed, and later saves succeed.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -28,11 +29,11 @@ from plugins.ray_coordinator.tests.ranks import new_name
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]
 
 BOUNDS = {3: (0, 1, 5, 7), 2: (0, 4, 7)}
-"""Rows of the ranks by size of the job: start and end."""
+"""Boundaries of the rows of the ranks, by size of the job."""
 
 
 class Worker:
-    """A rank of a job, with its part of an array."""
+    """A rank of a job that holds rows of an array."""
 
     def join(self, job: str, rank: int, size: int, timeout_seconds: float) -> None:
         """Join the job."""
@@ -44,9 +45,9 @@ class Worker:
         )
 
     def save(self, location: Path, value: float, end: End) -> str | None:
-        """Save. Return the error, if any.
+        """Take part in a save. Return the error, if any.
 
-        The process ends after this rank wrote its part, and before the others know.
+        After this rank has written its rows, it works, raises an error, dies or hangs, as ``end`` says.
         """
         write = stages.write_parts
 
@@ -57,7 +58,7 @@ class Worker:
             if end == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "hangs":
-                time.sleep(600)
+                threading.Event().wait()  # until the test kills this process
             return result
 
         stages.write_parts = written
@@ -70,7 +71,7 @@ class Worker:
         return None
 
     def load(self, location: Path, value: float) -> None:
-        """Load the part of this rank, and compare."""
+        """Load the rows of this rank, and compare them."""
         loaded = ckptcore.load(location, {"w": self._part(None), "value": 0.0}, context=self.context)
         assert loaded["value"] == value
         expected = self._part(value).shards[0].elements
@@ -83,19 +84,19 @@ class Worker:
 
 
 def join(job: RayJob, workers: Sequence[Any], timeout_seconds: float = 60.0) -> None:
-    """Join the workers as ranks 0 and up."""
+    """Join the workers to the job, as ranks 0, 1 and so on."""
     ray.get([worker.join.remote(job.name, rank, job.size, timeout_seconds) for rank, worker in enumerate(workers)])
 
 
 def outcomes(workers: Sequence[Any], location: Path, value: float, ends: Sequence[End]) -> list[str]:
-    """Return the results of ranks that run and do not hang. The others are killed."""
+    """Save. Return the results of the ranks that neither die nor hang. Kill the ranks that hang."""
     saves = [worker.save.remote(location, value, end) for worker, end in zip(workers, ends, strict=True)]
-    told = [save for save, end in zip(saves, ends, strict=True) if end in ("works", "raises")]
-    found: list[str] = ray.get(told, timeout=60)
+    answered = [save for save, end in zip(saves, ends, strict=True) if end in ("works", "raises")]
+    results: list[str] = ray.get(answered, timeout=60)
     for worker, end in zip(workers, ends, strict=True):
         if end == "hangs":
             ray.kill(worker)
-    return found
+    return results
 
 
 def _answers(worker: Any) -> bool:
@@ -107,14 +108,14 @@ def _answers(worker: Any) -> bool:
 
 
 class Pool:
-    """Workers that survive a test, so that only the failed ones are restarted."""
+    """Workers that later tests reuse. Only failed workers are replaced."""
 
     def __init__(self) -> None:
         self._class: Any = ray.remote(num_cpus=0)(Worker)
         self._living: list[Any] = []
 
     def take(self, count: int) -> list[Any]:
-        """Return workers whose processes answer."""
+        """Return workers whose processes answer. Start new ones if there are too few."""
         self._living = [worker for worker in self._living if _answers(worker)]
         while len(self._living) < count:
             self._living.append(self._class.remote())
@@ -128,7 +129,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(ray_session: None) -> Iterator[Pool]:
-    """Workers for all tests here."""
+    """Workers that the tests of this module share."""
     made = Pool()
     yield made
     made.end()
@@ -154,17 +155,17 @@ WORKS: Final[tuple[End, ...]] = ("works", "works", "works")
         pytest.param(("dies", "dies", "works"), "rank 0 of the job .* failed", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_fails_in_the_middle_of_a_save(ends: tuple[End, ...], expected: str, pool: Pool, tmp_path: Path) -> None:
     workers = pool.take(3)
     with make_job(new_name(), 3) as job:
         join(job, workers, 10.0 if "hangs" in ends else 60.0)
         assert outcomes(workers, tmp_path / "1", 1.0, WORKS) == [None] * 3
-        told = outcomes(workers, tmp_path / "2", 2.0, ends)
-        for text, end in zip(told, (end for end in ends if end in ("works", "raises")), strict=True):
+        texts = outcomes(workers, tmp_path / "2", 2.0, ends)
+        for text, end in zip(texts, (end for end in ends if end in ("works", "raises")), strict=True):
             assert text is not None and re.search("MemoryError: only here" if end == "raises" else expected, text)
         assert not (tmp_path / "2").exists()
-        # New actors replace the failed ones, and all join again. A save to the location of the
-        # failed one succeeds.
+        # New actors replace the failed ones, and all actors join again. A save to the location of
+        # the failed save succeeds.
         workers = pool.take(3)
         join(job, workers)
         ray.get([worker.load.remote(tmp_path / "1", 1.0) for worker in workers])
@@ -174,7 +175,7 @@ def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: st
     assert ckptcore.verify(tmp_path / "2").ok
 
 
-def test_job_of_two_saves_over_the_leftovers_of_a_failed_job_of_three(pool: Pool, tmp_path: Path) -> None:
+def test_job_of_two_saves_to_the_location_of_a_failed_save_by_three(pool: Pool, tmp_path: Path) -> None:
     workers = pool.take(3)
     with make_job(new_name(), 3) as job:
         join(job, workers)
@@ -182,7 +183,7 @@ def test_job_of_two_saves_over_the_leftovers_of_a_failed_job_of_three(pool: Pool
         saves = [worker.save.remote(tmp_path / "2", 2.0, "dies") for worker in workers]
         ray.wait(saves, num_returns=3, timeout=60)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert len(left) == 2 and left[0].startswith(".2."), left  # no process was left to remove it
+    assert len(left) == 2 and left[0].startswith(".2."), left  # no process survived to remove the partial save
     fewer = pool.take(2)
     with make_job(new_name(), 2) as job:
         join(job, fewer)

@@ -1,5 +1,5 @@
-"""Actors that join again after one was restarted: their Contexts keep working, and old and new
-ranks use equal counters.
+"""Actors that join their job again after one of them was restarted. Their Contexts keep working.
+Old and new ranks start to count exchanges at the same number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 
 class Member:
-    """A rank by `join_job`, with one Context for all incarnations."""
+    """A rank that joins with `join_job`, and keeps one Context in all incarnations."""
 
     def __init__(self) -> None:
         self.context = ckptcore.Context()
@@ -30,12 +30,12 @@ class Member:
         return join_job(job, rank, 2, timeout_seconds=30).incarnation
 
     def save(self, location: Path, step: int) -> None:
-        """Save with the first Context, and with the default one."""
+        """Save with the Context of this actor, and with the default one."""
         ckptcore.save(location, state(step), context=self.context, overwrite=True)
         ckptcore.save(location, state(step), overwrite=True)
 
     def open(self, directory: Path) -> int | None:
-        """Take part in a run. Return the newest step."""
+        """Open a run. Close it before if it is open. Return the newest step."""
         if self.run is not None:
             self.run.close()
         self.run = ckptcore.Checkpointer(directory, context=self.context)
@@ -58,7 +58,7 @@ def test_context_works_in_the_next_incarnation(ranks: Ranks, tmp_path: Path) -> 
 
     with make_job(new_name(), 2) as job:
         assert all_join() == [1, 1]
-        for step in range(2):  # so that the surviving rank has counted more exchanges than the new one
+        for step in range(2):  # so that the surviving rank has counted more exchanges than its replacement
             ray.get([member.save.remote(tmp_path / "one", step) for member in members])
         assert ray.get([member.open.remote(tmp_path / "run") for member in members]) == [None, None]
         ray.get([member.step.remote(1) for member in members])

@@ -1,4 +1,4 @@
-"""Conformance tests of the coordinator of Ray actors, with real actors."""
+"""Conformance tests of `RayCoordinator`, with real actors."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class TestRayCoordinator(CoordinatorTests):
         self.ranks = ranks
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
-        """Run in a new job, on reused actors."""
+        """Run the ranks of a job on reused actors."""
         return self.ranks.run(size, job, timeout_seconds=timeout_seconds)

@@ -26,19 +26,21 @@ from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
 
 @pytest.fixture
 def job(ranks: Ranks) -> Iterator[RayJob]:
-    """A job of two ranks for one test, without members."""
+    """A job of two ranks that no actor has joined."""
     with make_job(new_name(), 2) as made:
         yield made
 
 
 def join(job: RayJob, *actors: Any) -> list[int]:
-    """Join actors as ranks 0 and up. Return their incarnations."""
-    found: list[int] = ray.get([actor.join.remote(job.name, rank, job.size) for rank, actor in enumerate(actors)])
-    return found
+    """Join actors to the job, as ranks 0, 1 and so on. Return their incarnations."""
+    incarnations: list[int] = ray.get(
+        [actor.join.remote(job.name, rank, job.size) for rank, actor in enumerate(actors)]
+    )
+    return incarnations
 
 
 def until_waiting(job: RayJob, rank: int) -> str:
-    """Wait until a rank waits in an exchange. Return its key."""
+    """Wait until a rank waits in an exchange. Return the key of the exchange."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if waiting := job.progress().ranks[rank].waiting:
@@ -47,7 +49,7 @@ def until_waiting(job: RayJob, rank: int) -> str:
     raise AssertionError(f"rank {rank} never waited")
 
 
-def test_actors_save_together_and_the_driver_follows(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+def test_actors_save_together_and_the_driver_sees_their_progress(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
     first, second = ranks.first(2)
     assert join(job, first, second) == [1, 1]
     saved = first.save.remote(tmp_path / "step", 3)
@@ -57,10 +59,10 @@ def test_actors_save_together_and_the_driver_follows(ranks: Ranks, job: RayJob, 
     ray.get([saved, second.save.remote(tmp_path / "step", 3)])
     loaded = ckptcore.load(tmp_path / "step")
     assert loaded["step"] == 3 and np.array_equal(loaded["weights"], state(3)["weights"])
-    told = find_job(job.name).progress()
-    assert [(rank.state, rank.waiting) for rank in told.ranks] == [("joined", ()), ("joined", ())]
-    assert told.ranks[1].exchanges > 2
-    assert told.held_bytes == 0
+    shown = find_job(job.name).progress()
+    assert [(rank.state, rank.waiting) for rank in shown.ranks] == [("joined", ()), ("joined", ())]
+    assert shown.ranks[1].exchanges > 2
+    assert shown.held_bytes == 0
 
 
 def test_failed_actor_is_detected_before_the_timeout_and_replaced(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
@@ -84,8 +86,8 @@ def test_failed_actor_is_detected_before_the_timeout_and_replaced(ranks: Ranks, 
 
 
 @pytest.mark.slow
-def test_an_actor_that_ray_restarts_is_another(ranks: Ranks, job: RayJob) -> None:
-    """The new process answers probes, but only the old process had joined."""
+def test_an_actor_that_ray_restarts_counts_as_failed(ranks: Ranks, job: RayJob) -> None:
+    """The new process answers probes, but it has not joined the job."""
     (first,) = ranks.first(1)
     second = ranks.new(max_restarts=-1)
     join(job, first, second)
@@ -108,7 +110,7 @@ def test_rank_that_joins_again_ends_the_exchanges_of_the_others(ranks: Ranks, jo
         RankFailedError, match=r"incarnation 1 .* has ended: rank 1 joined the job again, and incarnation 2 began"
     ):
         ray.get(waiting, timeout=30)
-    with pytest.raises(RankFailedError, match="has ended"):  # its coordinator is unchanged
+    with pytest.raises(RankFailedError, match="has ended"):  # rank 0 has not joined again
         ray.get(first.broadcast.remote("verdict", b"old"))
     assert ray.get(first.join.remote(job.name, 0, 2)) == 2
     ray.get(second.gather.remote("ahead", b"new"))
@@ -125,15 +127,19 @@ def test_late_rank_gets_an_error_and_the_next_exchange_is_complete(ranks: Ranks,
     assert f"and find_job({job.name!r}).progress(). If they were only late, set a longer timeout_seconds" in str(
         caught.value
     )
-    assert [rank.exchanges for rank in find_job(job.name).progress().ranks] == [1, 0], "rank 1 has not come yet"
+    assert [rank.exchanges for rank in find_job(job.name).progress().ranks] == [1, 0], (
+        "rank 1 has reached no exchange yet"
+    )
     with pytest.raises(CoordinationTimeoutError, match=r"after the leader's timeout"):
         ray.get(second.gather.remote("key", b"late"))
     ray.get(second.gather.remote("key", b"next"))
     assert ray.get(first.gather.remote("key", b"0")) == [b"0", b"next"]
 
 
-def test_job_whose_actor_does_not_answer(ranks: Ranks, job: RayJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is stopped, as if its node could not be reached."""
+def test_job_actor_that_does_not_answer_raises_a_timeout(
+    ranks: Ranks, job: RayJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the job's actor is stopped, as if its node could not be reached."""
     (second,) = ranks.first(1)
     coordinator = RayCoordinator(job.name, 0, 2, timeout_seconds=0.1)
     ray.get(second.join.remote(job.name, 1, 2))
@@ -168,11 +174,11 @@ class Asynchronous:
     def __init__(self, job: str, rank: int) -> None:
         from ckptcore_ray.membership import join_job
 
-        join_job(job, rank, 2)  # allowed on the loop: it does not wait
+        join_job(job, rank, 2)  # allowed on the event loop, because it does not wait
         self.beats = 0
 
     async def beat(self) -> int:
-        """A method that the actor can run during a save."""
+        """Count a call. The actor can run this method during a save."""
         self.beats += 1
         return self.beats
 
@@ -182,11 +188,11 @@ class Asynchronous:
         await asyncio.to_thread(handle.result)
 
     async def save_on_the_loop(self, location: Path) -> None:
-        """Return the error of a refused call."""
+        """Save on the event loop, which raises an error."""
         ckptcore.save(location, state(5))
 
     async def leave(self) -> int:
-        """Save after this process left the job. Return the number of processes of the save."""
+        """Leave the job. Return the size of the job of later saves."""
         from ckptcore_ray.membership import leave_job
 
         leave_job()
@@ -211,7 +217,7 @@ def test_asynchronous_actors_run_other_methods_during_a_save(ranks: Ranks, job: 
         ray.kill(actor)
 
 
-def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
+def test_wrong_ranks_sizes_and_names_of_jobs_are_rejected(job: RayJob) -> None:
     for rank, size in ((2, 2), (-1, 2), (0, 3)):
         with pytest.raises(PluginError, match=r"size 2 and ranks 0 to 1"):
             RayCoordinator(job.name, rank, size)
@@ -230,13 +236,13 @@ def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
 
 def test_nodes_without_the_plugin(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Unknown:
-        """The actor on a node that lacks its module."""
+        """A job actor on a node without ckptcore-ray."""
 
         def __init__(self, name: str, size: int) -> None:
             raise ModuleNotFoundError("No module named 'ckptcore_ray'")
 
         def size(self) -> int:
-            """Return nothing: there is no such actor."""
+            """Never called, because the actor does not start."""
             raise NotImplementedError
 
     with monkeypatch.context() as lacking:
@@ -245,11 +251,11 @@ def test_nodes_without_the_plugin(ray_session: None, monkeypatch: pytest.MonkeyP
             PluginError, match=r"(?s)its actor did not start: .*No module named .*; install ckptcore-ray on"
         ):
             make_job(new_name(), 2)
-    with make_job(name := new_name(), 2):  # Ray frees the name of an actor that did not start some time later
+    with make_job(name := new_name(), 2):  # a new name, because Ray does not free the old one at once
         assert RayCoordinator(name, 0, 2).incarnation == 1
 
 
-def test_end_of_a_job_is_an_error(ranks: Ranks) -> None:
+def test_ending_a_job_fails_the_exchanges_of_its_ranks(ranks: Ranks) -> None:
     first, second = ranks.first(2)
     with make_job(new_name(), 2) as job:
         join(job, first, second)

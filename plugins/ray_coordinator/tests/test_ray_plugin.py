@@ -1,4 +1,4 @@
-"""The plugin's hook, and the cost of importing it."""
+"""The entry point and the hook of the plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.runtime import runtime_of
 
 
 class TestPluginConforms(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "ray"
 
@@ -23,7 +23,7 @@ def test_the_entry_point_is_the_plugin() -> None:
     assert entry_point.load() is ckptcore_ray
 
 
-def test_a_process_that_joined_no_job_is_alone() -> None:
+def test_a_process_that_joined_no_job_forms_a_job_of_one() -> None:
     assert joined_coordinator() is None
     assert ckptcore_ray.ckpt_coordinator() is None
     assert runtime_of(Context()).job().size == 1

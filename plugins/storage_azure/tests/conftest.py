@@ -10,6 +10,6 @@ from ckptcore_azure.testing import Azurite, azurite
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    """Azurite as a process."""
+    """Azurite in its own process."""
     with azurite(tmp_path_factory.mktemp("azurite")) as server:
         yield server

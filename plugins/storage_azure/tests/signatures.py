@@ -1,4 +1,4 @@
-"""Shared access signatures of an account, which users create in the portal."""
+"""Shared access signatures for an account, like those that users create in the portal."""
 
 from __future__ import annotations
 

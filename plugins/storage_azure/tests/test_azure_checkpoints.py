@@ -1,4 +1,7 @@
-"""Checkpoints in Azure: saved, loaded, replaced, deleted, in steps, with each credential and with lost answers."""
+"""Checkpoints in Azure are saved, loaded, replaced and deleted, also as steps of a run.
+
+This is tested with each kind of credential, and with lost answers.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,18 @@ from plugins.storage_azure.tests.signatures import account_signature
 
 pytestmark = pytest.mark.system
 
-LARGE = bytes(range(256)) * (48 << 10)  # two parts and a piece
+LARGE = bytes(range(256)) * (48 << 10)  # two complete blocks and a shorter one
 STATE = {"w": np.arange(4_000_000, dtype=np.float32).reshape(2000, 2000), "b": np.ones(3), "step": 7}
 
 
 def context_of(server: Azurite, **options: JSON) -> ckptcore.Context:
-    """Options of the server, with other ones on top."""
+    """Return a Context with the options of the server. The given options replace some of them."""
     config = {**server.options, "part_bytes": 5 << 20, **options}
     return ckptcore.Context(storage={"az": {name: value for name, value in config.items() if value is not None}})
 
 
 def storage_of(location: str, context: ckptcore.Context) -> StorageBackend:
-    """The storage of a location."""
+    """Open the storage of a location."""
     return open_directory(location, runtime_of(context).storages, to_write=True)
 
 
@@ -95,7 +98,7 @@ def test_other_credentials(kind: str, emulator: Azurite, monkeypatch: pytest.Mon
     ckptcore.delete(location, context=context)
 
 
-def test_a_signature_that_does_not_allow_to_write(emulator: Azurite) -> None:
+def test_the_error_for_a_signature_without_permission_to_write(emulator: Azurite) -> None:
     signature = account_signature("rl")
     context = context_of(emulator, account_key=None, sas_token=signature)
     with pytest.raises(StoragePermissionError, match=r"az://.*signature the permissions racwdl") as caught:
@@ -104,7 +107,7 @@ def test_a_signature_that_does_not_allow_to_write(emulator: Azurite) -> None:
 
 
 def test_without_the_permission_to_delete(emulator: Azurite, caplog: pytest.LogCaptureFixture) -> None:
-    """Temporary blobs stay, one warning says so, and the saves succeed without reading the blobs again."""
+    """Temporary blobs remain, and one warning reports it. The saves succeed without reading the blobs again."""
     container = emulator.create_bucket()
     context = context_of(emulator, account_key=None, sas_token=account_signature("racwl"))
     with FaultProxy(emulator.server.url, plan := _Nothing(), dialect=DIALECT) as proxy:
@@ -130,7 +133,7 @@ def test_without_the_permission_to_delete(emulator: Azurite, caplog: pytest.LogC
 
 
 class _Nothing:
-    """Changes nothing, and notes what is asked."""
+    """A plan without faults that records lists and reads."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -146,7 +149,7 @@ class _Nothing:
 
 
 class _LosesFirstAnswers:
-    """Loses the answer to the first request of each kind that changes something."""
+    """Loses the answer to the first request of each kind that changes data."""
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
@@ -158,6 +161,19 @@ class _LosesFirstAnswers:
             return ()
         self.lost.add(kind)
         return (LoseAnswer(),)
+
+
+class _AbortsBeforeCopy:
+    """No faults. Aborts all uploads through another storage before each request for a copy."""
+
+    def __init__(self, other: StorageBackend) -> None:
+        self._other = other
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        if "x-ms-copy-source" in request.headers:
+            self._other.abort_uploads()
+        return ()
 
 
 def test_lost_answers_change_nothing(emulator: Azurite) -> None:
@@ -187,7 +203,7 @@ def test_lost_answers_change_nothing(emulator: Azurite) -> None:
 
 
 def test_only_the_blocks_of_one_upload_are_committed(emulator: Azurite) -> None:
-    """Two uploads to one name at the same time."""
+    """Two writers upload to the same name concurrently."""
     storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
     first, second = storage.open_writer("a", len(LARGE)), storage.open_writer("a", len(LARGE))
     first.write_at(0, LARGE)
@@ -196,22 +212,25 @@ def test_only_the_blocks_of_one_upload_are_committed(emulator: Azurite) -> None:
     assert storage.get("a") == LARGE[::-1]
 
 
-def test_a_temporary_blob_that_is_gone_is_no_missing_object(emulator: Azurite) -> None:
-    """Another save may abort the upload right before the copy."""
-    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
-    writer = storage.open_new("a", len(LARGE))
-    writer.write_at(0, LARGE)
-    upload = writer._upload  # type: ignore[attr-defined]
-    copy = upload._copy
-    upload._copy = lambda *arguments: (storage.abort_uploads(), copy(*arguments))
-    with pytest.raises(StorageError, match=r"run/a: the upload does not exist.*Save again: another save may") as caught:
-        writer.finish()
+def test_a_missing_temporary_blob_is_not_reported_as_a_missing_object(emulator: Azurite) -> None:
+    """Another save may abort the upload immediately before the copy."""
+    container = emulator.create_bucket()
+    other = storage_of(f"az://{container}/run", context_of(emulator))
+    with FaultProxy(emulator.server.url, _AbortsBeforeCopy(other), dialect=DIALECT) as proxy:
+        endpoint = emulator.endpoint.replace(emulator.server.url, proxy.url)
+        storage = storage_of(f"az://{container}/run", context_of(emulator, endpoint=endpoint))
+        writer = storage.open_new("a", len(LARGE))
+        writer.write_at(0, LARGE)
+        with pytest.raises(
+            StorageError, match=r"run/a: the upload does not exist.*Save again: another save may"
+        ) as caught:
+            writer.finish()
     assert not isinstance(caught.value, ObjectNotFoundError)
-    assert list(storage.list()) == []
+    assert list(other.list()) == []
 
 
-def test_blobs_of_others_stay(emulator: Azurite) -> None:
-    """`abort_uploads` discards blocks without replacing a blob."""
+def test_aborting_uploads_keeps_blobs_of_other_saves(emulator: Azurite) -> None:
+    """`abort_uploads` discards uncommitted blocks, but does not replace the blob of another save."""
     storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
     writer = storage.open_writer("a", len(LARGE))
     writer.write_at(0, LARGE[: 6 << 20])
@@ -222,8 +241,8 @@ def test_blobs_of_others_stay(emulator: Azurite) -> None:
 
 
 @pytest.mark.parametrize("name", ["w.", "a.\\b"])
-def test_names_that_azure_changes_are_in_no_key(name: str, emulator: Azurite) -> None:
-    """The service drops dots at the end of names, so `w` and `w.` would be one blob. Azurite keeps them."""
+def test_keys_that_azure_would_change_are_refused(name: str, emulator: Azurite) -> None:
+    """Azure drops dots at the end of names, so `w` and `w.` would be the same blob. Azurite keeps the dots."""
     place, context = f"az://{emulator.create_bucket()}/run", context_of(emulator)
     state = {"w": np.zeros(4), name: np.ones(4)}
     with pytest.raises(InvalidLocationError, match=r"invalid key 'run/.*Azure .*another layout, such as 'safetensors'"):
@@ -233,7 +252,7 @@ def test_names_that_azure_changes_are_in_no_key(name: str, emulator: Azurite) ->
         np.testing.assert_array_equal(ckptcore.load(f"{place}/{layout}", context=context)[name], np.ones(4))
 
 
-def test_a_child_by_fork_can_read(emulator: Azurite) -> None:
+def test_a_forked_child_can_read(emulator: Azurite) -> None:
     location, context = f"az://{emulator.create_bucket()}/run", context_of(emulator)
     storage = storage_of(location, context)
     storage.put("a", b"1")
@@ -251,6 +270,6 @@ def test_a_child_by_fork_can_read(emulator: Azurite) -> None:
     os.close(reading)
 
 
-def test_the_key_is_in_no_address(emulator: Azurite) -> None:
+def test_the_address_does_not_contain_the_key(emulator: Azurite) -> None:
     storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
     assert storage.address is not None and EMULATOR_KEY not in repr(storage.address) + repr(storage)

@@ -1,4 +1,4 @@
-"""Credentials: the key of the account, signatures, and tokens that azure-identity finds and that expire."""
+"""Credentials: the key of the account, signatures, and expiring tokens that azure-identity provides."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OPENED = {"last-modified": "Sun, 29 Nov 2026 10:00:00 GMT", "etag": '"0x1"'}
 
 
 class _Token(NamedTuple):
-    """As `azure.core.credentials.AccessToken`."""
+    """Replacement for `azure.core.credentials.AccessToken`."""
 
     token: str
     expires_on: int
 
 
 class _Identity:
-    """As `azure.identity.DefaultAzureCredential`, with tokens that a test defines."""
+    """Replacement for `azure.identity.DefaultAzureCredential`. The test defines its tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[_Token | Exception] = []
@@ -41,19 +41,19 @@ class _Identity:
 
     def get_token(self, scope: str) -> _Token:
         assert scope == "https://storage.azure.com/.default"
-        found = self.tokens.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        token = self.tokens.pop(0)
+        if isinstance(token, Exception):
+            raise token
+        return token
 
 
 @pytest.fixture
 def identity(monkeypatch: pytest.MonkeyPatch) -> _Identity:
-    found = _Identity()
-    monkeypatch.setattr("azure.identity.DefaultAzureCredential", found)
+    credential = _Identity()
+    monkeypatch.setattr("azure.identity.DefaultAzureCredential", credential)
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
-    return found
+    return credential
 
 
 def _open(endpoint: str, **options: Any) -> StorageBackend:
@@ -62,7 +62,7 @@ def _open(endpoint: str, **options: Any) -> StorageBackend:
 
 
 def test_a_known_signature() -> None:
-    """The signature that azure-storage-blob 12.31 sends for this request (`SharedKeyCredentialPolicy`)."""
+    """azure-storage-blob 12.31 sends this signature for the same request (`SharedKeyCredentialPolicy`)."""
     headers = {"x-ms-version": "2023-11-03", "content-length": "1", "if-none-match": "*", "x-ms-blob-type": "BlockBlob"}
     url = f"http://127.0.0.1:1/{EMULATOR_ACCOUNT}/box/a%20b?comp=block&blockid=MQ%3D%3D"
     now = datetime(2026, 11, 29, 10, tzinfo=UTC)
@@ -89,7 +89,7 @@ def _answer(valid: Callable[[], str]) -> Callable[[Request], Reply]:
     return answer
 
 
-def test_a_token_that_the_service_refuses_is_replaced(identity: _Identity) -> None:
+def test_a_refused_token_is_replaced(identity: _Identity) -> None:
     late = int(time.time()) + 3600
     identity.tokens = [_Token(str(number), late) for number in range(1, 4)]
     valid = "1"
@@ -106,7 +106,7 @@ def test_a_token_that_the_service_refuses_is_replaced(identity: _Identity) -> No
 
 
 @pytest.mark.parametrize("kind", ["none", "unreachable"])
-def test_without_a_token(kind: str, identity: _Identity) -> None:
+def test_the_error_if_no_token_can_be_obtained(kind: str, identity: _Identity) -> None:
     from azure.core.exceptions import ServiceRequestError
     from azure.identity import CredentialUnavailableError
 

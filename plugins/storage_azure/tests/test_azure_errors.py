@@ -1,4 +1,4 @@
-"""Errors of a service that a test defines: the class, one line, and never a secret."""
+"""Errors of a simulated service: each has the right class and a one-line message, and none contains a secret."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _calls(storage: StorageBackend) -> list[Callable[[], object]]:
 
 
 def _echo(request: Request) -> Reply:
-    """An answer that repeats the credential, as proxies and services do."""
+    """Return an answer that repeats the credential of the request, like some proxies and services."""
     url = f"{request.path}?{'&'.join(f'{name}={value}' for name, value in request.query.items())}"
     words = f"cannot do {request.method} http://team.example{url}"
     return (
@@ -66,7 +66,7 @@ def _echo(request: Request) -> Reply:
 @pytest.mark.parametrize("kind", CREDENTIALS)
 @pytest.mark.parametrize("service", ["echoes", "drops", "is not there"])
 def test_no_error_shows_a_secret(kind: str, service: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)  # of all libraries: urllib3 logs each URL
+    caplog.set_level(logging.DEBUG)  # applies to all libraries: urllib3 logs each URL
     with stub_server(_echo if service == "echoes" else lambda request: Reply(0)) as stub, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}" if service == "is not there" else stub.url
@@ -80,7 +80,7 @@ def test_no_error_shows_a_secret(kind: str, service: str, caplog: pytest.LogCapt
             assert all(request.query["sig"] == "TopSecret/Signature=" for request in stub.asked)
 
 
-def test_a_missing_container() -> None:
+def test_the_error_for_a_missing_container() -> None:
     answer = error_reply(404, "ContainerNotFound", "The specified container does not exist.")
     with stub_server(lambda request: answer) as stub:
         for call in _calls(_open(stub.url, **CREDENTIALS["key"])):
@@ -89,7 +89,7 @@ def test_a_missing_container() -> None:
 
 
 def test_a_private_container_without_credentials() -> None:
-    """The service does not say that the container exists."""
+    """Without credentials, the service does not reveal that the container exists."""
     answer = error_reply(404, "ResourceNotFound", "The specified resource does not exist.")
     with stub_server(lambda request: answer) as stub:
         for call in _calls(_open(stub.url, anonymous=True)):
@@ -100,7 +100,7 @@ def test_a_private_container_without_credentials() -> None:
 
 
 def test_an_account_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host has no address, which no retry changes."""
+    """The host name of the account has no address. Retries would not change this."""
 
     def unknown(*arguments: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -114,7 +114,7 @@ def test_an_account_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None
     assert "tries" not in str(caught.value)
 
 
-def test_credentials_that_are_refused() -> None:
+def test_the_error_for_refused_credentials() -> None:
     answer = error_reply(403, "AuthenticationFailed", "Server failed to authenticate the request.")
     with stub_server(lambda request: answer) as stub:
         for call in _calls(_open(stub.url, **CREDENTIALS["sas"])):
@@ -123,7 +123,7 @@ def test_credentials_that_are_refused() -> None:
 
 
 class _Copies:
-    """A service whose copies take a while, and which counts what was asked."""
+    """A service whose copies are pending for some requests. It records the id of the copy."""
 
     def __init__(self, *states: str, lose: bool = False) -> None:
         self.states = list(states)
@@ -137,13 +137,13 @@ class _Copies:
             self.put_id = request.headers["x-ms-meta-ckptcoreput"]
             return Reply(0) if self.lose else Reply(202, b"", {**DATE, "x-ms-copy-status": self.states.pop(0)})
         if request.method == "HEAD":
-            found = {"x-ms-copy-id": "id", "x-ms-meta-ckptcoreput": self.answers_as or self.put_id}
-            return Reply(200, b"", {**DATE, **found, "x-ms-copy-status": self.states.pop(0)})
+            headers = {"x-ms-copy-id": "id", "x-ms-meta-ckptcoreput": self.answers_as or self.put_id}
+            return Reply(200, b"", {**DATE, **headers, "x-ms-copy-status": self.states.pop(0)})
         return Reply(202 if request.method == "DELETE" else 201, b"", DATE)
 
 
 @pytest.mark.parametrize("lose", [False, True])
-def test_a_copy_is_done_before_an_upload_ends(lose: bool) -> None:
+def test_an_upload_ends_after_its_copy_is_complete(lose: bool) -> None:
     states = ["pending", "pending", "success"] if not lose else ["pending", "pending", "pending", "success"]
     copies = _Copies(*states, lose=lose)
     with stub_server(copies) as stub:
@@ -151,13 +151,18 @@ def test_a_copy_is_done_before_an_upload_ends(lose: bool) -> None:
         writer.write_at(0, bytes(6 << 20))
         writer.finish()
         assert not copies.states
-        [source] = {one.headers["x-ms-copy-source"] for one in stub.asked if "x-ms-copy-source" in one.headers}
+        [source] = {
+            request.headers["x-ms-copy-source"] for request in stub.asked if "x-ms-copy-source" in request.headers
+        }
         assert source.startswith(f"{stub.url}/box/run/a.ckptcore-upload-") and source.endswith("Signature%3D")
-        assert next(one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers) == "*"
+        assert (
+            next(request.headers["if-none-match"] for request in stub.asked if "x-ms-copy-source" in request.headers)
+            == "*"
+        )
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_copy_that_fails_is_no_object(is_ours: bool) -> None:
+def test_a_failed_copy_leaves_no_object(is_ours: bool) -> None:
     copies = _Copies("pending", *["failed"] * 3)
     with stub_server(copies) as stub:
         writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
@@ -165,24 +170,37 @@ def test_a_copy_that_fails_is_no_object(is_ours: bool) -> None:
         copies.answers_as = "" if is_ours else "another's"
         with pytest.raises(StorageError, match="az://box/run/a: .*the copy of run/a.*is failed"):
             writer.finish()
-        deleted = [one.headers["if-match"] for one in stub.asked if one.method == "DELETE"]
+        deleted = [request.headers["if-match"] for request in stub.asked if request.method == "DELETE"]
         assert deleted == ([DATE["etag"]] if is_ours else []), "what the copy left, and no blob of another save"
 
 
+class _Clock:
+    """A clock on which each sleep takes an hour."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 3600
+
+
 def test_a_copy_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_azure.containers._ALL_COPY_SECONDS", 0.0)
-    with stub_server(_Copies("pending", "pending", "aborted")) as stub:
+    monkeypatch.setattr("ckptcore_azure.containers.time", _Clock())
+    with stub_server(_Copies("pending", "pending", "pending", "aborted")) as stub:
         writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
         writer.write_at(0, bytes(6 << 20))
         with pytest.raises(StorageError, match="the copy of run/a.*is pending"):
             writer.finish()
-        [aborted] = [one for one in stub.asked if one.headers.get("x-ms-copy-action") == "abort"]
+        [aborted] = [request for request in stub.asked if request.headers.get("x-ms-copy-action") == "abort"]
         assert aborted.query["copyid"] == "id" and aborted.path == "/box/run/a"
-        assert [one.path for one in stub.asked if one.method == "DELETE"] == ["/box/run/a"]
+        assert [request.path for request in stub.asked if request.method == "DELETE"] == ["/box/run/a"]
 
 
 def test_deletions_with_a_signature_are_retried_by_key() -> None:
-    """All run at once, and those that succeeded are not sent again."""
+    """All deletions run concurrently. The retry does not repeat those that succeeded."""
     barrier, checks, failed = threading.Barrier(4), list[str](), set[str]()
 
     def answer(request: Request) -> Reply:
@@ -204,7 +222,7 @@ def test_deletions_with_a_signature_are_retried_by_key() -> None:
 
 
 def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:
-    """A batch reports each blob, and obstore raises the first failure only."""
+    """The answer to a batch reports each blob, but obstore raises only the first failure."""
     left = {"run/a", "run/b", "run/c"}
 
     def answer(request: Request) -> Reply:
@@ -220,7 +238,7 @@ def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:
     assert not left
 
 
-def test_directories_of_a_hierarchical_namespace_are_no_objects() -> None:
+def test_directories_of_a_hierarchical_namespace_are_not_listed() -> None:
     blob = "<Blob><Name{}>run/{}</Name><Properties><Content-Length>{}</Content-Length>{}</Properties></Blob>"
     kind = "<ResourceType>directory</ResourceType>"
     blobs = (
@@ -232,8 +250,8 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects() -> None:
 
 
 @pytest.mark.parametrize("code", ["InvalidQueryParameterValue", "AuthorizationPermissionMismatch"])
-def test_without_lists_of_blocks_temporary_blobs_are_deleted(code: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Accounts with a hierarchical namespace may not list uncommitted blobs."""
+def test_temporary_blobs_are_deleted_if_blocks_cannot_be_listed(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The service may refuse lists of uncommitted blobs for accounts with a hierarchical namespace."""
     key = f"run/a.ckptcore-upload-{'0' * 32}"
     names = f"<Blob><Name>{key}</Name></Blob><Blob><Name>run/b</Name></Blob>"
 
@@ -248,7 +266,7 @@ def test_without_lists_of_blocks_temporary_blobs_are_deleted(code: str, caplog: 
     assert "unfinished uploads of failed saves cannot be aborted" in caplog.text
 
 
-def test_a_replaced_blob_is_no_success() -> None:
+def test_a_put_is_refused_if_another_save_replaced_the_blob() -> None:
     answer = error_reply(412, "ConditionNotMet", "The condition specified using HTTP conditional header(s) is not met.")
     reply = {"PUT": answer, "HEAD": Reply(200, b"", {**DATE, "x-ms-meta-ckptcoreput": "another's"})}
     with stub_server(lambda request: reply[request.method]) as stub:
@@ -259,7 +277,7 @@ def test_a_replaced_blob_is_no_success() -> None:
 
 
 def test_the_environment_does_not_change_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore reads these variables, too."""
+    """obstore also reads these variables."""
     for name, value in {
         "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:9",
         "AZURE_STORAGE_USE_EMULATOR": "true",

@@ -1,4 +1,4 @@
-"""URLs, options and variables: which account, endpoint and credential they mean, and what is refused."""
+"""Which account, endpoint and credential URLs, options and variables select, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CONNECTION = f"DefaultEndpointsProtocol=https;AccountName=team;AccountKey={KEY};
 def _settings(
     options: Mapping[str, JSON], environment: Mapping[str, str], host: str = ""
 ) -> tuple[str, str, tuple[str, str] | None]:
-    found: Settings = settings_of("box", options, host=host, environment=environment)
-    credential = found.credential
-    return found.account, found.endpoint, None if credential is None else (credential.kind, credential.secret)
+    settings: Settings = settings_of("box", options, host=host, environment=environment)
+    credential = settings.credential
+    return settings.account, settings.endpoint, None if credential is None else (credential.kind, credential.secret)
 
 
 @pytest.mark.parametrize("scheme", ["abfs", "abfss", "az", "azure"])
 @pytest.mark.parametrize("host", ["", "@team.dfs.core.windows.net", "@team.blob.core.windows.net"])
 def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "team")
-    opened = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
-    assert isinstance(opened, ObjectStoreDirectory)
-    assert repr(opened) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
+    storage = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
+    assert isinstance(storage, ObjectStoreDirectory)
+    assert repr(storage) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
         "errors name the URL as it was given"
     )
-    assert opened.bucket.service.bucket_url == f"{TEAM}/box"
+    assert storage.bucket.service.bucket_url == f"{TEAM}/box"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
          ("devstoreaccount1", "http://azurite:10000/devstoreaccount1", ("key", KEY))),
         ({"endpoint": TEAM}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "", ("team", TEAM, None)),
         ({}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "team.dfs.core.windows.net", ("team", TEAM, None)),
-        # The key of one account is not sent to another.
+        # The key of an account is not sent to another account.
         ({"account_name": "team"}, {"AZURE_STORAGE_ACCOUNT": "other", "AZURE_STORAGE_KEY": KEY}, "",
          ("team", TEAM, None)),
         ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "other.dfs.core.windows.net",
@@ -98,7 +98,8 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
          ("team", TEAM, ("key", KEY))),
         ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "team.dfs.core.windows.net",
          ("team", TEAM, ("key", KEY))),
-        # Nor to an account of the same name in another cloud, unless the environment or an option says where it is.
+        # The key is not sent to an account of the same name in another cloud, unless a variable or an option selects
+        # this cloud.
         ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "team.dfs.core.chinacloudapi.cn", ("team", CHINA, None)),
         ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "team.dfs.core.chinacloudapi.cn",
          ("team", CHINA, None)),
@@ -129,9 +130,9 @@ def test_account_endpoint_and_credential(
     ],
 )  # fmt: skip
 def test_hosts_and_containers(url: str, options: Mapping[str, JSON], expected: str) -> None:
-    opened = AzurePlugin().open(url, StorageOptions(config=options))
-    assert isinstance(opened, ObjectStoreDirectory)
-    assert opened.bucket.service.bucket_url == expected
+    storage = AzurePlugin().open(url, StorageOptions(config=options))
+    assert isinstance(storage, ObjectStoreDirectory)
+    assert storage.bucket.service.bucket_url == expected
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,9 @@ def test_hosts_and_containers(url: str, options: Mapping[str, JSON], expected: s
         (f"az://{'-'.join('a' * 33)}/run", {"account_name": "team"}, "invalid container or account"),
     ],
 )
-def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_urls_and_options_are_refused(
+    url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises((InvalidLocationError, ValueError), match=message) as caught:
@@ -200,8 +203,8 @@ def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, mo
         ("a" * 972, "975 characters .* found 976"),
     ],
 )
-def test_keys_that_the_service_would_change(key: str, rule: str) -> None:
-    """Without a server: no request is sent."""
+def test_keys_that_azure_would_change_are_refused(key: str, rule: str) -> None:
+    """There is no server, because the storage sends no request for such a key."""
     options = StorageOptions(config={"account_name": "team", "endpoint": "http://127.0.0.1:9", "anonymous": True})
     storage = AzurePlugin().open("az://box/run", options)
     for call in (lambda: storage.put(key, b""), lambda: storage.open_new(key), lambda: storage.delete([key])):
@@ -212,7 +215,7 @@ def test_keys_that_the_service_would_change(key: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["wasb", "wasbs"])
-def test_old_urls_name_the_new_ones(scheme: str) -> None:
+def test_errors_for_old_urls_name_the_new_ones(scheme: str) -> None:
     with pytest.raises(InvalidLocationError, match="with abfss://box@team.dfs.core.windows.net/$") as caught:
         installed_plugins().storage(scheme)(f"{scheme}://box@team.blob.core.windows.net/run", StorageOptions(config={}))
     AzurePlugin().open(str(caught.value).rpartition(" ")[2] + "run", StorageOptions(config={}))

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.system
 
 
 class TestPlugin(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "azure"
 
 
 class OnAzurite:
-    """A new container for each test."""
+    """Tests on Azurite, with a new container for each test."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, emulator: Azurite) -> None:
@@ -30,11 +30,11 @@ class OnAzurite:
         self.container = emulator.create_bucket()
 
     def open(self, directory: str) -> ObjectStoreDirectory:
-        """The same directory for the same name."""
+        """Return the directory with this name in the container."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = self.plugin.open(f"az://{self.container}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = self.plugin.open(f"az://{self.container}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
 
 class TestAzurite(OnAzurite, StorageBackendTests):
@@ -46,10 +46,10 @@ class TestAzurite(OnAzurite, StorageBackendTests):
 
 
 class TestNewObjects(OnAzurite, NewObjectTests):
-    """New objects."""
+    """Conformance tests of writers of new objects."""
 
 
 class TestUploads(OnAzurite, UploadsTests):
-    """Unfinished uploads."""
+    """Conformance tests of unfinished uploads."""
 
     upload_bytes = 11 << 20

@@ -1,7 +1,7 @@
-"""A local server of the Hugging Face Hub's API for reading a repository, from a directory of files.
+"""A local server with the API of the Hugging Face Hub for reading a repository. The files are in a directory.
 
-As huggingface_hub 0.24 to 2.4 ask for it: the repository, the tree of files, some paths of it, and
-the files. The same directory is a storage bucket, as huggingface_hub 2.4 asks for it.
+It supports the requests of huggingface_hub 0.24 to 2.4: for the repository, its file tree, some of its paths, and
+files. The same directory is also a storage bucket, for the requests of huggingface_hub 2.4.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HubHandler(RangesHandler):
             self._answer(404, b"{}")
             return
         asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-        found = [Path(self.directory, path) for path in asked if Path(self.directory, path).exists()]
-        self._send([self._entry(path) for path in found])
+        paths = [Path(self.directory, path) for path in asked if Path(self.directory, path).exists()]
+        self._send([self._entry(path) for path in paths])
 
     def _tree(self, directory: str) -> None:
         top = Path(self.directory, directory)

@@ -12,7 +12,7 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 
 
 class TestMemory(StorageBackendTests):
-    """An object store with spooled writes."""
+    """An object store. Writers collect their data before they upload it."""
 
     conditional = False
     examples = 5
@@ -22,7 +22,7 @@ class TestMemory(StorageBackendTests):
 
 
 class TestFile(StorageBackendTests):
-    """Files and directories: objects are renamed into place."""
+    """Files and directories. Writers rename a complete file to its final name."""
 
     conditional = False
     examples = 5

@@ -1,6 +1,6 @@
-"""File systems are opened for each process, and for each thread if necessary.
+"""Each process opens its own file systems, and each thread its own if necessary.
 
-Instances of other code are not changed.
+File systems that other code opened are not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptcore_fsspec.file_systems import Connection
 from plugins.storage_fsspec.tests.web_servers import RangesHandler, serve_directory
 
 
-def test_an_asynchronous_one_is_shared_by_threads_and_others_are_not() -> None:
+def test_threads_share_only_asynchronous_file_systems() -> None:
     for protocol, shared in (("http", True), ("memory", False)):
         connection = Connection(f"{protocol}://host/directory", {})
         mine = connection.get()
@@ -29,12 +29,12 @@ def test_an_asynchronous_one_is_shared_by_threads_and_others_are_not() -> None:
         assert (others[0] is mine) is shared
 
 
-def test_other_options_are_another_one() -> None:
+def test_other_options_give_another_file_system() -> None:
     plain = Connection("http://host/a", {}).get()
     assert Connection("http://host/a", {"headers": {"A": "1"}}).get() is not plain
 
 
-def test_listings_of_others_are_left_alone() -> None:
+def test_listing_caches_of_other_code_are_not_changed() -> None:
     theirs = fsspec.filesystem("http")
     ours = Connection("http://host/a", {}).get()
     assert ours is not theirs
@@ -43,8 +43,8 @@ def test_listings_of_others_are_left_alone() -> None:
 
 
 @pytest.mark.system
-def test_a_process_that_was_forked_reads_too(tmp_path: Path) -> None:
-    """A forked child opens its own file system, because its parent's waits for a thread that the fork did not copy."""
+def test_a_forked_child_can_read(tmp_path: Path) -> None:
+    """A child opens its own file system. That of the parent needs a thread, which a fork does not copy."""
     (tmp_path / "data").write_bytes(b"read me")
     with serve_directory(tmp_path, RangesHandler) as (url, _):
         from ckptcore_fsspec.opening import open_url

@@ -23,12 +23,12 @@ needs_newer_hub = pytest.mark.skipif(
 
 
 class TestPluginConforms(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "fsspec"
 
 
-def test_it_opens_schemes_that_no_plugin_names() -> None:
+def test_the_plugin_opens_schemes_without_another_plugin() -> None:
     for scheme in ("smb", "https", "hf", "sftp", "fsspec+s3", "fsspec+memory", "fsspec+file"):
         assert ckpt_storage_for(scheme) is not None, scheme
         assert installed_plugins().storage(scheme) is ckpt_storage_for(scheme)
@@ -36,13 +36,13 @@ def test_it_opens_schemes_that_no_plugin_names() -> None:
         assert installed_plugins().storage(scheme) is not ckpt_storage_for(scheme)
 
 
-def test_a_location_of_fsspec_is_spelt_in_any_case() -> None:
+def test_schemes_are_case_insensitive() -> None:
     with pytest.raises(ckptcore.errors.CheckpointNotFoundError):
         ckptcore.load("FSSPEC+Memory://nothing/here")
 
 
 @pytest.mark.parametrize("scheme", ["dropbox", "smb"])
-def test_a_package_that_is_missing_is_named(scheme: str) -> None:
+def test_the_error_for_a_missing_package_names_it(scheme: str) -> None:
     with pytest.raises(UnknownPluginError, match=f"cannot open {scheme}://: .*not installed: .*[Ii]nstall"):
         ckptcore.load(f"{scheme}://host/directory/checkpoint")
 
@@ -53,11 +53,11 @@ def test_options_reach_the_file_system() -> None:
     storage = installed_plugins().storage("hf")
     from ckptcore.protocols import StorageOptions
 
-    # the test looks inside
+    # The number of workers is visible only on the private connection.
     assert storage("hf://team/model", StorageOptions(config=context.storage["hf"]))._connection.get().max_workers == 3  # type: ignore[attr-defined]
 
 
-def test_options_that_a_file_system_does_not_take_are_told() -> None:
+def test_the_error_for_unknown_options_of_a_file_system() -> None:
     context = Context(storage={"fsspec+github": {"unheard": 1}})
     with pytest.raises(PluginError, match=r"does not accept the options .*unheard") as caught:
         ckptcore.load("fsspec+github://team/checkpoint", context=context)
@@ -70,7 +70,7 @@ class Login(socketserver.StreamRequestHandler):
     passwords: ClassVar[list[str]] = []
 
     def handle(self) -> None:
-        """Answer until the password was sent."""
+        """Answer until the client has sent the password."""
         self.wfile.write(b"220 ready\r\n")
         for line in self.rfile:
             verb, _, argument = line.decode().strip().partition(" ")
@@ -108,7 +108,7 @@ def test_chained_urls_are_refused(url: str) -> None:
         opener(url, StorageOptions())
 
 
-def test_options_that_are_no_json_are_told() -> None:
+def test_the_error_for_options_that_are_not_json() -> None:
     context = Context(storage={"fsspec+memory": {"token": object()}})  # type: ignore[dict-item]  # that is the mistake
     with pytest.raises(InvalidLocationError, match="JSON"):
         ckptcore.load("fsspec+memory://a/b", context=context)

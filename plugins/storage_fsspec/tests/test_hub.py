@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub: loaded by their URL, and never written."""
+"""Repositories of the Hugging Face Hub are loaded by their URL. Saving to them is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A model in two files with an index, like the checkpoints of `transformers`."""
+    """A model in two files with an index, as `transformers` writes it."""
     files = {}
     for number, (name, array) in enumerate(WEIGHTS.items(), 1):
         file = f"model-{number:05}-of-{len(WEIGHTS):05}.safetensors"
@@ -48,7 +48,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def context(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ckptcore.Context]:
-    """A local hub. Tests cannot reach the real one."""
+    """A Context for a local hub, because tests cannot reach the real one."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with serve_directory(repository, HubHandler) as (url, _):
         yield ckptcore.Context(storage={"hf": {"endpoint": url, "token": False}})
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_ours_loads(context: ckptcore.Context, repository: Path)
 
 
 @needs_newer_hub
-def test_what_is_not_there(context: ckptcore.Context) -> None:
+def test_the_error_for_missing_repositories_and_paths(context: ckptcore.Context) -> None:
     for location in ("hf://team/model/nothing", "hf://team/other"):
         with pytest.raises(CheckpointNotFoundError):
             ckptcore.load(location, context=context)
@@ -97,7 +97,7 @@ def test_a_checkpoint_in_a_bucket_loads(context: ckptcore.Context, repository: P
 
 
 @pytest.mark.parametrize("scheme", ["hf", "fsspec+hf"])
-def test_the_way_to_write_to_a_bucket_is_named(scheme: str, context: ckptcore.Context) -> None:
+def test_the_error_for_a_write_names_the_s3_gateway(scheme: str, context: ckptcore.Context) -> None:
     storage = installed_plugins().storage(scheme)(f"{scheme}://buckets/team/box/run", StorageOptions(config={}))
     with pytest.raises(StoragePermissionError, match=r"through the S3 gateway .* s3://box/\.\.\. .*s3\.hf\.co/team'"):
         storage.put("a", b"1")

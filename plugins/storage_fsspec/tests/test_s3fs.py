@@ -1,4 +1,4 @@
-"""S3 through fsspec: an asynchronous file system, to which objects are streamed, on MiniStack."""
+"""S3 through s3fs, tested on MiniStack. This file system is asynchronous, and writers stream objects to it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """MiniStack."""
+    """A running MiniStack."""
     with s3_server(tmp_path_factory.mktemp("s3")) as running:
         yield running
 
 
 def options_of(server: S3Server) -> dict[str, JSON]:
-    """Options of s3fs for the server."""
+    """Return the options of s3fs for the server."""
     return {"key": ACCESS_KEY_ID, "secret": SECRET_ACCESS_KEY, "endpoint_url": server.server.url}
 
 
@@ -47,7 +47,7 @@ class TestS3(StorageBackendTests):
 
 
 def test_ranges_and_parts(server: S3Server) -> None:
-    """A few methods as a smoke test of the class above."""
+    """A quick test of the most important methods. The slow class above tests all."""
     bucket = server.create_bucket()
     storage = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
     data = bytes(range(251)) * 80_000
@@ -68,8 +68,8 @@ def test_ranges_and_parts(server: S3Server) -> None:
     assert list(storage.list()) == []
 
 
-def test_what_another_client_changed_is_seen(server: S3Server) -> None:
-    """Listings are not cached, unlike the default of s3fs."""
+def test_changes_of_another_client_are_seen(server: S3Server) -> None:
+    """By default, s3fs caches listings. The plugin turns this cache off."""
     from ckptcore.plugins import installed_plugins
 
     bucket = server.create_bucket()
@@ -87,7 +87,7 @@ def test_what_another_client_changed_is_seen(server: S3Server) -> None:
         ours.size("a/b")
 
 
-def test_a_bucket_that_is_not_there_is_not_made(server: S3Server) -> None:
+def test_a_missing_bucket_is_not_created(server: S3Server) -> None:
     storage = open_url("fsspec+s3://no-such-bucket/directory", StorageOptions(config=options_of(server)))
     with pytest.raises(ObjectNotFoundError):
         storage.put("a", b"1")
@@ -99,7 +99,7 @@ def test_a_bucket_that_is_not_there_is_not_made(server: S3Server) -> None:
     assert storage.list_names() == []
 
 
-def test_an_upload_that_is_given_up_leaves_nothing(server: S3Server) -> None:
+def test_an_aborted_upload_leaves_no_object(server: S3Server) -> None:
     bucket = server.create_bucket()
     storage = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
     writer = storage.open_writer("large")
@@ -111,7 +111,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(server: S3Server) -> None:
 
 
 def test_keys_that_another_program_renews(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """s3fs reads the file once. After the service refuses the keys, it is read again."""
+    """s3fs reads the credentials file only once. The plugin reads it again after the service has refused the keys."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
@@ -151,7 +151,7 @@ def test_keys_that_another_program_renews(server: S3Server, tmp_path: Path, monk
         ):
             call()
             renew(number)
-        # A stream cannot be sent again, but the next one is.
+        # A stream cannot be repeated with new keys, so this write fails. The next one uses the new keys.
         with pytest.raises(StorageCredentialsError, match="expired"):
             write()
         write()

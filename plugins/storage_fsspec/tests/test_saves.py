@@ -1,4 +1,4 @@
-"""Saves through fsspec, with a Context that declares a single saving process."""
+"""Saves through fsspec, with a Context that declares that only one process saves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNot
 from ckptcore.model import JSON
 
 Place: TypeAlias = tuple[str, ckptcore.Context]
-"""An empty directory and the storage below it."""
+"""The URL of an empty directory, and the Context for its storage."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs gives aiohttp bytes
+# gcsfs passes large bodies to aiohttp as bytes.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 STATE: Final[Mapping[str, object]] = {"w": np.arange(300_000, dtype=np.float32).reshape(500, 600), "step": 7}
 LAYOUTS: Final = (
@@ -63,19 +64,19 @@ PLACES: Final[Mapping[str, Callable[[Path], AbstractContextManager[Place]]]] = {
     scope="module", params=["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gs", "s3"))]
 )
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """One location for each file system. The Context lacks `without_conditions`."""
+    """A location on each file system, with a Context that does not set `without_conditions`."""
     with PLACES[request.param](tmp_path_factory.mktemp("server")) as (url, context):
         yield f"{url}/{uuid.uuid4().hex}", context
 
 
 @pytest.fixture
 def marked(place: Place) -> Place:
-    """A new directory, with markers instead of conditional puts."""
+    """A new directory, with a Context that uses markers instead of conditional puts."""
     url, context = place
     return f"{url}/{uuid.uuid4().hex}", replace(context, io=replace(context.io, without_conditions="marker"))
 
 
-def test_a_save_is_refused_and_says_what_to_do(place: Place) -> None:
+def test_a_save_without_a_declaration_is_refused(place: Place) -> None:
     url, context = place
     with pytest.raises(AtomicityError, match="without_conditions='marker'"):
         ckptcore.save(f"{url}/refused", STATE, context=context)
@@ -120,7 +121,7 @@ def test_steps_of_a_run(marked: Place) -> None:
         assert list(reader.steps) == [2, 3]
 
 
-def test_copies_come_and_go(marked: Place, tmp_path: Path) -> None:
+def test_checkpoints_are_copied_to_fsspec_and_back(marked: Place, tmp_path: Path) -> None:
     url, context = marked
     ckptcore.save(tmp_path / "ours", STATE)
     ckptcore.copy(tmp_path / "ours", f"{url}/there", context=context)
@@ -130,6 +131,6 @@ def test_copies_come_and_go(marked: Place, tmp_path: Path) -> None:
 
 
 def _expect(location: str, context: ckptcore.Context) -> None:
-    found = ckptcore.load(location, context=context)
-    np.testing.assert_array_equal(found["w"], STATE["w"])
-    assert found["step"] == 7
+    loaded = ckptcore.load(location, context=context)
+    np.testing.assert_array_equal(loaded["w"], STATE["w"])
+    assert loaded["step"] == 7

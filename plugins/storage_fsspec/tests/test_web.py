@@ -1,4 +1,4 @@
-"""Checkpoints on web servers can be loaded and inspected, but not written."""
+"""Checkpoints on web servers can be loaded and inspected. Saving to them is refused."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_checkpointables_load(server: tuple[str, Requests], tmp_path: Path) -> N
         ckptcore.load_checkpointables(f"{server[0]}/both", ["model"])
 
 
-def test_a_file_of_others_loads(server: tuple[str, Requests], tmp_path: Path) -> None:
+def test_a_file_of_other_software_loads(server: tuple[str, Requests], tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"a": np.arange(10)}, tmp_path / "model.safetensors")
     assert ckptcore.load(f"{server[0]}/model.safetensors")["a"].tolist() == list(range(10))
 
 
-def test_a_directory_of_others_needs_an_index(tmp_path: Path) -> None:
+def test_a_directory_of_other_software_needs_a_listing(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     (tmp_path / "hub").mkdir()
@@ -81,18 +81,18 @@ def test_a_directory_of_others_needs_an_index(tmp_path: Path) -> None:
         ckptcore.load(f"{url}/hub")
 
 
-def test_nothing_is_there(server: tuple[str, Requests]) -> None:
+def test_the_error_for_a_missing_checkpoint(server: tuple[str, Requests]) -> None:
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.load(f"{server[0]}/nothing")
 
 
-def test_the_way_to_write_to_azure_is_named() -> None:
+def test_the_error_for_a_write_to_azure_names_the_plugin() -> None:
     storage = open_url("https://team.blob.core.windows.net/box/run", StorageOptions(config={}))
     with pytest.raises(StoragePermissionError, match=r"to abfss://box@team\.dfs\.core\.windows\.net/\.\.\. \(`pip"):
         storage.put("a", b"1")
 
 
-def test_saving_is_refused_before_anything(server: tuple[str, Requests], tmp_path: Path) -> None:
+def test_saving_is_refused_and_writes_nothing(server: tuple[str, Requests], tmp_path: Path) -> None:
     with pytest.raises(StoragePermissionError, match=r"read-only.*save to another storage"):
         ckptcore.save(f"{server[0]}/step_1", STATE)
     storage = storage_at(server[0])
@@ -103,7 +103,7 @@ def test_saving_is_refused_before_anything(server: tuple[str, Requests], tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranges(server: tuple[str, Requests], tmp_path: Path) -> None:
+def test_ranges_of_objects_are_read(server: tuple[str, Requests], tmp_path: Path) -> None:
     data = bytes(range(256)) * 8000
     (tmp_path / "data").write_bytes(data)
     storage = storage_at(server[0])
@@ -141,7 +141,7 @@ def test_a_server_without_ranges_sends_an_object_once(tmp_path: Path) -> None:
         assert len(requests) == before
 
 
-def test_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(tmp_path / "step", STATE)
     with serve_directory(tmp_path, PlainHandler) as (url, _):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
@@ -153,7 +153,7 @@ def test_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.system
-def test_a_full_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_full_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -200,7 +200,7 @@ def test_unusual_keys(server: tuple[str, Requests], tmp_path: Path, key: str) ->
         storage.get("missing" + key)
 
 
-def test_an_index_is_listed(tmp_path: Path) -> None:
+def test_listings_come_from_the_index_page(tmp_path: Path) -> None:
     keys = ["a b.txt", "ü/%41", "deep/er/file", "plain"]
     for key in keys:
         path = tmp_path / "directory" / key
@@ -217,7 +217,7 @@ def test_an_index_is_listed(tmp_path: Path) -> None:
 class _Failing(PlainHandler):
     """Answers each path with the status in its name.
 
-    ``/html`` has links to other places, and ``/endless/`` always has another directory.
+    ``/html`` is a page with links to other places. ``/short`` and ``/other`` are truncated or wrong answers.
     """
 
     def do_GET(self) -> None:
@@ -270,7 +270,7 @@ class _Failing(PlainHandler):
         (503, StorageThrottledError),
     ],
 )
-def test_answers_are_told_apart(tmp_path: Path, status: int, error: type[CheckpointError]) -> None:
+def test_each_status_has_its_own_error(tmp_path: Path, status: int, error: type[CheckpointError]) -> None:
     with serve_directory(tmp_path, _Failing) as (url, _):
         storage = storage_at(url)
         for read in (storage.get, storage.size):
@@ -281,7 +281,7 @@ def test_answers_are_told_apart(tmp_path: Path, status: int, error: type[Checkpo
 
 
 def test_a_server_with_too_many_requests(tmp_path: Path) -> None:
-    """Another try loads the checkpoint."""
+    """The load succeeds on a second try."""
     ckptcore.save(tmp_path / "c", STATE)
     refusing = [True]
 
@@ -300,7 +300,7 @@ def test_a_server_with_too_many_requests(tmp_path: Path) -> None:
     assert np.array_equal(loaded["w"], STATE["w"]) and loaded["step"] == 3
 
 
-def test_broken_answers_are_no_data(tmp_path: Path) -> None:
+def test_broken_answers_are_errors(tmp_path: Path) -> None:
     with serve_directory(tmp_path, _Failing) as (url, _):
         storage = storage_at(url)
         for key in ("short", "other"):
@@ -309,7 +309,7 @@ def test_broken_answers_are_no_data(tmp_path: Path) -> None:
         assert storage.list_names("html") == ["ok"]
 
 
-def test_a_server_that_is_not_there_is_no_missing_object() -> None:
+def test_a_refused_connection_is_not_reported_as_a_missing_object() -> None:
     port = free_port()
     storage = storage_at(f"http://127.0.0.1:{port}/directory")
     for read in (storage.get, storage.size):
@@ -318,13 +318,13 @@ def test_a_server_that_is_not_there_is_no_missing_object() -> None:
         assert not isinstance(caught.value, ObjectNotFoundError)
 
 
-def test_a_query_is_no_directory() -> None:
+def test_a_url_with_a_query_is_refused() -> None:
     with pytest.raises(InvalidLocationError, match="query"):
         ckptcore.load("https://host/run?token=1/checkpoint")
 
 
-def test_what_to_do_about_a_query(tmp_path: Path) -> None:
-    """Directories with the characters of queries, and credentials, have another form."""
+def test_remedies_for_a_url_with_a_query(tmp_path: Path) -> None:
+    """Characters of queries in directory names must be escaped. Credentials are passed as headers."""
     ckptcore.save(tmp_path / "a?b#c" / "run", STATE)
 
     class Guarded(RangesHandler):

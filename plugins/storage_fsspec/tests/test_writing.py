@@ -1,4 +1,4 @@
-"""Pieces in any order become an object, with bounded memory. Failures leave no object."""
+"""A writer accepts pieces in any order and writes one object, with bounded memory. A failure leaves no object."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from ckptcore_fsspec import write_methods
 from ckptcore_fsspec.write_methods import InOrderWriter
 
 from ckptcore.errors import StorageError, StorageFullError
 
+BUFFERED_BYTES = 32 << 20
+"""The memory limit of a writer for early pieces."""
+
 
 class Collected:
-    """A stream that records its data."""
+    """A stream that keeps its data in memory."""
 
     def __init__(self, *, room: int | None = None) -> None:
         self.data = bytearray()
@@ -37,16 +39,11 @@ class Collected:
         raise RuntimeError("nobody hears it")
 
 
-@pytest.fixture(params=[32 << 20, 3000], ids=["in memory", "in a file"])
-def held_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", request.param)
-    return int(request.param)
-
-
+@pytest.mark.parametrize("nbytes", [200_000, 64 << 20], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
+def test_any_order_from_many_threads(seed: int, nbytes: int) -> None:
     chance = random.Random(seed)
-    data = chance.randbytes(200_000)
+    data = chance.randbytes(nbytes)
     cuts = [0, *sorted(chance.sample(range(1, len(data)), 60)), len(data)]
     pieces = list(itertools.pairwise(cuts))
     chance.shuffle(pieces)
@@ -54,27 +51,27 @@ def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
     writer = InOrderWriter(sink, "it", len(data))
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda piece: writer.write_at(piece[0], data[piece[0] : piece[1]]), pieces):
-            assert writer._buffered_bytes <= held_bytes
+            assert writer._buffered_bytes <= BUFFERED_BYTES
     writer.finish()
     assert sink.data == data
     assert sink.state == "finished"
 
 
-def test_what_comes_early_beyond_the_bound_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", 1000)
+def test_early_pieces_beyond_the_memory_limit_go_into_a_file() -> None:
+    nbytes = BUFFERED_BYTES
     writer = InOrderWriter(Collected(), "it", None)
-    for start in range(9000, 0, -1000):
-        writer.write_at(start, bytes([start // 1000]) * 1000)
-    assert writer._buffered_bytes == 1000
+    for number in (2, 1):
+        writer.write_at(number * nbytes, bytes([number]) * nbytes)
+    assert writer._buffered_bytes == nbytes
     assert writer._file is not None
-    writer.write_at(0, bytes(1000))
+    writer.write_at(0, bytes(nbytes))
     assert writer._buffered_bytes == 0
     writer.abort()
     assert writer._file is None
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(10, [(0, 5)]), (10, [(5, 5)]), (None, [(0, 5), (6, 2)]), (10, [])])
-def test_bytes_that_are_missing_make_no_object(size: int | None, pieces: list[tuple[int, int]]) -> None:
+def test_missing_bytes_are_an_error(size: int | None, pieces: list[tuple[int, int]]) -> None:
     sink = Collected()
     writer = InOrderWriter(sink, "it", size)
     for start, length in pieces:
@@ -87,7 +84,7 @@ def test_bytes_that_are_missing_make_no_object(size: int | None, pieces: list[tu
     assert sink.state == "discarded"
 
 
-def test_bytes_that_cannot_be_are_refused() -> None:
+def test_invalid_offsets_are_refused() -> None:
     writer = InOrderWriter(Collected(), "it", 10)
     writer.write_at(0, b"123")
     writer.write_at(5, b"567")
@@ -100,14 +97,14 @@ def test_bytes_that_cannot_be_are_refused() -> None:
             call()
 
 
-def test_a_full_storage_is_told() -> None:
+def test_the_error_for_a_full_storage() -> None:
     writer = InOrderWriter(Collected(room=3), "'key' in place", None)
     with pytest.raises(StorageFullError, match="'key' in place"):
         writer.write_at(0, b"1234")
     writer.abort()
 
 
-def test_a_writer_that_is_slow_holds_no_other_up() -> None:
+def test_a_slow_writer_does_not_delay_others() -> None:
     slow, begun = threading.Event(), threading.Event()
 
     class Slow(Collected):

@@ -1,5 +1,6 @@
-"""Web servers for tests, each in a thread of this process: with ranges and without, with an index
-of directories and without.
+"""Web servers for tests. Each runs in a thread of this process.
+
+One supports ranges, and one has an index page for each directory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 
 class PlainHandler(SimpleHTTPRequestHandler):
-    """Python's own server: no ranges, but an index of each directory.
+    """Python's own server. It does not support ranges, but has an index page for each directory.
 
-    Requests are remembered by the server.
+    The server records the requests.
     """
 
     protocol_version = "HTTP/1.1"
@@ -31,7 +32,7 @@ class PlainHandler(SimpleHTTPRequestHandler):
 
 
 class RangesHandler(PlainHandler):
-    """A server of objects: ranges and versions, no index."""
+    """A server of objects with ranges and versions, but without index pages."""
 
     def do_GET(self) -> None:
         self.server.requests.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ class _Server(ThreadingHTTPServer):
 def serve_directory(
     directory: Path, handler: type[SimpleHTTPRequestHandler]
 ) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
-    """The URL of a directory on a server, and the list of requests: paths with ranges."""
+    """Serve a directory. Yields its URL, and the list of requests, with path and range."""
     server = _Server(partial(handler, directory=str(directory)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -18,13 +18,13 @@ def gcs() -> Iterator[StrictGcs]:
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """The strict GCS server as a process."""
+    """The strict GCS server in its own process."""
     with gcs_server(tmp_path_factory.mktemp("strict")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def fake_gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    """An independent implementation."""
+    """An independent implementation of GCS."""
     with gcs_server(tmp_path_factory.mktemp("fake-gcs-server"), "fake-gcs-server") as server:
         yield server

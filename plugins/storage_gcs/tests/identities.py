@@ -1,4 +1,4 @@
-"""A token service, a metadata server, and credentials files for tests."""
+"""A token service, a metadata server, and files of credentials for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 
 class TokenService:
-    """A local token service: https://oauth2.googleapis.com/token and the metadata server.
+    """A local replacement for https://oauth2.googleapis.com/token and for the metadata server.
 
     Attributes:
         answer: status and body of the next answers.
@@ -60,7 +60,7 @@ class TokenService:
 
     @property
     def host(self) -> str:
-        """URL of the service."""
+        """Return host and port of the service."""
         return f"127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class TokenService:
         self._thread.join()
 
     def service_account(self, directory: Path) -> Path:
-        """A service account file whose tokens come from this service."""
+        """Write the file of a service account that gets its tokens from this service. Return the path."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -93,7 +93,7 @@ class TokenService:
         )
 
     def federated(self, directory: Path) -> Path:
-        """A credentials file of a federated identity, which obstore cannot read."""
+        """Write the credentials of a federated identity, which obstore cannot read. Return the path."""
         (directory / "subject").write_text("subject")
         return self._file(
             directory,

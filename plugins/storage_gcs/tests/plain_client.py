@@ -1,4 +1,4 @@
-"""A plain HTTP client, for requests from the documentation of GCS."""
+"""A plain HTTP client, to send requests as the documentation of GCS shows them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer of a server. Header names are in lower case."""
+    """The answer of a server. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Return the body, parsed as JSON."""
         return json.loads(self.body)
 
 
 def ask(url: str, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
-    """Send one request. ``_`` in header names means ``-``."""
+    """Send one request. Keyword arguments are headers, with ``_`` for ``-``."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
         connection.request(
@@ -37,7 +37,7 @@ def ask(url: str, method: str, target: str, body: bytes = b"", **headers: str) -
 
 
 def in_two_parts(resource: Mapping[str, Any], data: bytes) -> tuple[bytes, str]:
-    """The body and media type of an upload with ``uploadType=multipart``."""
+    """Return the body and the media type of an upload with ``uploadType=multipart``."""
     head = b"--mark\r\nContent-Type: application/json\r\n\r\n" + json.dumps(resource).encode()
     body = head + b"\r\n--mark\r\nContent-Type: text/plain\r\n\r\n" + data + b"\r\n--mark--"
     return body, "multipart/related; boundary=mark"

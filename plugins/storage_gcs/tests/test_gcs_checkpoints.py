@@ -1,4 +1,4 @@
-"""Checkpoints in GCS: saved, loaded, replaced, deleted, in steps, on both servers."""
+"""Checkpoints in GCS are saved, loaded, replaced and deleted, also as steps of a run. Tested on both servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Place: TypeAlias = tuple[str, ckptcore.Context]
 
 @pytest.fixture(params=["strict", "fake_gcs_server"])
 def place(request: pytest.FixtureRequest) -> Place:
-    """An empty bucket, with the Context for its server."""
+    """The URL of an empty bucket, with the Context for its server."""
     server: GcsServer = request.getfixturevalue(request.param)
     context = ckptcore.Context(storage={"gs": {**server.options, "part_bytes": 5 << 20}})
     return f"gs://{server.create_bucket()}", context
@@ -59,8 +59,8 @@ def test_steps_of_a_run(place: Place) -> None:
         assert list(reader.steps) == [2, 3]
 
 
-def test_a_commit_whose_answer_is_lost_is_one_commit(gcs: StrictGcs) -> None:
-    """A lost answer to any request that changes data does not fail a save."""
+def test_a_save_succeeds_if_answers_are_lost(gcs: StrictGcs) -> None:
+    """The answer to each request that changes data is lost once."""
     context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True, "part_bytes": 5 << 20}})
     state = {"w": np.arange(3_000_000, dtype=np.float32), "step": 1}
     ckptcore.save("gs://bucket/counted", state, context=context)

@@ -1,4 +1,4 @@
-"""Credentials: found by Google's conventions or given, and errors if they are missing or refused."""
+"""Credentials come from the options, or from Google's usual sources. Missing and refused ones raise errors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from plugins.storage_gcs.tests.identities import TokenService
 
 TOKEN = "a-token-of-the-tests"
 
-# google-auth warns about files from untrusted sources. This one is named by the user.
+# google-auth warns about files from untrusted sources. This file is trusted, because the user has named it.
 pytestmark = pytest.mark.filterwarnings("ignore:The load_credentials_from_file method:DeprecationWarning")
 
 
 @pytest.fixture
 def guarded() -> Iterator[StrictGcs]:
-    """A GCS server that requires the token."""
+    """A GCS server that accepts only the token of these tests."""
     with StrictGcs(["bucket"], token=TOKEN) as server:
         yield server
 
 
 @pytest.fixture
 def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TokenService]:
-    """A token service. No other credentials of this machine are used."""
+    """A token service. Credentials of this machine are hidden."""
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_QUOTA_PROJECT", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
@@ -47,9 +47,9 @@ def _open(gcs: StrictGcs, **config: JSON) -> StorageBackend:
 
 
 def _works(storage: StorageBackend) -> None:
-    tag = storage.put("a", b"1")  # by obstore
+    tag = storage.put("a", b"1")  # sent by obstore
     assert storage.get_with_tag("a") == (b"1", tag)
-    storage.delete(["a"])  # by the JSON API
+    storage.delete(["a"])  # sent by our client of the JSON API
 
 
 def test_a_service_account_in_the_environment(
@@ -71,16 +71,17 @@ def test_a_file_in_the_options(guarded: StrictGcs, tokens: TokenService, tmp_pat
 def test_an_identity_of_another_cloud(
     guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Obstore cannot read such a file, but google-auth can, and obstore does not try."""
+    """google-auth reads such a file. Obstore cannot, and must not try."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tokens.federated(tmp_path)))
-    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")  # or google-auth asks the real service for it
+    # Without this variable, google-auth asks the real service for the project.
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
     _works(_open(guarded))
 
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> None:
-    """In a new process, because google-auth reads the variables when it is imported."""
+def test_credentials_from_the_metadata_server(guarded: StrictGcs, tokens: TokenService) -> None:
+    """Runs in a new process, because google-auth reads the variables when it is imported."""
     program = (
         "import ckptcore\n"
         f"context = ckptcore.Context(storage={{'gs': {{'endpoint': {guarded.url!r}, 'retries': 0}}}})\n"
@@ -105,7 +106,7 @@ def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> 
         (b"\xff\xfe", "valid json|JSON"),
     ],
 )
-def test_files_that_have_no_credentials(
+def test_the_error_for_files_without_credentials(
     by: str,
     content: bytes | None,
     message: str,
@@ -131,7 +132,7 @@ def test_files_that_have_no_credentials(
 def test_another_account_in_the_environment_is_used(
     guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long program that changes its variables gets other connections, although it opens the same bucket."""
+    """A long-running program can change its variables. It then gets a new connection to the same bucket."""
     plugin = GcsPlugin()
     options = StorageOptions(config={"endpoint": guarded.url, "retries": 0})
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing"))
@@ -148,7 +149,9 @@ def test_a_token_in_the_options(guarded: StrictGcs, tokens: TokenService) -> Non
     assert tokens.asked == []
 
 
-def test_an_emulator_is_asked_without(gcs: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulator_needs_no_credentials(
+    gcs: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.url.removeprefix("http://"))
     storage = GcsPlugin().open("gs://bucket/run", StorageOptions())
     _works(storage)
@@ -156,7 +159,7 @@ def test_an_emulator_is_asked_without(gcs: StrictGcs, tokens: TokenService, monk
     assert storage.address.options == {"endpoint": gcs.url, "credentials": "anonymous"}
 
 
-def test_none_at_all(guarded: StrictGcs, tokens: TokenService) -> None:
+def test_the_error_for_missing_credentials(guarded: StrictGcs, tokens: TokenService) -> None:
     with pytest.raises(
         StorageCredentialsError, match=r"cannot put gs://bucket/run/a.*gcloud auth application-default login"
     ):
@@ -168,7 +171,7 @@ def test_none_at_all(guarded: StrictGcs, tokens: TokenService) -> None:
     assert guarded.service.buckets.list("bucket", limit=1).objects == []
 
 
-def test_credentials_that_are_refused(guarded: StrictGcs, tokens: TokenService, tmp_path: Path) -> None:
+def test_the_error_for_refused_credentials(guarded: StrictGcs, tokens: TokenService, tmp_path: Path) -> None:
     file = str(tokens.service_account(tmp_path))
     tokens.answer = (400, {"error": "invalid_grant", "error_description": "Invalid JWT Signature."})
     with pytest.raises(StorageCredentialsError, match="Invalid JWT Signature"):
@@ -179,13 +182,13 @@ def test_credentials_that_are_refused(guarded: StrictGcs, tokens: TokenService, 
         _open(guarded, credentials_file=file).get("a")
 
 
-def test_one_kind_is_given(gcs: StrictGcs) -> None:
+def test_several_kinds_of_credentials_are_refused(gcs: StrictGcs) -> None:
     with pytest.raises(ValueError, match="one of access_token, anonymous"):
         _open(gcs, access_token="1", anonymous=True)
 
 
-def test_who_pays(gcs: StrictGcs) -> None:
-    """Every request names the project, with obstore and with plain HTTP."""
+def test_every_request_names_the_paying_project(gcs: StrictGcs) -> None:
+    """Obstore sends some of the requests, and our own HTTP client sends others."""
     seen: list[str | None] = []
 
     def look(request: Request, serve: Callable[[Request], Response]) -> Response:
@@ -200,7 +203,7 @@ def test_who_pays(gcs: StrictGcs) -> None:
     assert set(seen) == {"who-pays"}
 
 
-def test_the_scheme_of_fsspec_names_the_same(gcs: StrictGcs) -> None:
+def test_the_schemes_gcs_and_gs_are_equal(gcs: StrictGcs) -> None:
     options = StorageOptions(config={"endpoint": gcs.url, "anonymous": True})
     GcsPlugin().open("gcs://bucket/run", options).put("a", b"1")
     assert _open(gcs, anonymous=True).get("a") == b"1"

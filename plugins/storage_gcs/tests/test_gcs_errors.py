@@ -1,4 +1,7 @@
-"""Errors of the service in both APIs: each gets its own type and a one-line message with the location and advice."""
+"""Errors of the service in both APIs.
+
+Each raises its own type, with a one-line message that has the location and advice.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", CASES, ids=list(CASES))
 @pytest.mark.parametrize("way", ["put", "put as JSON", "get", "list", "write", "delete"])
-def test_each_is_told_apart(gcs: StrictGcs, case: str, way: str) -> None:
+def test_each_failure_has_its_own_error(gcs: StrictGcs, case: str, way: str) -> None:
     answer, expected, words = CASES[case]
     gcs.intercept = lambda request, serve: answer
     storage = _open(gcs, part_bytes=5 << 20, uploads="composite" if way == "put as JSON" else "parts")
@@ -94,14 +97,14 @@ def test_each_is_told_apart(gcs: StrictGcs, case: str, way: str) -> None:
     assert "Debug" not in text
 
 
-def test_a_bucket_that_is_not_there(gcs: StrictGcs) -> None:
+def test_the_error_for_a_missing_bucket(gcs: StrictGcs) -> None:
     storage = _open(gcs, "gs://other/run")
     for work in (lambda: storage.put("a", b""), lambda: storage.get("a"), lambda: list(storage.list())):
         with pytest.raises(BucketNotFoundError, match="gs://other/run/.*NoSuchBucket"):
             work()
 
 
-def test_what_to_do_about_a_missing_bucket(gcs: StrictGcs) -> None:
+def test_the_remedy_for_a_missing_bucket(gcs: StrictGcs) -> None:
     context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True, "retries": 0}})
 
     def save(bucket: str) -> None:
@@ -116,7 +119,7 @@ def test_what_to_do_about_a_missing_bucket(gcs: StrictGcs) -> None:
         assert ckptcore.load(f"gs://{bucket}/run", context=context)["w"].tolist() == [1] * 3
 
 
-def test_locations_that_are_no_text(gcs: StrictGcs) -> None:
+def test_locations_that_are_not_valid_unicode(gcs: StrictGcs) -> None:
     context = ckptcore.Context(storage={"gs": {"endpoint": gcs.url, "anonymous": True}})
     with pytest.raises(
         InvalidLocationError, match="invalid key 'run.*keys in UTF-8; use another name for the location"
@@ -126,7 +129,7 @@ def test_locations_that_are_no_text(gcs: StrictGcs) -> None:
     assert ckptcore.load("gs://bucket/run\u0080", context=context)["w\udc80"].tolist() == [1] * 3
 
 
-def test_a_service_that_is_not_there() -> None:
+def test_a_refused_connection_is_an_error() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -137,7 +140,7 @@ def test_a_service_that_is_not_there() -> None:
                 work()
 
 
-def test_a_service_that_does_not_answer() -> None:
+def test_a_request_without_an_answer_times_out() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(8)
@@ -149,8 +152,8 @@ def test_a_service_that_does_not_answer() -> None:
                 work()
 
 
-def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
-    """The other objects are deleted, and the refusal is raised."""
+def test_one_refused_deletion_of_a_batch(gcs: StrictGcs) -> None:
+    """The other objects are deleted, and the refusal raises an error."""
     storage = _open(gcs)
     for name in ("a", "b", "c"):
         storage.put(name, b"1")
@@ -172,8 +175,8 @@ def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
     assert list(storage.list()) == []
 
 
-def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
-    """Answers name their requests, and transient failures are retried."""
+def test_answers_of_a_batch_can_have_any_order(gcs: StrictGcs) -> None:
+    """Each answer names its request. Transient failures are retried."""
     storage = _open(gcs, retries=3, first_wait=0.001)
     for name in ("a", "b", "c"):
         storage.put(name, b"1")
@@ -199,7 +202,7 @@ def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
     assert gcs.requests[-2] == "DELETE /storage/v1/b/bucket/o/run%2Fc", "only the one that failed is sent again"
 
 
-def test_options_that_are_wrong(gcs: StrictGcs) -> None:
+def test_invalid_options_are_refused(gcs: StrictGcs) -> None:
     with pytest.raises(ValueError, match="credentials_file: file of credentials"):
         _open(gcs, credential_file="x")
     with pytest.raises(ValueError, match="expected one of 'parts', 'composite', found 'resumable'"):

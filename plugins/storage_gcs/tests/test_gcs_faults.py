@@ -1,4 +1,4 @@
-"""Lost answers, throttling, and writers that failed."""
+"""Lost answers, throttling, and failed writers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageOptions
 
 PART = 5 << 20
-LARGE = bytes(range(256)) * (48 << 10)  # two parts and a piece
+LARGE = bytes(range(256)) * (48 << 10)  # two complete parts and a shorter one
 UPLOADS = ["parts", "composite"]
 
 
@@ -27,14 +27,14 @@ def _open(gcs: StrictGcs, **config: JSON) -> ObjectStoreDirectory:
 
 
 class Losing:
-    """Handles every request, but loses the first answer to each kind of request that changes data."""
+    """Handles every request, but loses the answer to the first request of each kind that changes data."""
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, request: Request, serve: Callable[[Request], Response]) -> Response | None:
-        """Answer that the client receives."""
+        """Return the answer that the client receives, or None to lose it."""
         answer = serve(request)
         kind = (
             f"{request.method} {'uploads' in request.query} {'uploadId' in request.query} "
@@ -68,7 +68,7 @@ def test_lost_answers_change_nothing(gcs: StrictGcs, uploads: str) -> None:
     losing.lost.clear()
     storage.delete(["open_new", "open_writer", "root"])
     assert gcs.service.buckets.list("bucket", limit=9).objects == []
-    # The id of an upload is unknown if its first answer was lost; aborting by prefix finds it.
+    # If the answer that begins an upload is lost, its id is unknown. Aborting by prefix finds this upload.
     left = len(gcs.service.buckets.part_uploads)
     assert left == (2 if uploads == "parts" else 0)
     assert storage.abort_uploads("") == left
@@ -76,8 +76,8 @@ def test_lost_answers_change_nothing(gcs: StrictGcs, uploads: str) -> None:
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
-def test_who_lost_is_told_so_however_often_it_asks(gcs: StrictGcs, uploads: str) -> None:
-    """An object of another writer with the same bytes is not mistaken for an own put."""
+def test_a_failed_condition_is_an_error_despite_lost_answers(gcs: StrictGcs, uploads: str) -> None:
+    """Another writer stored equal bytes before. The object is not mistaken for the result of the own put."""
     storage = _open(gcs, uploads=uploads)
     storage.put("root", b"claim", condition=IF_ABSENT)
     gcs.intercept = Losing()
@@ -94,7 +94,7 @@ def test_who_lost_is_told_so_however_often_it_asks(gcs: StrictGcs, uploads: str)
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_service_that_is_busy_is_asked_again_and_less(gcs: StrictGcs, status: int) -> None:
+def test_a_throttling_service_gets_retries_and_fewer_requests(gcs: StrictGcs, status: int) -> None:
     storage = _open(gcs)
     refused = 0
 
@@ -114,7 +114,7 @@ def test_a_service_that_is_busy_is_asked_again_and_less(gcs: StrictGcs, status: 
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
-def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, uploads: str) -> None:
+def test_a_late_writer_does_not_replace_a_new_object(gcs: StrictGcs, uploads: str) -> None:
     """Another writer creates the object after all checks, but before the last request."""
     storage = _open(gcs, uploads=uploads)
     writer = storage.open_new("model", len(LARGE))
@@ -134,7 +134,7 @@ def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, upload
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
-def test_what_a_failed_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
+def test_unfinished_uploads_of_a_failed_writer_are_aborted(gcs: StrictGcs, uploads: str) -> None:
     storage = _open(gcs, uploads=uploads)
     storage.put("kept", b"1")
     abandoned = storage.open_new("model", len(LARGE))
@@ -144,13 +144,13 @@ def test_what_a_failed_writer_left_is_found(gcs: StrictGcs, uploads: str) -> Non
     assert _open(gcs, uploads=uploads).abort_uploads("") == 1
     with pytest.raises(StorageError):
         abandoned.finish()
-    assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
+    assert [stored.name for stored in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
     assert gcs.service.buckets.part_uploads == {}
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
 def test_without_the_permission_to_delete(gcs: StrictGcs, uploads: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An account with the role Storage Object Creator."""
+    """Accounts with the role Storage Object Creator lack this permission."""
     storage = _open(gcs, uploads=uploads)
 
     def refuse(request: Request, serve: Callable[[Request], Response]) -> Response:
@@ -178,11 +178,11 @@ def test_many_parts_are_composed_in_steps(gcs: StrictGcs) -> None:
     tags = {number: upload.put_part(number, b"%05d" % number) for number in range(1, 1 + 32 * 2 + 3)}
     upload.complete(tags, if_absent=True)
     assert storage.get("many") == b"".join(b"%05d" % number for number in sorted(tags))
-    assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/many"]
+    assert [stored.name for stored in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/many"]
     assert sum("compose" in request for request in gcs.requests) == 4
 
 
-def test_deletion_comes_in_batches(gcs: StrictGcs) -> None:
+def test_objects_are_deleted_in_batches(gcs: StrictGcs) -> None:
     storage = _open(gcs)
     names = [f"d/{number}" for number in range(150)]
     for name in names:

@@ -8,7 +8,7 @@ from ckptcore_gcs.settings import settings_of
 from ckptcore.errors import InvalidLocationError
 
 
-def test_uploads_are_composed_where_the_environment_says_so() -> None:
+def test_an_environment_variable_selects_composed_uploads() -> None:
     environment = {"CKPTCORE_GCS_UPLOADS": "composite"}
     assert settings_of("bucket", {}, {}).uploads == "parts"
     assert settings_of("bucket", {}, environment).uploads == "composite"

@@ -22,13 +22,13 @@ class _OnStrictGcs:
 
     @pytest.fixture(autouse=True)
     def use_server(self, strict: GcsServer) -> None:
-        """A new bucket for each test."""
+        """Create a bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = strict
         self.bucket = strict.create_bucket()
 
     def open(self, directory: str) -> ObjectStoreDirectory:
-        """The same directory for the same name."""
+        """Return the directory with this name in the bucket."""
         config = {**self.server.options, "part_bytes": 5 << 20, "uploads": self.uploads}
         storage = self.plugin.open(f"gs://{self.bucket}/{directory}", StorageOptions(config=config))
         assert isinstance(storage, ObjectStoreDirectory)
@@ -36,54 +36,55 @@ class _OnStrictGcs:
 
 
 class TestStrictGcs(_OnStrictGcs, StorageBackendTests):
-    """On the server that enforces every precondition."""
+    """Conformance tests on the strict server, which enforces every precondition."""
 
     examples = 3
 
 
 @pytest.mark.slow
 class TestStrictGcsComposed(_OnStrictGcs, StorageBackendTests):
-    """With large objects composed of small ones."""
+    """As above, with large objects that are composed of small ones."""
 
     uploads = "composite"
     examples = 2
 
 
 class TestNewObjects(_OnStrictGcs, NewObjectTests):
-    """New objects."""
+    """Conformance tests of writers of new objects."""
 
 
 @pytest.mark.slow
 class TestNewObjectsComposed(_OnStrictGcs, NewObjectTests):
-    """New objects, composed of small ones."""
+    """Conformance tests of writers of new objects, which are composed of small ones."""
 
     uploads = "composite"
 
 
 class TestUploads(_OnStrictGcs, UploadsTests):
-    """Unfinished uploads."""
+    """Conformance tests of unfinished uploads."""
 
 
 @pytest.mark.slow
 class TestUploadsComposed(_OnStrictGcs, UploadsTests):
-    """Unfinished uploads of composed objects."""
+    """Conformance tests of unfinished uploads of composed objects."""
 
     uploads = "composite"
 
 
 class _OnFakeGcsServer:
-    """Opens directories of one bucket on fake-gcs-server, which checks conditions in only one kind of upload."""
+    """Opens directories of one bucket on fake-gcs-server. It checks conditions in only one kind of upload."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, fake_gcs_server: GcsServer) -> None:
-        """A new bucket for each test."""
+        """Create a bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = fake_gcs_server
         self.bucket = fake_gcs_server.create_bucket()
 
     def open(self, directory: str) -> ObjectStoreDirectory:
-        """The same directory for the same name."""
-        # fake-gcs-server answers 500 if a source of a composition is missing, so few tries suffice.
+        """Return the directory with this name in the bucket."""
+        # fake-gcs-server answers 500 if a source of a composition is missing. One retry suffices, because the error
+        # persists.
         config = {**self.server.options, "part_bytes": 5 << 20, "retries": 1}
         storage = self.plugin.open(f"gs://{self.bucket}/{directory}", StorageOptions(config=config))
         assert isinstance(storage, ObjectStoreDirectory)
@@ -91,16 +92,16 @@ class _OnFakeGcsServer:
 
 
 class TestFakeGcsServer(_OnFakeGcsServer, StorageBackendTests):
-    """On fake-gcs-server."""
+    """Conformance tests on fake-gcs-server."""
 
     examples = 1
     threads = 4
 
 
 class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, NewObjectTests):
-    """New objects, on fake-gcs-server."""
+    """Conformance tests of writers of new objects, on fake-gcs-server."""
 
 
 @pytest.mark.slow
 class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, UploadsTests):
-    """Unfinished uploads, on fake-gcs-server."""
+    """Conformance tests of unfinished uploads, on fake-gcs-server."""

@@ -1,4 +1,4 @@
-"""Tests of the strict GCS with other clients: they behave as with the real service."""
+"""Other clients use the strict GCS server like the real service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("plain", "a b/%41?ü#+&='()*~[y]", "deep/" * 20 + "end", "日本語/~")
 
 @pytest.fixture
 def store(gcs: StrictGcs) -> GCSStore:
-    """The bucket in obstore."""
+    """The bucket, opened with obstore."""
     key = {"gcs_base_url": gcs.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
     return GCSStore(
         "bucket",
@@ -40,13 +40,13 @@ def test_obstore_reads_what_it_put(store: GCSStore, name: str) -> None:
     assert bytes(obstore.get(store, name).bytes()) == b"0123456789"
     assert bytes(obstore.get_range(store, name, start=3, end=5)) == b"34"
     assert obstore.head(store, name)["size"] == 10
-    assert [found["path"] for page in obstore.list(store) for found in page] == [name]
+    assert [stored["path"] for page in obstore.list(store) for stored in page] == [name]
     obstore.delete(store, name)
     with pytest.raises(FileNotFoundError):
         obstore.get(store, name)
 
 
-def test_obstore_is_told_that_a_condition_does_not_hold(store: GCSStore) -> None:
+def test_obstore_raises_an_error_for_a_failed_condition(store: GCSStore) -> None:
     first = obstore.put(store, "a", b"first", mode="create", use_multipart=False)
     with pytest.raises(AlreadyExistsError):
         obstore.put(store, "a", b"second", mode="create", use_multipart=False)
@@ -71,18 +71,18 @@ def test_obstore_lists_a_level_at_a_time_and_in_pages(store: GCSStore, gcs: Stri
     names = [f"d{number % 3}/{number:04d}" for number in range(1100)] + ["top"]
     for name in names:
         obstore.put(store, name, b"", use_multipart=False)
-    assert sorted(found["path"] for page in obstore.list(store) for found in page) == sorted(names)
+    assert sorted(stored["path"] for page in obstore.list(store) for stored in page) == sorted(names)
     level = obstore.list_with_delimiter(store)
     assert level["common_prefixes"] == ["d0", "d1", "d2"]
-    assert [found["path"] for found in level["objects"]] == ["top"]
+    assert [stored["path"] for stored in level["objects"]] == ["top"]
     assert sum("list-type=2" in request for request in gcs.requests) == 3
 
 
 @pytest.fixture
 def files(gcs: StrictGcs) -> Any:
-    """The service in gcsfs.
+    """The service, opened with gcsfs.
 
-    Its extension for zonal buckets would request the bucket's type by gRPC.
+    Its extension for zonal buckets is not used, because it would request the type of the bucket by gRPC.
     """
     return GCSFileSystem(token="anon", endpoint_url=gcs.url, skip_instance_cache=True)
 
@@ -113,13 +113,13 @@ def test_gcsfs_writes_by_a_resumable_upload(files: Any) -> None:
 
 @pytest.fixture
 def client(gcs: StrictGcs) -> Iterator[storage.Client]:
-    """The service in Google's library."""
+    """The service, opened with Google's library."""
     client = storage.Client("project", credentials=AnonymousCredentials(), client_options={"api_endpoint": gcs.url})
     yield client
     client.close()
 
 
-def test_googles_library_meets_the_conditions(client: storage.Client) -> None:
+def test_googles_library_supports_conditions(client: storage.Client) -> None:
     bucket = client.bucket("bucket")
     blob = bucket.blob("a/b c")
     blob.upload_from_string(b"0123456789", if_generation_match=0)
@@ -139,7 +139,7 @@ def test_googles_library_meets_the_conditions(client: storage.Client) -> None:
         bucket.copy_blob(blob, bucket, "composed", if_generation_match=0)
     with pytest.raises(PreconditionFailed):
         blob.delete(if_generation_match=1)
-    assert [found.name for found in client.list_blobs("bucket")] == ["a/b c", "composed", "resumable"]
+    assert [stored.name for stored in client.list_blobs("bucket")] == ["a/b c", "composed", "resumable"]
     assert next(iter(client.list_blobs("bucket", delimiter="/", max_results=1))).name == "composed"
     with client.batch():
         for name in ("a/b c", "composed", "resumable"):

@@ -1,4 +1,4 @@
-"""Tests of the strict GCS: no request changes an object if its condition is not met."""
+"""The strict GCS server: no request changes an object if its condition is not met."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _names(write: Write) -> str:
         ("ifMetagenerationNotMatch", "1", "2"),
     ],
 )
-def test_a_change_is_made_only_where_its_condition_holds(
+def test_a_change_is_made_only_if_its_condition_is_met(
     gcs: StrictGcs, write: Write, name: str, wrong: str, right: str
 ) -> None:
     ask(gcs.url, "PUT", "/bucket/source", b"new")
@@ -116,7 +116,7 @@ def test_a_change_is_made_only_where_its_condition_holds(
 
 
 @pytest.mark.parametrize("write", WRITES, ids=_names)
-def test_generation_0_is_that_of_no_object(gcs: StrictGcs, write: Write) -> None:
+def test_generation_0_means_that_no_object_exists(gcs: StrictGcs, write: Write) -> None:
     ask(gcs.url, "PUT", "/bucket/source", b"new")
     assert write(gcs, "name", {"ifGenerationMatch": "1"}).status == 412
     assert write(gcs, "name", {"ifGenerationNotMatch": "0"}).status == 412
@@ -127,7 +127,7 @@ def test_generation_0_is_that_of_no_object(gcs: StrictGcs, write: Write) -> None
     assert gcs.service.buckets.get("bucket", "name") is first
 
 
-def test_a_resumable_upload_is_compared_when_it_ends(gcs: StrictGcs) -> None:
+def test_the_condition_of_a_resumable_upload_is_checked_at_its_end(gcs: StrictGcs) -> None:
     begun = ask(gcs.url, "POST", f"{UPLOADS}?uploadType=resumable&name=late&ifGenerationMatch=0")
     ask(gcs.url, "PUT", "/bucket/late", b"meanwhile")
     assert ask(gcs.url, "PUT", begun.headers["location"].removeprefix(gcs.url), b"new").status == 412
@@ -137,7 +137,7 @@ def test_a_resumable_upload_is_compared_when_it_ends(gcs: StrictGcs) -> None:
 @pytest.mark.parametrize(
     "header", ["x-goog-if-generation-match", "x-goog-if-metageneration-match", "if-match", "if-none-match"]
 )
-def test_an_upload_in_parts_takes_no_condition(gcs: StrictGcs, header: str) -> None:
+def test_an_upload_in_parts_refuses_conditions(gcs: StrictGcs, header: str) -> None:
     # https://cloud.google.com/storage/docs/request-preconditions: "Preconditions cannot be used in
     # XML API multipart uploads. Attempting to do so results in a 400 NotImplemented error."
     for target in ("/bucket/a?uploads", "/bucket/a?uploadId=1"):
@@ -148,7 +148,7 @@ def test_an_upload_in_parts_takes_no_condition(gcs: StrictGcs, header: str) -> N
 
 @pytest.mark.parametrize("write", [_xml_put, _json_media, _xml_delete, _json_delete], ids=_names)
 @pytest.mark.parametrize("header", ["if-match", "if-none-match"])
-def test_conditions_by_entity_tag_are_for_reads(gcs: StrictGcs, write: Write, header: str) -> None:
+def test_changes_refuse_conditions_by_entity_tag(gcs: StrictGcs, write: Write, header: str) -> None:
     ask(gcs.url, "PUT", "/bucket/there", b"old")
     methods = {_xml_put: "PUT", _json_media: "POST", _xml_delete: "DELETE", _json_delete: "DELETE"}
     target = {
@@ -161,7 +161,7 @@ def test_conditions_by_entity_tag_are_for_reads(gcs: StrictGcs, write: Write, he
     assert gcs.service.buckets.get("bucket", "there").data == b"old"
 
 
-def test_reads_have_conditions_too(gcs: StrictGcs) -> None:
+def test_conditions_of_reads_are_checked(gcs: StrictGcs) -> None:
     ask(gcs.url, "PUT", "/bucket/there", b"old")
     there = gcs.service.buckets.get("bucket", "there")
     generation = str(there.generation)
@@ -179,7 +179,7 @@ def test_reads_have_conditions_too(gcs: StrictGcs) -> None:
         assert ask(gcs.url, method, "/bucket/there?generation=1").status == 404
 
 
-def test_a_source_has_conditions_of_its_own(gcs: StrictGcs) -> None:
+def test_the_source_of_a_copy_has_its_own_conditions(gcs: StrictGcs) -> None:
     ask(gcs.url, "PUT", "/bucket/source", b"new")
     rewrite = f"{OBJECTS}/source/rewriteTo/b/bucket/o/copy?ifGenerationMatch=0"
     assert ask(gcs.url, "POST", f"{rewrite}&ifSourceGenerationMatch=1").status == 412
@@ -206,7 +206,7 @@ def test_errors_have_the_form_of_each_api(gcs: StrictGcs) -> None:
     assert b"<Code>PreconditionFailed</Code>" in _xml_put(gcs, "there", {"ifGenerationMatch": "0"}).body
 
 
-def test_what_it_does_not_know_it_refuses(gcs: StrictGcs) -> None:
-    """Unknown requests are refused, because ignoring them could hide defects."""
+def test_unknown_requests_are_refused(gcs: StrictGcs) -> None:
+    """If the server ignored an unknown request, a test could miss a defect."""
     for method, target in (("POST", "/storage/v1/b/bucket/lockRetentionPolicy"), ("GET", "/bucket/a?acl")):
         assert ask(gcs.url, method, target).status == 501

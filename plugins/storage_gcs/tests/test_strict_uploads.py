@@ -1,4 +1,4 @@
-"""Tests of the strict GCS: uploads in pieces, and connections."""
+"""The strict GCS server: uploads in pieces, and connections."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_parts_become_an_object(gcs: StrictGcs) -> None:
     assert _complete(gcs, upload, [(1, first), (2, second)]).status == 200
     assert ask(gcs.url, "GET", "/bucket/a").body == PART + b"end"
     assert ask(gcs.url, "GET", "/bucket/a").headers["content-type"] == "text/plain"
-    # The client repeats a request whose answer was lost: the upload no longer exists.
+    # A client that lost the answer repeats the request. By then the upload no longer exists.
     again = _complete(gcs, upload, [(1, first), (2, second)])
     assert (again.status, b"<Code>NoSuchUpload</Code>" in again.body) == (404, True)
 
 
-def test_parts_that_do_not_fit_are_refused(gcs: StrictGcs) -> None:
+def test_invalid_parts_are_refused(gcs: StrictGcs) -> None:
     upload = _begin(gcs)
     small, large = _part(gcs, upload, 1, b"small"), _part(gcs, upload, 2, PART)
     for parts, code in (
@@ -75,14 +75,14 @@ def test_uploads_are_listed_and_aborted(gcs: StrictGcs) -> None:
     assert ask(gcs.url, "DELETE", f"/bucket/run/a?uploadId={uploads[0]}").status == 404
 
 
-def test_a_resumable_upload_says_how_far_it_came(gcs: StrictGcs) -> None:
+def test_a_resumable_upload_reports_the_received_bytes(gcs: StrictGcs) -> None:
     session = ask(gcs.url, "POST", RESUMABLE).headers["location"].removeprefix(gcs.url)
     piece = bytes(256 << 10)
     stop = len(piece) - 1
     assert ask(gcs.url, "PUT", session, content_range="bytes */*").status == 308
     first = ask(gcs.url, "PUT", session, piece, content_range=f"bytes 0-{stop}/*")
     assert (first.status, first.headers["range"]) == (308, f"bytes=0-{stop}")
-    # The same bytes again, as after a lost answer: they count once.
+    # A client that lost the answer sends the same bytes again. They count once.
     assert ask(gcs.url, "PUT", session, piece, content_range=f"bytes 0-{stop}/*").headers["range"] == f"bytes=0-{stop}"
     assert ask(gcs.url, "PUT", session, piece[1:], content_range=f"bytes {stop + 1}-{2 * stop}/*").status == 400
     assert ask(gcs.url, "PUT", session, b"x", content_range=f"bytes {stop + 9}-{stop + 9}/{stop + 10}").status == 503
@@ -91,7 +91,7 @@ def test_a_resumable_upload_says_how_far_it_came(gcs: StrictGcs) -> None:
     assert ask(gcs.url, "PUT", session, content_range=f"bytes */{stop + 4}").json() == last.json()
 
 
-def test_a_resumable_upload_that_is_given_up_is_gone(gcs: StrictGcs) -> None:
+def test_an_aborted_resumable_upload_no_longer_exists(gcs: StrictGcs) -> None:
     session = ask(gcs.url, "POST", RESUMABLE).headers["location"].removeprefix(gcs.url)
     assert ask(gcs.url, "DELETE", session).status == 499
     assert ask(gcs.url, "PUT", session, b"late").status == 404
@@ -106,17 +106,17 @@ def test_an_upload_of_two_parts_keeps_every_byte(gcs: StrictGcs, data: bytes) ->
         body = body[: -len(b"--mark--")] + b"--mork--"
     target = "/upload/storage/v1/b/bucket/o?uploadType=multipart"
     assert ask(gcs.url, "POST", target, body, content_type=content_type).status == 200
-    found = ask(gcs.url, "GET", "/bucket/a")
-    assert (found.body, found.headers["content-type"], found.headers["x-goog-meta-k"]) == (data, "text/plain", "v")
+    reply = ask(gcs.url, "GET", "/bucket/a")
+    assert (reply.body, reply.headers["content-type"], reply.headers["x-goog-meta-k"]) == (data, "text/plain", "v")
 
 
-def test_bytes_that_changed_on_the_way_are_refused(gcs: StrictGcs) -> None:
+def test_bytes_with_a_wrong_checksum_are_refused(gcs: StrictGcs) -> None:
     target = "/upload/storage/v1/b/bucket/o?uploadType=multipart"
     body, content_type = in_two_parts({"name": "a", "crc32c": "AAAAAA=="}, b"1")
     assert ask(gcs.url, "POST", target, body, content_type=content_type).status == 400
 
 
-def test_a_client_may_wait_for_the_word_to_go_on(gcs: StrictGcs) -> None:
+def test_a_client_may_wait_for_100_continue(gcs: StrictGcs) -> None:
     host = urlsplit(gcs.url)
     with socket.create_connection((host.hostname or "", host.port or 0), timeout=60) as connection:
         connection.sendall(b"PUT /bucket/a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
@@ -126,7 +126,7 @@ def test_a_client_may_wait_for_the_word_to_go_on(gcs: StrictGcs) -> None:
     assert gcs.service.buckets.get("bucket", "a").data == b"abc"
 
 
-def test_a_body_that_comes_in_chunks_is_read(gcs: StrictGcs) -> None:
+def test_a_chunked_body_is_read(gcs: StrictGcs) -> None:
     host = urlsplit(gcs.url)
     with socket.create_connection((host.hostname or "", host.port or 0), timeout=60) as connection:
         connection.sendall(
@@ -148,7 +148,7 @@ def test_an_answer_can_be_lost(gcs: StrictGcs) -> None:
     assert ask(gcs.url, "GET", "/bucket/a").body == b"abc"
 
 
-def test_only_who_has_the_token_may_do_anything() -> None:
+def test_requests_without_the_token_are_refused() -> None:
     with StrictGcs(["bucket"], token="secret") as gcs:
         refused = ask(gcs.url, "PUT", "/bucket/a", b"abc")
         assert (refused.status, b"<Code>AuthenticationRequired</Code>" in refused.body) == (401, True)

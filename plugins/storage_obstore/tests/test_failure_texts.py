@@ -1,4 +1,4 @@
-"""Failures are parsed from bodies of answers and from texts of obstore errors."""
+"""Failures are parsed from the bodies of answers, and from the texts of obstore's errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOT_FOUND = (
 DNS = "HTTP error: error sending request\n\nDebug source:\n kind: Connect,\n (dns error) failed to lookup address: "
 
 
-def test_the_body_of_an_answer_is_found_in_a_text() -> None:
-    found = failure_of_text(NOT_FOUND, REFUSALS)
-    assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
-    assert found.description == "404 NoSuchKey: The specified key does not exist."
+def test_an_error_text_that_contains_the_body_of_an_answer() -> None:
+    failure = failure_of_text(NOT_FOUND, REFUSALS)
+    assert (failure.kind, failure.status, failure.code) == (FailureKind.MISSING, 404, "NoSuchKey")
+    assert failure.description == "404 NoSuchKey: The specified key does not exist."
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_the_body_of_an_answer_is_found_in_a_text() -> None:
         ("something that nobody has seen", FailureKind.OTHER),
     ],
 )
-def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
-    found = failure_of_text(text, REFUSALS)
-    assert found.kind is kind
-    assert "\n" not in found.description and "Debug" not in found.description
+def test_error_texts_without_an_answer(text: str, kind: FailureKind) -> None:
+    failure = failure_of_text(text, REFUSALS)
+    assert failure.kind is kind
+    assert "\n" not in failure.description and "Debug" not in failure.description
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_texts_without_an_answer(text: str, kind: FailureKind) -> None:
         (418, b"<Error><Code>Teapot</Code></Error>", FailureKind.OTHER),
     ],
 )
-def test_answers(status: int, body: bytes, kind: FailureKind) -> None:
-    found = failure_of_response(status, body, REFUSALS)
-    assert found.kind is kind
+def test_kinds_of_failures_in_answers(status: int, body: bytes, kind: FailureKind) -> None:
+    failure = failure_of_response(status, body, REFUSALS)
+    assert failure.kind is kind
     assert len(failure_of_response(status, body * 1000, REFUSALS).description) < 1000
 
 
-def test_hints_of_an_answer() -> None:
+def test_the_region_in_an_answer() -> None:
     body = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>"
     assert dict(failure_of_response(400, body, REFUSALS).hints) == {"Region": "eu-west-1"}
     assert dict(failure_of_response(301, b"", REFUSALS, "eu-west-2").hints) == {"Region": "eu-west-2"}

@@ -1,4 +1,4 @@
-"""Forked children can make requests, independent of the threads of the parent."""
+"""Forked children can make requests, whatever the threads of the parent are doing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SECONDS = 60
 
 
 def _in_a_child(work: Callable[[], object]) -> int:
-    """Return the exit status of a forked child that runs `work`; not 0 if it fails or hangs."""
+    """Run `work` in a forked child. Return its exit status, which is not 0 if it fails or hangs."""
     child = os.fork()
     if child == 0:
         signal.alarm(_SECONDS)
         try:
             work()
-        except BaseException:  # noqa: BLE001  # told by the exit status
+        except BaseException:  # noqa: BLE001  # the exit status reports it
             os._exit(1)
         os._exit(0)
     return os.waitpid(child, 0)[1]
 
 
-def test_requests_of_the_parent_take_no_places() -> None:
+def test_requests_of_the_parent_do_not_count_in_a_child() -> None:
     limit = AdaptiveLimit(2, "s3://bucket")
 
     def take() -> None:
@@ -41,7 +41,7 @@ def test_requests_of_the_parent_take_no_places() -> None:
     take()
 
 
-def test_credentials_that_the_parent_asks_for_are_asked_for_anew() -> None:
+def test_a_lock_of_credentials_is_free_in_a_child() -> None:
     for source in (ChainCredentials(None), DefaultTokens(None)):
 
         def is_free(source: ChainCredentials | DefaultTokens = source) -> None:

@@ -1,4 +1,7 @@
-"""The adaptive limit is halved once per burst, grows by one per round of successes, and has a maximum."""
+"""The limit of concurrent requests adapts to the service.
+
+It is halved once per burst of failures, grows by one per round of successes, and has a maximum.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 from ckptcore_obstore.retrying import AdaptiveLimit
 
 
-def test_it_is_halved_once_for_each_burst() -> None:
+def test_the_limit_is_halved_once_for_each_burst() -> None:
     now = 0.0
     limit = AdaptiveLimit(16, "s3://bucket", clock=lambda: now)
     assert (limit.allowed, limit.cuts) == (16, 0)
@@ -21,7 +24,7 @@ def test_it_is_halved_once_for_each_burst() -> None:
     assert limit.cuts == 5
 
 
-def test_it_grows_by_one_for_each_round() -> None:
+def test_the_limit_grows_by_one_for_each_round() -> None:
     limit = AdaptiveLimit(16, "s3://bucket")
     limit.throttled()
     for before in range(8, 16):
@@ -33,7 +36,7 @@ def test_it_grows_by_one_for_each_round() -> None:
     assert limit.allowed == 16
 
 
-def test_no_more_than_allowed_are_under_way() -> None:
+def test_no_more_requests_than_allowed_run_concurrently() -> None:
     limit = AdaptiveLimit(4, "s3://bucket")
     limit.throttled()
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Open buckets are shared, and the cache is bounded."""
+"""Open buckets are shared, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore_s3.service import S3Buckets
 from ckptcore.protocols import StorageOptions
 
 
-def test_the_buckets_that_were_used_last_are_kept() -> None:
+def test_the_most_recently_used_buckets_are_kept() -> None:
     buckets = OpenBuckets[str, object](max_buckets=2)
     first, second = buckets.get("first", object), buckets.get("second", object)
     assert buckets.get("first", object) is first
@@ -37,11 +37,11 @@ def _gs() -> Callable[[int], ObjectStoreDirectory]:
 
 
 @pytest.mark.parametrize("opener", [_s3, _gs])
-def test_what_was_open_with_old_credentials_is_let_go(
+def test_buckets_with_old_credentials_are_released(
     opener: Callable[[], Callable[[int], ObjectStoreDirectory]],
 ) -> None:
-    opened = opener()
-    assert opened(0).bucket is opened(0).bucket
-    seen = [weakref.ref(opened(number).bucket) for number in range(200)]
+    open_with = opener()
+    assert open_with(0).bucket is open_with(0).bucket
+    seen = [weakref.ref(open_with(number).bucket) for number in range(200)]
     gc.collect()
     assert sum(bucket() is not None for bucket in seen) < 100

@@ -1,4 +1,4 @@
-"""Parts of uploads are contiguous, large enough, and not too many."""
+"""Parts of uploads are contiguous and large enough, and their number is limited."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 MIB = 1 << 20
-MAX_BYTES = 5 << 40  # of an object in S3
+MAX_BYTES = 5 << 40  # the maximum size of an object in S3
 
 
 @given(
@@ -17,9 +17,9 @@ MAX_BYTES = 5 << 40  # of an object in S3
     least=st.integers(5, 64).map(lambda number: number * MIB),
     data=st.data(),
 )
-def test_parts_follow_each_other(size: int | None, least: int, data: st.DataObject) -> None:
+def test_parts_are_contiguous(size: int | None, least: int, data: st.DataObject) -> None:
     sizes = PartSizes(size, least)
-    end = min(MAX_BYTES, 1023 * 1000 * least) if size is None else size  # 4.9 TiB at least
+    end = min(MAX_BYTES, 1023 * 1000 * least) if size is None else size  # 4.9 TiB or more
     position = data.draw(st.integers(0, end - 1))
     part = sizes.at(position)
     assert part.start <= position < part.stop

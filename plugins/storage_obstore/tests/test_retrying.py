@@ -1,4 +1,4 @@
-"""The number of retries, and the warnings."""
+"""Retries of requests: how many there are, and when a warning is logged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLICY = RetryPolicy(retries=5, initial_wait_seconds=0.0)
 
 
 class Service:
-    """Fails some times, and then answers."""
+    """A service that fails a number of times before it answers."""
 
     def __init__(self, failures: int, kind: FailureKind = FailureKind.CONNECTION) -> None:
         self.left = failures
@@ -20,7 +20,7 @@ class Service:
         self.kind = kind
 
     def __call__(self) -> str:
-        """One request."""
+        """Answer one request."""
         self.asked += 1
         if self.left:
             self.left -= 1
@@ -28,14 +28,14 @@ class Service:
         return "answer"
 
 
-def test_a_failure_that_passes_is_not_seen(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_few_failures_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     service = Service(2)
     assert try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket")) == "answer"
     assert service.asked == 3
     assert caplog.records == []
 
 
-def test_who_waits_is_told_for_what_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_failures_cause_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     service = Service(5)
     assert try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket")) == "answer"
     (record,) = caplog.records
@@ -43,14 +43,14 @@ def test_who_waits_is_told_for_what_and_once(caplog: pytest.LogCaptureFixture) -
     assert "s3://bucket: 3 tries" in record.getMessage() and "connection refused" in record.getMessage()
 
 
-def test_tries_end() -> None:
+def test_the_number_of_tries_is_limited() -> None:
     service = Service(6)
     with pytest.raises(RequestFailed) as caught:
         try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket"))
     assert caught.value.tried.tries == service.asked == 6
 
 
-def test_what_does_not_pass_is_not_tried_again() -> None:
+def test_permanent_failures_are_not_retried() -> None:
     service = Service(1, FailureKind.PERMISSION)
     with pytest.raises(RequestFailed):
         try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket"))

@@ -1,8 +1,8 @@
-"""The S3 gateway of Hugging Face, as https://huggingface.co/docs/hub/storage-buckets-s3 describes it.
+"""A local server that behaves like the S3 gateway of Hugging Face.
 
-Not the service: a server in this process that answers as its documentation says (November 2026). A bucket is
-addressed as ``/NAMESPACE/BUCKET/KEY``, user metadata is not stored, a client that does not name botocore is redirected
-when it reads, only PutObject has conditions, and only ListObjectsV2 exists.
+It follows https://huggingface.co/docs/hub/storage-buckets-s3 (November 2026). The address of an object is
+``/NAMESPACE/BUCKET/KEY``. The gateway does not store user metadata. It redirects reads of clients that are not based on
+botocore. Only PutObject has conditions, and ListObjectsV2 is the only way to list objects.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ENDS = ("/", "..")
 
 
 class HubGateway:
-    """One bucket, ``team/box``. Use it as the answer of a stub server.
+    """A gateway with one bucket, ``team/box``. Pass it to a stub server as the function that answers.
 
     Attributes:
         objects: data by key.
         uploads: parts of unfinished uploads, by key and id.
         checks: False to ignore conditions, as other gateways do.
-        lost: number of the next puts whose answers are lost.
-        lost_completions: number of the next completions of uploads whose answers are lost.
-        redirected: reads that were redirected.
+        lost: the answers to this many of the next puts are lost.
+        lost_completions: the answers to this many of the next completions of uploads are lost.
+        redirected: number of reads that were redirected.
     """
 
     def __init__(self, *, checks: bool = True) -> None:
@@ -91,8 +91,10 @@ class HubGateway:
             return error_reply(501, "NotImplemented")
         if "uploads" in request.query:
             prefix = request.query.get("prefix", "")
-            found = [(key, name) for name, (key, _) in self.uploads.items() if key.startswith(prefix)]
-            items = [f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>" for key, name in found]
+            unfinished = [(key, name) for name, (key, _) in self.uploads.items() if key.startswith(prefix)]
+            items = [
+                f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>" for key, name in unfinished
+            ]
             return _xml("ListMultipartUploadsResult", [*items, "<IsTruncated>false</IsTruncated>"])
         if request.query.get("list-type") != "2" or request.query.get("delimiter", "/") != "/":
             return error_reply(501, "NotImplemented")
@@ -105,7 +107,9 @@ class HubGateway:
             else:
                 keys.append(key)
         items = [f"<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size></Contents>" for key in keys]
-        items += [f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(above)]
+        items += [
+            f"<CommonPrefixes><Prefix>{escape(directory)}</Prefix></CommonPrefixes>" for directory in sorted(above)
+        ]
         return _xml("ListBucketResult", [*items, "<IsTruncated>false</IsTruncated>"])
 
     def _of_upload(self, key: str, request: Request) -> Reply:
@@ -122,7 +126,8 @@ class HubGateway:
         parts = self.uploads.pop(name)[1]
         if request.method == "DELETE":
             return Reply(204)
-        self.objects[key] = b"".join(parts[number] for number in sorted(parts))  # conditions are not documented here
+        # The documentation of the gateway mentions no conditions for this request.
+        self.objects[key] = b"".join(parts[number] for number in sorted(parts))
         if self.lost_completions:
             self.lost_completions -= 1
             return Reply(0)

@@ -1,4 +1,4 @@
-"""A server whose answers a test defines, for failures that no real server produces."""
+"""A server whose answers a test defines. It simulates failures that no real server produces on request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Request:
     """A request of the client.
 
     Attributes:
-        method, path: the path without escapes.
-        query, headers: header names in lower case.
+        method: the HTTP method.
+        path: the path without escapes.
+        query: the parameters of the URL.
+        headers: the headers, with names in lower case.
         body: the whole body.
     """
 
@@ -34,7 +36,8 @@ class Reply:
 
     Attributes:
         status: 0 to close the connection without an answer.
-        body, headers: of the answer.
+        body: the body of the answer.
+        headers: the headers of the answer.
         cut: number of announced bytes that are not sent.
     """
 
@@ -45,13 +48,13 @@ class Reply:
 
 
 def error_reply(status: int, code: str, message: str = "told by the service", more: str = "") -> Reply:
-    """An error in the format of S3."""
+    """Return an error in the format of S3."""
     body = f'<?xml version="1.0"?>\n<Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>'
     return Reply(status, body.encode(), {"content-type": "application/xml"})
 
 
 class StubServer:
-    """Answers with a function, and records the requests."""
+    """A server that answers with a function, and records the requests."""
 
     def __init__(self, answer: Callable[[Request], Reply]) -> None:
         self.answer = answer
@@ -60,19 +63,19 @@ class StubServer:
         self._lock = threading.Lock()
 
     def reply(self, request: Request) -> Reply:
-        """The answer to a request."""
+        """Return the answer to a request."""
         with self._lock:
             self.asked.append(request)
             return self.answer(request)
 
     def methods(self) -> Sequence[str]:
-        """Methods of the requests."""
+        """Return the methods of the requests so far."""
         return [request.method for request in self.asked]
 
 
 @contextmanager
 def stub_server(answer: Callable[[Request], Reply]) -> Iterator[StubServer]:
-    """A server on this machine, in threads of this process."""
+    """Run a local server in threads of this process."""
     stub = StubServer(answer)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Storage buckets of Hugging Face through their S3 gateway, against a server that answers as it is documented."""
+"""Storage buckets of Hugging Face through their S3 gateway, tested with a server that follows its documentation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ckptcore.runtime import runtime_of
 from plugins.storage_s3.tests.hub_gateway import HubGateway
 from plugins.storage_s3.tests.stub_server import Reply, Request, StubServer, stub_server
 
-LARGE = {"w": np.arange(700_000.0), "step": 1}  # more than one part
+LARGE = {"w": np.arange(700_000.0), "step": 1}  # more than one part of an upload
 LOCATION = "s3://box/runs/1"
 
 
 @pytest.fixture
 def gateway() -> HubGateway:
-    """A gateway that checks conditions, as it is documented."""
+    """A gateway that checks conditions, as documented."""
     return HubGateway()
 
 
 @pytest.fixture
 def stub(gateway: HubGateway) -> Iterator[StubServer]:
-    """A server with this gateway."""
-    with stub_server(gateway) as found:
-        yield found
+    """A server that answers like this gateway."""
+    with stub_server(gateway) as server:
+        yield server
 
 
 def context_of(stub: StubServer, io: IOOptions | None = None) -> ckptcore.Context:
-    """The settings that the documentation of ckptcore recommends, with another host."""
+    """Return the settings that the documentation of ckptcore recommends, but with the address of the local server."""
     config: dict[str, JSON] = {
         "endpoint": f"{stub.url}/team", "region": "us-east-1", "addressing_style": "path", "access_key_id": "HFAK1",
         "secret_access_key": "hidden", "part_bytes": 5 << 20, "retries": 2, "first_wait": 0.001,
@@ -67,7 +67,7 @@ def test_a_run_is_fenced(stub: StubServer, gateway: HubGateway) -> None:
 
 @pytest.mark.parametrize("lost", [1, 3])
 def test_lost_answers_without_metadata(lost: int, stub: StubServer, gateway: HubGateway) -> None:
-    """The gateway keeps no id of a put, so the objects themselves tell whose they are."""
+    """The gateway does not store the id of a put. The content of the objects shows which save wrote them."""
     context = context_of(stub)
     gateway.lost = lost
     ckptcore.save(LOCATION, {"w": np.ones(10)}, context=context)

@@ -1,4 +1,4 @@
-"""Unusual answers of AWS and of other services."""
+"""Unusual answers of AWS and of services that are compatible with it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WHOLE = bytes(range(256))
 
 
 def _escaped(key: str) -> str:
-    """Keys as S3 writes them with ``encoding-type=url``. botocore decodes them with ``unquote_plus``."""
+    """Return a key as S3 writes it with ``encoding-type=url``. botocore decodes such keys with ``unquote_plus``."""
     return quote_plus(key, safe="/")
 
 
-def test_spaces_in_keys_are_read_as_s3_writes_them() -> None:
+def test_spaces_in_listed_keys_are_decoded() -> None:
     listed = f"<R><EncodingType>url</EncodingType><Contents><Key>{_escaped(f'run/{_KEY}')}</Key></Contents></R>"
     with stub_server(lambda request: Reply(200, listed.encode())) as stub:
         assert list(open_stub(stub.url).list()) == [_KEY]
 
 
-def test_uploads_to_keys_with_spaces_are_given_up() -> None:
+def test_uploads_to_keys_with_spaces_are_aborted() -> None:
     listed = f"<Upload><Key>{_escaped(f'run/{_KEY}')}</Key><UploadId>1</UploadId></Upload>"
     listed = f"<R><EncodingType>url</EncodingType>{listed}<IsTruncated>false</IsTruncated></R>"
 
@@ -38,7 +38,7 @@ def test_uploads_to_keys_with_spaces_are_given_up() -> None:
         assert [request.path for request in stub.asked if request.method == "DELETE"] == [f"/bucket/run/{_KEY}"]
 
 
-def test_a_list_that_does_not_say_how_it_goes_on_is_no_whole_list() -> None:
+def test_a_truncated_list_without_a_token_is_an_error() -> None:
     listed = b"<R><IsTruncated>true</IsTruncated><Contents><Key>run/a</Key></Contents></R>"
     with stub_server(lambda request: Reply(200, listed)) as stub:
         for look in (lambda: open_stub(stub.url).list(), lambda: open_stub(stub.url).list_names()):
@@ -57,7 +57,7 @@ def test_a_list_that_does_not_say_how_it_goes_on_is_no_whole_list() -> None:
     ],
     ids=["everything", "another range", "more", "of nowhere"],
 )
-def test_bytes_that_were_not_asked_for_are_no_answer(key: str, reply: Reply) -> None:
+def test_an_answer_with_other_bytes_than_requested_is_an_error(key: str, reply: Reply) -> None:
     with stub_server(lambda request: reply) as stub:
         storage = open_stub(stub.url)
         buffer = bytearray(4)
@@ -69,10 +69,11 @@ def test_bytes_that_were_not_asked_for_are_no_answer(key: str, reply: Reply) -> 
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "QuotaExceeded"])
-def test_a_put_that_may_be_on_its_way_is_not_said_to_be_refused(code: str) -> None:
-    """A commit that is definitely refused is undone: its root is deleted.
+def test_a_refused_retry_of_a_put_does_not_count_as_refused(code: str) -> None:
+    """The first try of the put may still arrive.
 
-    The commit must not arrive afterwards.
+    If a commit is refused, the save deletes the root of the commit. This is safe only if the commit cannot arrive
+    afterwards.
     """
     replies = [Reply(0), error_reply(403, code)]
     with (

@@ -18,7 +18,7 @@ def bucket(ministack: S3Server) -> str:
 
 @pytest.fixture
 def context(ministack: S3Server) -> ckptcore.Context:
-    """Environment with the credentials."""
+    """A Context with the credentials and the address of the server."""
     return ckptcore.Context(storage={"s3": {**ministack.options, "part_bytes": 5 << 20}})
 
 
@@ -55,7 +55,7 @@ def test_steps_of_a_run(bucket: str, context: ckptcore.Context) -> None:
         assert list(reader.steps) == [2, 3]
 
 
-def test_what_to_do_about_a_missing_bucket(ministack: S3Server, bucket: str, context: ckptcore.Context) -> None:
+def test_the_remedy_for_a_missing_bucket(ministack: S3Server, bucket: str, context: ckptcore.Context) -> None:
     other = f"{bucket}-other"
 
     def save(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line on S3: all commands for locations, as processes."""
+"""The command line on S3: every command that takes a location runs as a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("click")
 
 
 def _run(server: S3Server, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds the server by its environment."""
+    """Run a command. Environment variables tell it the address and credentials of the server."""
     return subprocess.run(
         [sys.executable, "-m", "ckptcore", *map(str, arguments)],
         env={**os.environ, **server.environment}, capture_output=True, text=True, check=False, timeout=120,
@@ -33,7 +33,7 @@ def _json(server: S3Server, *arguments: object) -> dict[str, Any]:
     return document
 
 
-def test_a_run_goes_there_and_back(ministack: S3Server, directory: Path) -> None:
+def test_a_run_is_copied_to_s3_and_back(ministack: S3Server, directory: Path) -> None:
     above = f"s3://{ministack.create_bucket()}/runs"
     with ckptcore.Checkpointer(directory / "run") as checkpointer:
         for step in range(3):
@@ -54,7 +54,7 @@ def test_every_command(ministack: S3Server, directory: Path) -> None:
         for step in range(3):
             checkpointer.save(step, {"x": np.arange(300_000) + step})
     _json(ministack, "copy", directory / "run", f"{above}/run")
-    assert [found["state"] for found in _json(ministack, "ls", f"{above}/run")["checkpoints"]] == ["committed"] * 3
+    assert [row["state"] for row in _json(ministack, "ls", f"{above}/run")["checkpoints"]] == ["committed"] * 3
     assert _json(ministack, "inspect", f"{above}/run/1")["totals"]["arrays"] == 1
     assert _json(ministack, "verify", f"{above}/run/1")["ok"]
     assert _json(ministack, "diff", f"{above}/run/1", directory / "run" / "1")["same"]

@@ -1,10 +1,9 @@
-"""Failures of the service: each raises its own error with a one-line message, and transient ones are retried."""
+"""Failures of the service. Each raises its own error with a one-line message, and transient ones are retried."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,7 +29,7 @@ from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply, st
 
 
 def open_stub(url: str, **options: JSON):  # type: ignore[no-untyped-def]  # the storage of the plugin, with its limit
-    """A directory at a stub."""
+    """Open a directory at a stub server."""
     config = {
         "endpoint": url, "region": "us-east-1", "access_key_id": "me", "secret_access_key": "hidden", "retries": 0,
         "first_wait": 0.001, "part_bytes": 5 << 20, **options,
@@ -59,7 +58,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("status", "code", "error", "remedy"), FAILURES, ids=[row[1] for row in FAILURES])
-def test_failures_are_told_apart(status: int, code: str, error: type[StorageError], remedy: str) -> None:
+def test_each_failure_has_its_own_error(status: int, code: str, error: type[StorageError], remedy: str) -> None:
     more = "<Region>eu-west-1</Region>" if error is WrongRegionError else ""
     with stub_server(lambda request: error_reply(status, code, more=more)) as stub:
         storage = open_stub(stub.url)
@@ -78,12 +77,12 @@ def test_failures_are_told_apart(status: int, code: str, error: type[StorageErro
         }
         for operation, call in calls.items():
             if operation == "uploads" and code in ("AccessDenied", "NotImplemented"):
-                call()  # a save does without
+                call()  # a save does not need these requests
                 continue
             with pytest.raises(StorageError) as caught:
                 call()
             text = str(caught.value)
-            if operation == "size" and status == 404:  # the answer to a HEAD has no body
+            if operation == "size" and status == 404:  # an answer to HEAD has no body, so it does not name the bucket
                 assert type(caught.value) is ObjectNotFoundError
                 continue
             assert type(caught.value) is error, (operation, text)
@@ -96,7 +95,7 @@ def test_failures_are_told_apart(status: int, code: str, error: type[StorageErro
             assert "hidden" not in text
 
 
-def test_no_connection() -> None:
+def test_a_refused_connection_is_an_error() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         storage = open_stub(f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -107,7 +106,7 @@ def test_no_connection() -> None:
             assert "\n" not in str(caught.value)
 
 
-def test_no_answer() -> None:
+def test_a_request_without_an_answer_times_out() -> None:
     released = threading.Event()
 
     def wait(request: Request) -> Reply:
@@ -128,7 +127,7 @@ def test_no_answer() -> None:
     "failure", [error_reply(503, "SlowDown"), error_reply(500, "InternalError"), Reply(0), Reply(502)]
 )
 @pytest.mark.parametrize("operation", ["get", "list"])
-def test_what_may_pass_is_tried_again(operation: str, failure: Reply) -> None:
+def test_transient_failures_are_retried(operation: str, failure: Reply) -> None:
     replies = [failure, failure]
 
     def answer(request: Request) -> Reply:
@@ -147,33 +146,37 @@ def test_what_may_pass_is_tried_again(operation: str, failure: Reply) -> None:
 DATE = "Sat, 21 Nov 2026 21:00:00 GMT"
 
 
-def test_a_body_that_is_cut_is_read_again() -> None:
+def test_a_truncated_body_is_read_again() -> None:
     replies = [Reply(200, b"0123456789", {"etag": '"1"', "last-modified": DATE}, cut=cut) for cut in (0, 3, 10)]
     with stub_server(lambda request: replies.pop()) as stub:
         assert open_stub(stub.url, retries=5).get("a") == b"0123456789"
         assert len(stub.asked) == 3
 
 
-def test_tries_are_bounded_and_told() -> None:
+def test_the_number_of_tries_is_limited_and_reported() -> None:
     with stub_server(lambda request: error_reply(503, "SlowDown")) as stub:
         with pytest.raises(StorageThrottledError, match="4 tries in"):
             open_stub(stub.url, retries=3).get("a")
         assert len(stub.asked) == 4
-        with pytest.raises((StorageThrottledError, StorageTimeoutError)):  # the last try may be cut
+        with pytest.raises((StorageThrottledError, StorageTimeoutError)):  # the deadline may end the last try
             open_stub(stub.url, retries=100_000, deadline=0.1).get("a")
 
 
-def test_what_will_not_pass_is_not_tried_again() -> None:
+def test_permanent_failures_are_not_retried() -> None:
     with stub_server(lambda request: error_reply(403, "AccessDenied")) as stub:
         with pytest.raises(StoragePermissionError):
             open_stub(stub.url, retries=3).get("a")
         assert len(stub.asked) == 1
 
 
-def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCaptureFixture) -> None:
-    """Over its limit the service answers SlowDown; all requests succeed in the end, and the log has one line."""
-    under_way = 0
+def test_fewer_requests_run_concurrently_if_the_service_throttles(caplog: pytest.LogCaptureFixture) -> None:
+    """Above its limit of concurrent requests, the service answers SlowDown.
+
+    All requests succeed, and the log has one line.
+    """
+    under_way = arrived = 0
     lock = threading.Lock()
+    three = threading.Barrier(3)
 
     def answer(request: Request) -> Reply:
         return Reply(200, b"data", {"etag": '"1"', "last-modified": DATE})
@@ -182,11 +185,13 @@ def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCap
         inner = stub.reply
 
         def reply(request: Request) -> Reply:
-            nonlocal under_way
+            nonlocal under_way, arrived
             with lock:
                 under_way += 1
-                now = under_way
-            time.sleep(0.001)
+                arrived += 1
+                now, is_early = under_way, arrived <= three.parties
+            if is_early:
+                three.wait(60)  # so that the service gets three requests at once
             with lock:
                 under_way -= 1
             return error_reply(503, "SlowDown") if now > 2 else inner(request)
@@ -201,7 +206,7 @@ def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCap
     ]
 
 
-def test_lists_come_in_pages() -> None:
+def test_all_pages_of_a_list_are_read() -> None:
     pages = {
         "": "<Contents><Key>run/a%09b</Key></Contents><NextContinuationToken>one&amp;two</NextContinuationToken>",
         "one&two": "<Contents><Key>run/c%2525</Key></Contents>",
@@ -222,12 +227,12 @@ def test_lists_come_in_pages() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"no XML", b"<ListBucketResult>", b"\xff"])
-def test_an_answer_that_makes_no_sense_is_an_error(body: bytes) -> None:
+def test_an_answer_that_is_not_xml_is_an_error(body: bytes) -> None:
     with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StorageError, match="not XML"):
         list(open_stub(stub.url).list())
 
 
-def test_one_object_of_many_that_cannot_be_deleted_is_an_error() -> None:
+def test_one_failed_deletion_of_many_is_an_error() -> None:
     error = b"<Error><Key>run/b</Key><Code>AccessDenied</Code><Message>not yours</Message></Error>"
     body = b"<DeleteResult>" + error + b"</DeleteResult>"
     told = r"AccessDenied: not yours.*s3:DeleteObject"
@@ -236,13 +241,13 @@ def test_one_object_of_many_that_cannot_be_deleted_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("refusal", [error_reply(501, "NotImplemented"), Reply(405)])
-def test_a_service_that_deletes_one_by_one(refusal: Reply) -> None:
+def test_objects_are_deleted_one_by_one_if_batches_are_not_supported(refusal: Reply) -> None:
     with stub_server(lambda request: refusal if request.method == "POST" else Reply(204)) as stub:
         open_stub(stub.url).delete(["a", "b"])
         assert stub.methods() == ["POST", "DELETE", "DELETE"]
 
 
-def test_failures_again_and_again_make_requests_fewer() -> None:
+def test_repeated_failures_reduce_the_number_of_concurrent_requests() -> None:
     replies = [error_reply(500, "InternalError")] * 2
     with stub_server(lambda request: replies.pop() if replies else error_reply(404, "NoSuchKey")) as stub:
         storage = open_stub(stub.url, retries=3)
@@ -257,7 +262,7 @@ def test_failures_again_and_again_make_requests_fewer() -> None:
 
 
 class Objects:
-    """A service with one object, which loses answers or compares tags without quotation marks."""
+    """A service with one object. It can lose answers, or compare tags without quotation marks."""
 
     def __init__(self, *, lost: int = 0, bare: bool = False) -> None:
         self.lost = lost
@@ -274,8 +279,8 @@ class Objects:
             return Reply(200, data, headers)
         assert request.method == "PUT"
         wanted = request.headers.get("if-match")
-        found = None if self.held is None else self.held[1] if self.bare else f'"{self.held[1]}"'
-        if ("if-none-match" in request.headers and found) or (wanted is not None and wanted != found):
+        current = None if self.held is None else self.held[1] if self.bare else f'"{self.held[1]}"'
+        if ("if-none-match" in request.headers and current) or (wanted is not None and wanted != current):
             return error_reply(412, "PreconditionFailed")
         self.count += 1
         self.held = request.body, f"tag-{self.count}", request.headers["x-amz-meta-ckptcoreput"]
@@ -287,7 +292,7 @@ class Objects:
 
 @pytest.mark.parametrize("key", ["a", "tab\tname"])
 @pytest.mark.parametrize("conditional", ["absent", "tag"])
-def test_a_lost_answer_to_a_conditional_put_is_no_lost_put(conditional: str, key: str) -> None:
+def test_a_conditional_put_with_a_lost_answer_succeeds(conditional: str, key: str) -> None:
     objects = Objects()
     with stub_server(objects.answer) as stub:
         storage = open_stub(stub.url, retries=3)
@@ -300,7 +305,7 @@ def test_a_lost_answer_to_a_conditional_put_is_no_lost_put(conditional: str, key
 
 
 def test_tags_without_quotation_marks() -> None:
-    """Compare tags as Ceph RGW 16.2 does."""
+    """Ceph RGW 16.2 compares tags in this way."""
     objects = Objects(bare=True)
     with stub_server(objects.answer) as stub:
         storage = open_stub(stub.url)
@@ -315,7 +320,7 @@ def test_tags_without_quotation_marks() -> None:
 
 
 class Uploads:
-    """A service with one upload, whose completion loses its answer or fails with status 200."""
+    """A service with one upload. The answer to its completion can be lost, or be an error with status 200."""
 
     def __init__(self, *, end: str) -> None:
         self.end = end
@@ -353,7 +358,7 @@ class Uploads:
 
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize("end", ["", "lost", "error once", "error", "gone"])
-def test_the_end_of_an_upload(end: str, new: bool) -> None:
+def test_answers_to_the_completion_of_an_upload(end: str, new: bool) -> None:
     uploads = Uploads(end=end)
     data = bytes(range(256)) * (13 << 12)
     with stub_server(uploads.answer) as stub:

@@ -1,4 +1,4 @@
-"""Settings of a bucket: options, then what AWS's own client finds; and errors that list the options."""
+"""Settings of a bucket come from its options, and then from AWS's usual sources. Errors list the options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Write = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Begin without settings of the machine. Writes ``config`` and ``credentials``."""
+    """Remove the settings of this machine. Return a function that writes the files ``config`` and ``credentials``."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -48,9 +48,9 @@ def place_of(bucket: str, options: Mapping[str, JSON]) -> Place:
     return S3Service(settings_of(bucket, options)).place()
 
 
-def test_nothing_given() -> None:
-    found = place_of("bucket", {})
-    assert found == Place("https://s3.amazonaws.com", "https://bucket.s3.amazonaws.com", "us-east-1", None)
+def test_default_settings() -> None:
+    place = place_of("bucket", {})
+    assert place == Place("https://s3.amazonaws.com", "https://bucket.s3.amazonaws.com", "us-east-1", None)
     settings = settings_of("bucket", {})
     assert settings.credentials is None and not settings.anonymous
 
@@ -62,8 +62,8 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/bundle")
     assert place_of("bucket", {}) == Place("https://of-s3:9000", "https://of-s3:9000/bucket", "eu-west-1", "/bundle")
-    found = place_of("bucket", {"endpoint": "http://mine", "region": "here", "ca_bundle": "/other"})
-    assert found == Place("http://mine", "http://mine/bucket", "here", "/other")
+    place = place_of("bucket", {"endpoint": "http://mine", "region": "here", "ca_bundle": "/other"})
+    assert place == Place("http://mine", "http://mine/bucket", "here", "/other")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     assert place_of("bucket", {}).bucket_url == "https://bucket.s3.eu-west-1.amazonaws.com"
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
@@ -86,7 +86,7 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ("bucket", {"endpoint": "https://10.0.0.1:1", "addressing_style": "virtual"}, "https://10.0.0.1:1/bucket"),
     ],
 )
-def test_where_the_bucket_is(bucket: str, options: dict[str, JSON], url: str) -> None:
+def test_url_of_the_bucket(bucket: str, options: dict[str, JSON], url: str) -> None:
     assert place_of(bucket, options).bucket_url == url
 
 
@@ -104,8 +104,8 @@ HOSTS = {
 
 @pytest.mark.parametrize("file", ["config", "credentials"])
 @pytest.mark.parametrize("content", HOSTS)
-def test_files_say_where_the_bucket_is(content: str, file: str, write: Write) -> None:
-    """As AWS's own clients read them: a request to another host would be signed with the same keys."""
+def test_files_determine_the_url_of_the_bucket(content: str, file: str, write: Write) -> None:
+    """The URL must be that of AWS's own clients. Another host would get requests signed with the same keys."""
     import boto3  # type: ignore[import-untyped]  # it has no annotations
 
     if file == "credentials" and "\n[services" in content:
@@ -115,8 +115,8 @@ def test_files_say_where_the_bucket_is(content: str, file: str, write: Write) ->
     else:
         url = HOSTS[content]
     write(**{file: content})
-    found = place_of("bucket", {})
-    assert found.bucket_url == url
+    place = place_of("bucket", {})
+    assert place.bucket_url == url
     seen: list[str] = []
     client = boto3.Session(aws_access_key_id="id", aws_secret_access_key="secret").client("s3")
 
@@ -142,7 +142,7 @@ class _Nothing:
 
 
 @pytest.mark.parametrize("variable", ["AWS_USE_FIPS_ENDPOINT", "AWS_USE_DUALSTACK_ENDPOINT"])
-def test_variables_say_where_the_bucket_is(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_determine_the_url_of_the_bucket(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "true")
     name = "s3-fips" if "FIPS" in variable else "s3.dualstack"
     assert place_of("bucket", {"region": "us-west-2"}).bucket_url == f"https://bucket.{name}.us-west-2.amazonaws.com"
@@ -157,11 +157,11 @@ def test_files_of_profiles(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert place_of("bucket", {}).region == "eu-north-1"
     assert place_of("bucket", {}).ca_bundle == "/of-config"
-    found = place_of("bucket", {"profile": "training"})
-    assert (found.region, found.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
+    place = place_of("bucket", {"profile": "training"})
+    assert (place.region, place.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
     assert S3Service(settings_of("bucket", {"profile": "training"})).prepare() == Credentials("id", "secret", "token")
     monkeypatch.setenv("AWS_PROFILE", "training")
-    assert place_of("bucket", {}) == found
+    assert place_of("bucket", {}) == place
 
 
 def open_bucket(**options: JSON) -> StorageBackend:
@@ -181,7 +181,7 @@ def calls_of(storage: StorageBackend) -> Sequence[Callable[[], object]]:
 def test_no_credentials(write: Write) -> None:
     for call in calls_of(open_bucket(endpoint="http://127.0.0.1:9")):
         if call.__code__.co_names == ("address",):
-            continue  # it needs none
+            continue  # an address contains no credentials
         with pytest.raises(StorageCredentialsError, match=r"s3://bucket/run.*AWS_ACCESS_KEY_ID"):
             call()
 
@@ -196,7 +196,7 @@ def test_no_credentials(write: Write) -> None:
         (None, "cannot read '.*': Is a directory"),
     ],
 )
-def test_files_that_cannot_be_read(file: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_the_error_for_unreadable_files(file: str, content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is None:
         (tmp_path / file).mkdir()
     else:
@@ -209,7 +209,7 @@ def test_files_that_cannot_be_read(file: str, content: bytes | None, message: st
         assert file in str(caught.value)
 
 
-def test_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls_of(open_bucket(profile="nobody")):
         with pytest.raises(StorageCredentialsError, match=r"nobody.*Check ~/\.aws"):
             call()
@@ -219,7 +219,7 @@ def test_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])
-def test_certificates_that_cannot_be_read(content: bytes | None, tmp_path: Path, write: Write) -> None:
+def test_the_error_for_unreadable_certificates(content: bytes | None, tmp_path: Path, write: Write) -> None:
     write(credentials="[default]\naws_access_key_id=id\naws_secret_access_key=secret\n")
     bundle = tmp_path / "bundle.pem"
     if content is not None:
@@ -232,8 +232,8 @@ def test_certificates_that_cannot_be_read(content: bytes | None, tmp_path: Path,
             call()
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with the id of a user who has no name."""
+def test_a_process_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container, a process can have a user id without a name."""
     for name in ("HOME", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(name)
     monkeypatch.setattr("os.getuid", lambda: 987654321)
@@ -245,8 +245,8 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "{closed}/home"])
-def test_a_home_that_cannot_be_searched(home: str, tmp_path: Path) -> None:
-    """As in a container with a user id of its own, whose HOME is that of root."""
+def test_a_home_directory_without_permission(home: str, tmp_path: Path) -> None:
+    """In a container, a process can have its own user id, while HOME is the directory of root."""
     (tmp_path / "closed/home/.aws").mkdir(parents=True)
     (tmp_path / "closed").chmod(0)
     program = """
@@ -284,7 +284,7 @@ def _damage_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("harm", [_name_no_profile, _damage_files])
 @pytest.mark.parametrize("who", [{"access_key_id": "id", "secret_access_key": "secret"}, {"anonymous": True}])
-def test_files_do_not_matter_if_the_context_says_all(
+def test_unreadable_files_are_ignored_if_the_context_has_all_settings(
     who: dict[str, JSON], harm: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harm(tmp_path, monkeypatch)
@@ -299,7 +299,7 @@ def test_files_do_not_matter_if_the_context_says_all(
         place_of("bucket", {**options, "profile": "somebody"})
 
 
-def test_files_that_can_be_read_count_also_if_the_context_says_all(write: Write) -> None:
+def test_readable_files_are_used_if_the_context_has_all_settings(write: Write) -> None:
     write(config="[default]\nca_bundle=/bundle\n")
     options: dict[str, JSON] = {"endpoint": "http://host:9000", "region": "here", "anonymous": True}
     assert place_of("bucket", options).ca_bundle == "/bundle"
@@ -340,13 +340,13 @@ def test_a_wrong_option_is_an_error(options: dict[str, str | int | bool], messag
         "s3://b--x-s3/a",
     ],
 )
-def test_urls_that_name_no_directory(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidLocationError):
         S3Plugin().open(url, StorageOptions(config={"endpoint": "http://127.0.0.1:9"}))
 
 
 @pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "https://", "https://host?query"])
-def test_endpoints_that_are_none(endpoint: str) -> None:
+def test_invalid_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(InvalidLocationError, match="endpoint"):
         settings_of("bucket", {"endpoint": endpoint})
 
@@ -374,7 +374,7 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_signatures() -> None:
-    """The settings are equal to those of botocore."""
+    """The signatures equal those of botocore."""
     from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # it has no annotations
     from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
     from botocore.credentials import Credentials as BotocoreCredentials  # type: ignore[import-untyped]
@@ -407,8 +407,8 @@ def test_opening_imports_nothing_heavy_and_makes_no_request() -> None:
         "from ckptcore_s3.plugin import PLUGIN\n"
         "config = {'endpoint': 'http://127.0.0.1:9', 'region': 'r', 'access_key_id': 'a', 'secret_access_key': 'b'}\n"
         "PLUGIN.open('s3://bucket/run', StorageOptions(config=config))\n"
-        "found = {name.partition('.')[0] for name in sys.modules} & {'obstore', 'boto3', 'botocore', 'urllib3'}\n"
-        "sys.exit(f'imported {found}' if found else 0)\n"
+        "heavy = {name.partition('.')[0] for name in sys.modules} & {'obstore', 'boto3', 'botocore', 'urllib3'}\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -417,13 +417,13 @@ def test_a_context_does_not_show_secrets() -> None:
     assert "hidden" not in repr(Context(storage={"s3": {"access_key_id": "me", "secret_access_key": "hidden"}}))
 
 
-def test_an_endpoint_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_with_a_password_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
         open_bucket(endpoint="https://me:hidden@host")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:hidden@host")
-    with pytest.raises(StorageCredentialsError, match="contains a user or a password") as found:
+    with pytest.raises(StorageCredentialsError, match="contains a user or a password") as raised:
         open_bucket().get("a")
-    for error in (caught, found):
+    for error in (caught, raised):
         assert "hidden" not in str(error.value)
         assert "; set credentials with their own options" in str(error.value)
     options = {"endpoint": "https://host", "access_key_id": "me", "secret_access_key": "hidden"}

@@ -15,7 +15,7 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 
 
 class OnMiniStack:
-    """A new bucket for each test, on a server that stores objects in files."""
+    """Tests on a server that stores objects in files, with a new bucket for each test."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, ministack: S3Server) -> None:
@@ -25,11 +25,11 @@ class OnMiniStack:
         self.bucket = ministack.create_bucket()
 
     def open(self, directory: str) -> ObjectStoreDirectory:
-        """The same directory for the same name."""
+        """Return the directory with this name in the bucket."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
 
 class TestMiniStack(OnMiniStack, StorageBackendTests):
@@ -39,11 +39,11 @@ class TestMiniStack(OnMiniStack, StorageBackendTests):
 
 
 class TestNewObjectsOnMiniStack(OnMiniStack, NewObjectTests):
-    """New objects."""
+    """Conformance tests of writers of new objects."""
 
 
 class TestUploadsOnMiniStack(OnMiniStack, UploadsTests):
-    """Unfinished uploads."""
+    """Conformance tests of unfinished uploads."""
 
     upload_bytes = 11 << 20
 
@@ -56,35 +56,34 @@ class TestMoto(StorageBackendTests):
 
     @pytest.fixture(autouse=True)
     def use_server(self, moto: S3Server) -> None:
-        """Create a bucket."""
+        """Create the bucket."""
         self.server = moto
         self.bucket = moto.create_bucket()
 
     def open(self, directory: str) -> ObjectStoreDirectory:
-        """The same directory for the same name."""
+        """Return the directory with this name in the bucket."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = S3Plugin().open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = S3Plugin().open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
-    # moto checks a condition and puts in two steps, in threads without a lock
-    # (`moto.s3.responses`). Concurrent requests are tested on MiniStack, and here one client runs
-    # after the other.
+    # moto checks a condition and stores the object in two steps, in threads without a lock (`moto.s3.responses`). So
+    # concurrent requests are tested only on MiniStack. Here the clients run one after the other.
 
     def test_only_one_of_many_concurrent_creations_succeeds(self, storage: StorageBackend) -> None:
-        """With one client only."""
+        """Runs one client after the other."""
         self.threads = 1
         super().test_only_one_of_many_concurrent_creations_succeeds(storage)
 
     def test_concurrent_conditional_puts_lose_no_update(self, storage: StorageBackend) -> None:
-        """With one client only."""
+        """Runs one client after the other."""
         self.threads = 1
         super().test_concurrent_conditional_puts_lose_no_update(storage)
 
 
 @pytest.mark.slow
 class TestUploadsOnMoto(UploadsTests):
-    """Unfinished uploads on another server."""
+    """Conformance tests of unfinished uploads, on another server."""
 
     upload_bytes = 11 << 20
     use_server = TestMoto.use_server
@@ -93,16 +92,16 @@ class TestUploadsOnMoto(UploadsTests):
 
 @pytest.mark.slow
 class TestNewObjectsOnMoto(NewObjectTests):
-    """New objects, on another server."""
+    """Conformance tests of writers of new objects, on another server."""
 
     use_server = TestMoto.use_server
     open = TestMoto.open
 
 
 class TestMore(OnMiniStack):
-    """Conformance tests for object stores."""
+    """Further tests, which apply only to object stores."""
 
-    def test_it_says_how_it_is_asked_best(self) -> None:
+    def test_capabilities_contain_concurrency_and_part_size(self) -> None:
         storage = self.open("run")
         assert storage.capabilities.concurrency > 1
         assert storage.capabilities.part_bytes == 5 << 20
@@ -118,7 +117,7 @@ class TestMore(OnMiniStack):
         storage.delete(keys)
         assert list(storage.list()) == []
 
-    def test_keys_of_other_software_do_no_harm(self) -> None:
+    def test_unusual_keys_of_other_software_are_not_listed(self) -> None:
         """Consoles create empty objects for directories, and some programs write keys with empty parts."""
         self.open("run").put("a/real", b"1")
         plain = self.open("run").bucket.plain
@@ -129,7 +128,7 @@ class TestMore(OnMiniStack):
         assert list(storage.list_names()) == ["a/"]
         assert list(storage.list_names("a")) == ["real"]
 
-    def test_a_part_that_is_whole_is_not_copied(self) -> None:
+    def test_complete_parts_are_not_buffered(self) -> None:
         writer = self.open("run").open_writer("a", 15 << 20)
         data = bytes(10 << 20)
         held = writer.held_bytes
@@ -141,7 +140,7 @@ class TestMore(OnMiniStack):
         assert writer.held_bytes == 0
         writer.finish()
 
-    def test_a_child_by_fork_can_read(self) -> None:
+    def test_a_forked_child_can_read(self) -> None:
         self.open("run").put("a", b"1")
         self.open("run").get("a")
         reading, writing = os.pipe()

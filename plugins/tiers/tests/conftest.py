@@ -1,28 +1,34 @@
-"""Two tiers: a local directory, and a far one that is local or in memory."""
+"""Fixtures for two tiers: a near one on the local disk, and a far one on the local disk or in memory."""
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptcore_tiers import uploader
+
+from plugins.tiers.tests.signals import Signals
 
 
 @pytest.fixture
 def near(tmp_path: Path) -> str:
-    """A directory of the local disk that is not there yet."""
+    """A directory on the local disk that does not exist yet."""
     return str(tmp_path / "near" / "run")
 
 
 @pytest.fixture(params=["local", "memory"])
 def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A new directory: on a file system, with renames, or in memory, with conditional puts."""
+    """A new location: on a file system, which has renames, or in memory, with conditional puts."""
     return str(tmp_path / "far" / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An uploader that tries again soon."""
-    monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(uploader, "_LONGEST_PAUSE_SECONDS", 0.05)
+def signals(caplog: pytest.LogCaptureFixture) -> Iterator[Signals]:
+    """Signals of all log records of ckptcore from level INFO on. Pass them to a run as an observer."""
+    caplog.set_level(logging.INFO, "ckptcore")
+    signals = Signals()
+    logging.getLogger("ckptcore").addHandler(signals)
+    yield signals
+    logging.getLogger("ckptcore").removeHandler(signals)

@@ -1,4 +1,4 @@
-"""Far tiers that pause or fail when a test asks for it."""
+"""Far tiers that pause or fail on request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.checkpointer.runs import Watch, writes_arrays
 
 
 class Standstill:
-    """Lets whatever would write arrays to the far tier wait, until it is opened.
+    """A far tier in which every write of arrays waits until `open` is called.
 
     Attributes:
-        arrived: set when something waits.
+        arrived: set when a write waits.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -28,12 +28,12 @@ class Standstill:
             assert self._open.wait(60)
 
     def open(self) -> None:
-        """Resume it."""
+        """Resume the waiting writes, and no longer delay later ones."""
         self._open.set()
 
 
 class Outage:
-    """A far tier of which every request for a step fails, until it is over. Requests for its owner succeed.
+    """A far tier in which every request for a step fails until `end` is called. Requests for its owner succeed.
 
     Attributes:
         met: set when a request has failed.
@@ -71,7 +71,7 @@ class Silence:
         self._watch = watch
 
     def begin(self, *unanswered: str) -> None:
-        """Answer nothing from now on, or no request of these names."""
+        """Answer no request from now on. If names are given, answer no request with these names."""
         self._watch.before = functools.partial(self._wait, unanswered)
 
     def _wait(self, unanswered: Sequence[str], name: str, keys: Sequence[str]) -> None:
@@ -80,5 +80,5 @@ class Silence:
             self._is_over.wait()
 
     def end(self) -> None:
-        """Answer everything."""
+        """Answer all requests again."""
         self._is_over.set()

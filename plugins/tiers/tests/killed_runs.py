@@ -1,4 +1,4 @@
-"""A run with two tiers in a process of its own, which is killed at some request to the far tier or some change near."""
+"""A run with two tiers in its own process, which is killed before a given storage operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECONDS: Final = 120
 
 
 class _Killing(FaultPlan):
-    """Counts what changes something or reads it, and kills this process before one of them."""
+    """Counts the operations of both tiers, and kills this process before one of them."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def _open(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
 
 
 def watched_tiers(near: Path, far: Path) -> TieredDirectory:
-    """The two directories, opened by a storage with faults."""
+    """Return the two directories, which a storage with faults opens."""
     return TieredDirectory(NearTier(f"watched:/{near}", preservation_policy=LatestN(1)), f"watched:/{far}")
 
 
 def open_far(tiers: TieredDirectory, plan: FaultPlan) -> ckptcore.Checkpointer:
-    """A run with one I/O thread, so that requests come in the same order each time, as far as possible."""
+    """Open a run with one I/O thread, so that operations mostly have the same order each time."""
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Storages(plan),)),
         io=ckptcore.context.IOOptions(threads=1),
@@ -81,7 +81,7 @@ def _run(near: Path, far: Path, at: int, told: Path) -> None:
 
 
 def kill_at(near: Path, far: Path, at: int, told: Path) -> int | None:
-    """Run it, and kill it before its request of that number; its exit status."""
+    """Run the process, kill it before the operation with this number, and return its exit status."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(near, far, at, told))
     process.start()
@@ -92,7 +92,7 @@ def kill_at(near: Path, far: Path, at: int, told: Path) -> int | None:
 
 
 def count_requests(near: Path, far: Path, told: Path) -> int:
-    """Run it to its end; how many requests it made."""
+    """Run the process without a kill, and return the number of operations."""
     assert kill_at(near, far, -1, told) == 0
-    found: int = json.loads(told.read_text())
-    return found
+    count: int = json.loads(told.read_text())
+    return count

@@ -1,4 +1,4 @@
-"""The end of a run whose far tier does not answer: it comes, and the next run has all steps."""
+"""A run whose far tier does not answer can be closed. The next run has all steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.checkpointer.runs import Watch, assert_is_step, save_steps, through, 
 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
-    """A plan and a far tier that never answers until the end of the test."""
+    """A fault plan, and a far tier that does not answer until the end of the test."""
     monkeypatch.setattr(near_tier, "_STOP_SECONDS", 0.1)
     watch = Watch()
     silent = Silence(watch)
@@ -28,14 +28,14 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
 
 
 def _answer(silent: Silence) -> None:
-    """Answer everything, and wait for the threads that a closed run has left: one may still release a directory."""
+    """Answer all requests, and join the threads of the closed run, which may still release a directory."""
     silent.end()
     for thread in threading.enumerate():
         if thread.name in ("ckptcore-upload", "ckptcore-close", "ckptcore-clean"):
             thread.join()
 
 
-def test_close_ends_though_no_upload_is_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
+def test_close_returns_if_no_upload_is_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
     watch, silent = silence
     run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.1), through(far)), context=watched(watch))
     silent.begin()
@@ -52,7 +52,7 @@ def test_close_ends_though_no_upload_is_answered(near: str, far: str, silence: t
         assert_is_step(run.load(), 2)
 
 
-def test_close_ends_though_the_release_of_the_far_tier_is_not_answered(
+def test_close_returns_if_the_release_of_the_far_tier_is_not_answered(
     near: str, far: str, silence: tuple[Watch, Silence], caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, silent = silence
@@ -69,7 +69,7 @@ def test_close_ends_though_the_release_of_the_far_tier_is_not_answered(
 def test_a_directory_that_answers_is_released_after_the_deadline(
     near: str, far: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that does not answer may have used up the time."""
+    """Another directory, which does not answer, may already have used up the time."""
     monkeypatch.setattr(near_tier, "_STOP_SECONDS", 0.0)
     monkeypatch.setattr(near_tier, "_RELEASE_SECONDS", 60.0)
     with Checkpointer(tiers := TieredDirectory(NearTier(near, close_seconds=0), far)) as run:
@@ -78,7 +78,7 @@ def test_a_directory_that_answers_is_released_after_the_deadline(
     assert "is not released" not in caplog.text
 
 
-def test_close_ends_though_a_deletion_is_not_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
+def test_close_returns_if_a_deletion_is_not_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
     watch, silent = silence
     tiers = TieredDirectory(NearTier(near, close_seconds=0.1), through(far))
     run = Checkpointer(tiers, context=watched(watch))
@@ -87,7 +87,8 @@ def test_close_ends_though_a_deletion_is_not_answered(near: str, far: str, silen
     silent.begin("delete", "delete_directory")
     run.delete(1)
     assert silent.met.wait(60)
-    with pytest.raises(StorageError, match=r"[12] deletion\(s\) of steps did not end"):  # the near one may be slow
+    # The deletion in the near tier may be slow, too.
+    with pytest.raises(StorageError, match=r"[12] deletion\(s\) of steps did not end"):
         run.close()
 
 
@@ -115,7 +116,7 @@ if ends == "closed":
 
 @pytest.mark.system
 @pytest.mark.parametrize("ends", ["closed", "open"])
-def test_the_program_ends_though_the_far_tier_does_not_answer(ends: str, tmp_path: Path) -> None:
+def test_the_program_exits_if_the_far_tier_does_not_answer(ends: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _ENDS_SILENTLY, str(tmp_path / "near"), str(tmp_path / "far"), ends],
         capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[3],

@@ -1,4 +1,4 @@
-"""Copies of replicas on hosts: a host reads what it held from its own disk, and the far tier gets everything once."""
+"""Copies of replicas on hosts: each host can load its part from its own disk, and the far tier gets no copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEVER = {"upload_policy": SpecificSteps([])}
 
 
 def replicated(step: int, rank: int, size: int) -> dict[str, Any]:
-    """A state that all ranks hold alike, with a part that they do not."""
+    """Return a state that all ranks replicate, except for one sharded array."""
     return {
         **sharded(step, rank, size),
         "model": {"weight": np.full((64, 3), step, np.float32), "bias": np.full(5, step, np.int16)},
@@ -49,29 +49,30 @@ def _save(steps: Sequence[int]) -> Any:
 
 
 def _loaded(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
-    found = run.load_into({**replicated(-1, rank, len(HOSTS)), **empty(rank, len(HOSTS))})
-    step = int(found["step"])
-    for array in (found["model"]["weight"], found["model"]["bias"], found["count"], found["tall"]):
+    loaded = run.load_into({**replicated(-1, rank, len(HOSTS)), **empty(rank, len(HOSTS))})
+    step = int(loaded["step"])
+    for array in (loaded["model"]["weight"], loaded["model"]["bias"], loaded["count"], loaded["tall"]):
         assert (array == step).all()
-    (shard,) = found["w"].shards
+    (shard,) = loaded["w"].shards
     assert (shard.elements == step).all()
     return step
 
 
 @pytest.fixture
 def far(tmp_path: Path) -> str:
-    """A far tier."""
+    """A far tier on the local disk."""
     return str(tmp_path / "far" / "run")
 
 
 def _options(**options: Any) -> dict[str, Any]:
-    """Of a job in which every process writes a piece of what all hold."""
+    """Return the options of a job in which every process writes a piece of each replicated array."""
     return {"replicas": ReplicaOptions(piece_bytes=64), "layout": "dcp", **options}
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "dcp"])  # the first rank writes all replicas; all share them
+# In safetensors the first rank writes all replicas, in dcp all ranks share them.
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
 @pytest.mark.parametrize("hosts", [HOSTS, (0, 1, 2, 2)], ids=["2-hosts", "3-hosts"])
-def test_a_step_that_was_never_uploaded_loads_on_the_hosts_that_saved_it(
+def test_a_step_loads_without_an_upload_on_the_hosts_that_saved_it(
     tmp_path: Path, far: str, hosts: Sequence[int], layout: str
 ) -> None:
     options = _options(hosts=hosts, layout=layout, tier=_NEVER)
@@ -80,7 +81,7 @@ def test_a_step_that_was_never_uploaded_loads_on_the_hosts_that_saved_it(
     assert CheckpointReader(far).steps == ()
 
 
-def test_what_is_uploaded_has_no_copies(tmp_path: Path, far: str) -> None:
+def test_the_far_tier_gets_no_copies(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, _save([1]), **_options())
     near = [keys_of(near_of(tmp_path, host), "1") for host in (0, 1)]
     assert all(any("checkpoint.copies" in key for key in keys) for keys in near)
@@ -95,7 +96,7 @@ def _copies_on(place: Path, host: int) -> list[Path]:
     return sorted(Path(near_of(place, host), "1", "checkpoint.copies").rglob("*.safetensors"))
 
 
-def test_a_damaged_copy_is_passed_over(tmp_path: Path, far: str) -> None:
+def test_a_damaged_copy_is_not_used(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, _save([1]), **_options())
     for path in _copies_on(tmp_path, 1):
         data = bytearray(path.read_bytes())
@@ -110,8 +111,8 @@ def test_copies_of_several_checkpointables(tmp_path: Path, far: str) -> None:
         assert run.save_checkpointables(1, own) is not None
 
     def load(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
-        found = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
-        assert (found["model"]["weight"] == 1).all() and (found["mine"]["rank"] == rank).all()
+        loaded = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
+        assert (loaded["model"]["weight"] == 1).all() and (loaded["mine"]["rank"] == rank).all()
 
     job(tmp_path, far, save, **_options(tier=_NEVER))
     job(tmp_path, far, load, **_options(tier=_NEVER))
@@ -136,12 +137,12 @@ def test_copies_of_another_save_are_not_read(tmp_path: Path, far: str) -> None:
 
 
 @given(data=st.data())
-def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> None:
-    """Of boxes with several replicas each, spread over hosts at random."""
+def test_a_host_stores_each_of_its_elements_once(data: st.DataObject) -> None:
+    """Draws boxes with several replicas, and distributes them over hosts at random."""
     rows, boxes, replicas = 24, data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 3, 4]))
     size = boxes * replicas
     host_of = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    holder = data.draw(st.permutations(range(size)))  # by replica and box, the rank
+    holder = data.draw(st.permutations(range(size)))  # the rank of each replica of each box
     step = rows // boxes
     record = ArrayRecord(ArraySpec((rows, 2), "int8"), cuts=(tuple(range(step, rows, step)), ()))
     tree = TreeMetadata(Node("list", (0,), (LEAF,)), (record,))
@@ -166,7 +167,7 @@ def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> 
         assert (counts == held).all(), "each element that a host holds is on it once"
 
 
-def test_a_process_that_cannot_plan_fails_the_save_on_all(
+def test_a_failed_plan_on_one_rank_fails_the_save_on_all(
     tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = TreeDescription.plan
@@ -177,9 +178,9 @@ def test_a_process_that_cannot_plan_fails_the_save_on_all(
         return planned(self, rank, size, save_id)
 
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> str:
-        with pytest.raises((RankFailedError, ValueError)) as found:
+        with pytest.raises((RankFailedError, ValueError)) as raised:
             run.save(1, replicated(1, rank, 4))
-        return type(found.value).__name__
+        return type(raised.value).__name__
 
     monkeypatch.setattr(TreeDescription, "plan", plan)
     assert job(tmp_path, far, work, **_options()) == ["RankFailedError"] * 3 + ["ValueError"]

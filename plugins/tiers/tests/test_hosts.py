@@ -1,4 +1,7 @@
-"""Hosts with a near directory each: a step counts if all hosts have it; missing objects come from the far tier."""
+"""Hosts with separate near directories. A step exists only if all hosts have it, or the far tier does.
+
+Objects that a host lacks are loaded from the far tier.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,25 @@ from tests.storage.mounts import Mounts, mounts
 __all__ = ["mounts"]
 
 HOSTS: Final = (0, 0, 1, 1)
-"""By rank, the host."""
+"""The host of each rank."""
 
 ROWS: Final = 8
 
 
 def near_of(place: Path, host: int) -> str:
-    """The near directory of a host."""
+    """Return the near directory of a host."""
     return str(place / f"host-{host}" / "run")
 
 
 def sharded(step: int, rank: int, size: int) -> dict[str, Any]:
-    """A state of which each rank holds some rows, and all hold a number; every element says the step."""
+    """Return a state with a sharded array and a number that all ranks have. All elements are equal to the step."""
     rows = ROWS // size
     mine = ArrayShard(Box((rank * rows, 0), ((rank + 1) * rows, 3)), np.full((rows, 3), step, np.float32))
     return {"w": ShardedArray((ROWS, 3), np.float32, [mine]), "step": step}
 
 
 def empty(rank: int, size: int) -> dict[str, Any]:
-    """Return an empty target."""
+    """Return a target for a load, whose elements are not those of any step."""
     return sharded(-1, rank, size)
 
 
@@ -57,7 +60,7 @@ def job(
     hosts: Sequence[int] = HOSTS,
     **options: Any,
 ) -> Sequence[Any]:
-    """Do work on every rank, each with a run of its own on its host; what each returned."""
+    """Run a function on every rank, each with its own run on its host. Return the results."""
     replicas = options.pop("replicas", ReplicaOptions())
     tier_options = {"preservation_policy": LatestN(2), "close_seconds": 60.0, **options.pop("tier", {})}
 
@@ -73,19 +76,19 @@ def job(
 
 
 def save(run: Checkpointer, steps: Sequence[int], rank: int, size: int = len(HOSTS)) -> None:
-    """Save steps, one after the other, and wait."""
+    """Save steps one after the other, and wait for each."""
     for step in steps:
         assert run.save(step, sharded(step, rank, size)) is not None
         run.wait()
 
 
 def loaded_step(run: Checkpointer, rank: int, size: int = len(HOSTS), step: int | None = None) -> int:
-    """Load into shards, and say what they say."""
+    """Load a step into shards. Return the step that their elements name."""
     target = empty(rank, size)
-    found = run.load_into(target, step=step)
-    (shard,) = found["w"].shards
-    assert (shard.elements == found["step"]).all()
-    return int(found["step"])
+    loaded = run.load_into(target, step=step)
+    (shard,) = loaded["w"].shards
+    assert (shard.elements == loaded["step"]).all()
+    return int(loaded["step"])
 
 
 def steps_on(place: Path, host: int) -> list[int]:
@@ -98,10 +101,10 @@ def test_each_host_has_its_part_and_the_far_tier_has_all(tmp_path: Path, far: st
         save(run, [1, 2, 3], rank)
         tiers.wait_for_uploads(60)
         before = len(watch.operations)
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         read = [operation for operation in watch.operations[before:] if operation.name.startswith("get_into")]
         assert not read, "from the far tier"
-        return found
+        return step
 
     assert job(tmp_path, far, work) == [3] * 4
     assert steps_on(tmp_path, 0) == [2, 3] and steps_on(tmp_path, 1)[-2:] == [2, 3]
@@ -118,45 +121,45 @@ def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
         own = {"model": sharded(1, rank, 4), "mine": ckptcore.PerProcess({"rank": rank, "data": np.full(5, rank)})}
         assert run.save_checkpointables(1, own) is not None
         run.wait()
-        found = run.load_checkpointables(abstract={"mine": ckptcore.PerProcess(None)})
-        assert found["mine"]["rank"] == rank
+        loaded = run.load_checkpointables(abstract={"mine": ckptcore.PerProcess(None)})
+        assert loaded["mine"]["rank"] == rank
 
     job(tmp_path, far, work)
     shutil.rmtree(tmp_path / "host-1")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
-        found = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
-        assert found["mine"]["rank"] == rank and (found["mine"]["data"] == rank).all()
-        assert found["model"]["step"] == 1
+        loaded = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
+        assert loaded["mine"]["rank"] == rank and (loaded["mine"]["data"] == rank).all()
+        assert loaded["model"]["step"] == 1
 
     job(tmp_path, far, resume)
 
 
-def test_a_host_that_was_replaced_by_an_empty_one_sends_all_to_the_far_tier(tmp_path: Path, far: str) -> None:
+def test_all_hosts_load_the_far_copy_if_one_host_was_replaced(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
     shutil.rmtree(tmp_path / "host-1")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, list[int]]:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         save(run, [3], rank)
-        return found, list(run.steps)
+        return step, list(run.steps)
 
     assert job(tmp_path, far, resume) == [(2, [1, 2, 3])] * 4
-    # What only one host had goes once a newer step is on both.
+    # Steps that only one host had are deleted once both hosts have a newer step.
     assert steps_on(tmp_path, 0) == steps_on(tmp_path, 1) == [3]
     assert CheckpointReader(far).steps == (1, 2, 3)
 
 
-def test_what_is_not_on_all_hosts_and_not_far_does_not_count(tmp_path: Path, far: str) -> None:
+def test_a_step_that_one_host_lacks_does_not_exist_without_a_far_copy(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank), tier={"upload_policy": SpecificSteps([1])})
     shutil.rmtree(Path(near_of(tmp_path, 1)) / "2")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, tuple[int, ...]]:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         before = run.steps
-        save(run, [2], rank)  # it is saved again over what one host has
+        save(run, [2], rank)  # the save replaces the part that one host has
         assert loaded_step(run, rank) == 2
-        return found, before
+        return step, before
 
     assert job(tmp_path, far, resume) == [(1, (1,))] * 4
 
@@ -172,12 +175,12 @@ def test_a_stale_host_does_not_mix_two_saves_of_a_step(tmp_path: Path, far: str)
 
     job(tmp_path, far, again)
     shutil.rmtree(tmp_path / "host-1")
-    (tmp_path / "kept").rename(tmp_path / "host-1")  # the host comes back as it was
+    (tmp_path / "kept").rename(tmp_path / "host-1")  # the host returns with its old directory
 
     assert job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank)) == [100] * 4
 
 
-def test_a_job_of_another_size_loads_from_the_far_tier_what_its_hosts_lack(tmp_path: Path, far: str) -> None:
+def test_a_job_of_another_size_loads_missing_parts_from_the_far_tier(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
     smaller = job(tmp_path, far, lambda run, rank, *_: loaded_step(run, rank, 2), hosts=(0, 1))
     assert smaller == [2, 2]
@@ -187,21 +190,20 @@ def test_a_job_of_another_size_loads_from_the_far_tier_what_its_hosts_lack(tmp_p
     assert larger == [2] * 8
 
 
-def test_a_damaged_file_on_one_host_lets_all_load_the_far_copy(tmp_path: Path, far: str) -> None:
+def test_all_hosts_load_the_far_copy_if_one_has_a_damaged_file(tmp_path: Path, far: str) -> None:
     job(tmp_path, far, lambda run, rank, *_: save(run, [1, 2], rank))
     near = near_of(tmp_path, 1)
     flip(near, next(key for key in keys_of(near, "2") if key.endswith(".safetensors")))
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         assert run.skipped_steps == ()
-        return found
+        return step
 
     assert job(tmp_path, far, resume) == [2] * 4
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_far_tier_that_is_away_for_a_host_stops_no_host(tmp_path: Path, far: str) -> None:
+def test_an_outage_of_the_far_tier_for_some_ranks_stops_no_host(tmp_path: Path, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank in (0, 2):
@@ -215,7 +217,7 @@ def test_a_far_tier_that_is_away_for_a_host_stops_no_host(tmp_path: Path, far: s
     assert CheckpointReader(far).steps == (1, 2)
 
 
-def test_a_save_that_fails_on_one_host_is_on_none(tmp_path: Path, far: str) -> None:
+def test_a_save_that_fails_on_one_host_is_committed_on_none(tmp_path: Path, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> str:
         save(run, [1], rank)
         state = sharded(2, rank, 4)
@@ -227,12 +229,12 @@ def test_a_save_that_fails_on_one_host_is_on_none(tmp_path: Path, far: str) -> N
             return type(error).__name__
         return ""
 
-    found = job(tmp_path, far, work)
-    assert found[:3] == [RankFailedError.__name__] * 3 and found[3] == "UnsupportedLeafError"
+    errors = job(tmp_path, far, work)
+    assert errors[:3] == [RankFailedError.__name__] * 3 and errors[3] == "UnsupportedLeafError"
     assert steps_on(tmp_path, 0) == steps_on(tmp_path, 1) == [1]
 
 
-def test_a_deletion_is_one_on_every_host(tmp_path: Path, far: str) -> None:
+def test_a_deletion_affects_every_host(tmp_path: Path, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save(run, [1, 2], rank)
         tiers.wait_for_uploads(60)
@@ -249,7 +251,7 @@ def test_a_deletion_is_one_on_every_host(tmp_path: Path, far: str) -> None:
 
 
 @pytest.mark.system
-def test_names_that_only_the_far_tier_takes_for_one(tmp_path: Path, mounts: Mounts) -> None:
+def test_names_that_collide_only_in_the_far_tier(tmp_path: Path, mounts: Mounts) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         values = sharded(1, rank, len(HOSTS))
         assert run.save_checkpointables(1, {"Model": values, "model": values}) is not None

@@ -1,4 +1,4 @@
-"""Processes that share a near tier: the leader uploads, and all load the same copy."""
+"""Processes that share a near tier: the leader uploads, and all processes load the same copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-import pytest
 from ckptcore_testing import ThreadJob
 from ckptcore_tiers import NearTier, TieredDirectory
 
@@ -25,7 +24,7 @@ SIZE: Final = 3
 def job(
     far: str, tier: NearTier, work: Callable[[Checkpointer, int, Watch, TieredDirectory], Any], **options: Any
 ) -> Sequence[Any]:
-    """Do work on every rank, each with a run and a watch of the far tier of its own; what each returned."""
+    """Run a function on every rank, each with its own run and its own watch of the far tier. Return the results."""
 
     def run_rank(coordinator: Coordinator) -> Any:
         watch = Watch()
@@ -37,7 +36,7 @@ def job(
     return ThreadJob(SIZE, timeout_seconds=60).run(run_rank)
 
 
-def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
+def test_the_leader_uploads_the_steps_of_all_ranks(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save_steps(run, [1, 2, 3])
         run.save_checkpointables(4, {"model": tree(4), "mine": ckptcore.PerProcess({"rank": rank})})
@@ -47,8 +46,8 @@ def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
         run.reload()
         return list(run.steps)
 
-    found = job(far, NearTier(near, preservation_policy=LatestN(1)), work)
-    assert found == [[1, 2, 3, 4]] * SIZE
+    steps = job(far, NearTier(near, preservation_policy=LatestN(1)), work)
+    assert steps == [[1, 2, 3, 4]] * SIZE
     assert_is_step(CheckpointReader(far).load_checkpointables(4, ["model"])["model"], 4)
 
     shutil.rmtree(near)
@@ -62,7 +61,7 @@ def test_the_leader_uploads_what_all_have_saved(near: str, far: str) -> None:
     assert job(far, NearTier(near), resume) == [4] * SIZE
 
 
-def test_if_one_cannot_load_the_near_copy_all_load_the_far_one(near: str, far: str) -> None:
+def test_all_ranks_load_the_far_copy_if_one_cannot_load_the_near_copy(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[str]:
         save_steps(run, [1, 2])
         tiers.wait_for_uploads(60)
@@ -78,7 +77,7 @@ def test_if_one_cannot_load_the_near_copy_all_load_the_far_one(near: str, far: s
     assert job(far, NearTier(near), work) == [["get_into"]] * SIZE
 
 
-def test_a_step_is_deleted_from_both_tiers_for_all(near: str, far: str) -> None:
+def test_all_ranks_see_the_deletion_of_a_step_from_both_tiers(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> list[int]:
         save_steps(run, [1, 2])
         tiers.wait_for_uploads(60)
@@ -91,7 +90,7 @@ def test_a_step_is_deleted_from_both_tiers_for_all(near: str, far: str) -> None:
     assert CheckpointReader(far).steps == CheckpointReader(near).steps == (2,)
 
 
-def test_all_hear_of_a_far_tier_that_is_away_when_they_begin(near: str, far: str) -> None:
+def test_all_ranks_raise_an_error_if_the_far_tier_is_away_at_the_start(near: str, far: str) -> None:
     def run_rank(coordinator: Coordinator) -> type:
         watch = Watch()
         if coordinator.rank == 0:
@@ -107,8 +106,7 @@ def test_all_hear_of_a_far_tier_that_is_away_when_they_begin(near: str, far: str
     assert kinds == [StorageError, RankFailedError, RankFailedError]
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_far_tier_that_is_away_for_the_leader_stops_no_host(near: str, far: str) -> None:
+def test_an_outage_of_the_far_tier_for_the_leader_stops_no_rank(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank == 0:

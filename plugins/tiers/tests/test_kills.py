@@ -1,4 +1,7 @@
-"""``kill -9`` of a run with two tiers at each request: committed steps exist, and the next run completes uploads."""
+"""``kill -9`` of a run with two tiers at each request.
+
+Committed steps remain, and the next run completes the uploads.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _SAMPLE: Final = 8
 
 
 def _prepare(place: Path) -> tuple[Path, Path]:
-    """Both tiers of a run that has saved steps 1 and 2."""
+    """Save steps 1 and 2 in a run with two tiers. Return both directories."""
     near, far = place / "near", place / "far"
     with open_far(watched_tiers(near, far), FaultPlan()) as run:
         save_steps(run, [1, 2])
@@ -34,8 +37,8 @@ def _prepare(place: Path) -> tuple[Path, Path]:
 def _kill_and_resume(place: Path, at: int) -> None:
     near, far = _prepare(place)
     if kill_at(near, far, at, place / "told") != -signal.SIGKILL:
-        return  # threads made fewer requests this time
-    for tier in (near, far):  # each visible step is whole
+        return  # the run made fewer requests this time, because threads ran in another order
+    for tier in (near, far):  # each visible step is complete
         reader = CheckpointReader(tier)
         for step in reader.steps:
             assert_is_step(reader.load(step), step)
@@ -61,14 +64,14 @@ def _points(place: Path) -> Sequence[int]:
     return points
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_kill_at_sampled_requests(tmp_path: Path) -> None:
     points = _points(tmp_path / "counted")
     for at in random.Random(7).sample(points, _SAMPLE):
         _kill_and_resume(tmp_path / str(at), at)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_at_any_request_goes_on(full: bool, tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_kill_at_any_request(full: bool, tmp_path: Path) -> None:
     for at in _points(tmp_path / "counted")[:: 1 if full else 5]:
         place = tmp_path / str(at)
         _kill_and_resume(place, at)

@@ -1,4 +1,4 @@
-"""A load takes the nearest valid copy of the newest step, and says so where it is not the nearest one."""
+"""A load uses the nearest valid copy of the newest step. It logs a warning if this is not the nearest copy."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from tests.checkpointer.runs import (
 
 
 def saved(near: str, far: str, *steps: int) -> None:
-    """Steps in both tiers."""
+    """Save steps in both tiers."""
     with Checkpointer(TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         save_steps(run, steps)
 
 
 def steps_in(directory: str) -> list[int]:
-    """Return the steps that another process finds."""
+    """Return the steps that another process would find."""
     return list(CheckpointReader(directory).steps)
 
 
 def test_the_nearest_copy_is_loaded(near: str, far: str) -> None:
     saved(near, far, 1)
-    flip(far, array_key(far, "1"))  # not read
+    flip(far, array_key(far, "1"))  # this copy is not read
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
         assert_is_step(run.load(1), 1)
 
 
-def test_a_lost_near_tier_costs_nothing_that_was_uploaded(near: str, far: str) -> None:
+def test_uploaded_steps_survive_the_loss_of_the_near_tier(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     shutil.rmtree(near)
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
@@ -70,7 +70,7 @@ def test_a_lost_near_tier_costs_nothing_that_was_uploaded(near: str, far: str) -
 
 @pytest.mark.parametrize("harm", [cut, flip, remove])
 @pytest.mark.parametrize("named", [True, False])
-def test_a_damaged_near_copy_is_replaced_by_the_far_one_and_that_is_said(
+def test_a_damaged_near_copy_causes_a_warning_and_a_load_of_the_far_copy(
     near: str, far: str, harm: Callable[..., None], named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(near, far, 1, 2)
@@ -86,14 +86,14 @@ def test_a_damaged_near_copy_is_replaced_by_the_far_one_and_that_is_said(
     assert loads == [(f"{near}/2", False), (f"{far}/2", True)]
 
 
-def test_a_damaged_root_is_damage_too(near: str, far: str) -> None:
+def test_a_damaged_root_causes_a_load_of_the_far_copy(near: str, far: str) -> None:
     saved(near, far, 1)
     cut(near, f"1/{ROOT}")
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         assert_is_step(run.load(), 1)
 
 
-def test_a_step_that_is_damaged_in_both_tiers_is_passed_over(near: str, far: str) -> None:
+def test_a_step_that_is_damaged_in_both_tiers_is_skipped(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     flip(near, array_key(near, "2"))
     flip(far, array_key(far, "2"))
@@ -104,14 +104,14 @@ def test_a_step_that_is_damaged_in_both_tiers_is_passed_over(near: str, far: str
         with pytest.raises(CorruptCheckpointError) as raised:
             run.load(2)
         assert any("another copy" in note and near in note for note in raised.value.__notes__)
-        # The run saves it again, without being asked to replace it, in both.
+        # A new save replaces the step in both tiers, even without `overwrite`.
         save_steps(run, [2])
         tiers.wait_for_uploads(60)
     assert_is_step(CheckpointReader(far).load(2), 2)
     assert_is_step(CheckpointReader(near).load(2), 2)
 
 
-def test_a_target_is_filled_whole_from_the_far_copy(near: str, far: str) -> None:
+def test_a_target_is_filled_completely_from_the_far_copy(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     flip(near, array_key(near, "2"))
     target = {"w": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.int64), "step": 0}
@@ -119,16 +119,16 @@ def test_a_target_is_filled_whole_from_the_far_copy(near: str, far: str) -> None
         assert_is_step(run.load_into(target), 2)
 
 
-def test_of_two_saves_of_a_step_the_later_counts_whichever_tier_has_it(near: str, far: str) -> None:
+def test_the_later_save_of_a_step_is_used_from_either_tier(near: str, far: str) -> None:
     saved(near, far, 1, 2)
-    with Checkpointer(far) as elsewhere:  # the run continued without this near tier
+    with Checkpointer(far) as elsewhere:  # the run continued on a host without this near tier
         elsewhere.save(2, {**tree(2), "w": np.full((3, 5), 22, np.float32)}, overwrite="non-atomic")
     with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         assert (run.load()["w"] == 22).all()
         tiers.wait_for_uploads(60)
         assert tiers.uploads.uploaded == ()
     with Checkpointer(tiers := TieredDirectory(NearTier(near, upload_policy=FixedInterval(100)), far)) as run:
-        # A run that was set back: the far tier gets what replaces its step, whatever the policy chooses.
+        # After the run was set back, the replacement of an uploaded step is uploaded regardless of the policy.
         run.save(2, {**tree(2), "w": np.full((3, 5), 222, np.float32)}, overwrite=True)
         run.wait()
         assert (run.load()["w"] == 222).all()
@@ -146,7 +146,7 @@ def test_a_near_copy_that_replaces_a_far_one_is_uploaded_by_the_next_run(near: s
     assert (CheckpointReader(far).load()["w"] == 11).all()
 
 
-def test_a_step_that_is_only_far_is_there_for_a_save(near: str, far: str) -> None:
+def test_a_save_finds_a_step_that_only_the_far_tier_has(near: str, far: str) -> None:
     saved(near, far, 1)
     shutil.rmtree(near)
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
@@ -155,7 +155,7 @@ def test_a_step_that_is_only_far_is_there_for_a_save(near: str, far: str) -> Non
         run.save(1, tree(1), overwrite=True)
 
 
-def test_a_deleted_step_is_gone_from_both_tiers_and_stays_so(near: str, far: str) -> None:
+def test_a_deleted_step_stays_deleted_in_both_tiers(near: str, far: str) -> None:
     with Checkpointer(tiers := TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         save_steps(run, [1, 2])
         tiers.wait_for_uploads(60)
@@ -180,12 +180,12 @@ def test_the_only_valid_step_of_all_tiers_is_not_deleted(near: str, far: str) ->
     with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
         save_steps(run, [3])
         tiers.wait_for_uploads(60)
-        run.delete(3)  # the only one near
+        run.delete(3)  # the only step in the near tier
         run.wait()
         assert run.steps == (1, 2)
 
 
-def test_a_step_that_is_pinned_in_one_tier_is_deleted_from_none(near: str, far: str) -> None:
+def test_a_step_that_is_pinned_in_one_tier_is_deleted_from_neither(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     with Checkpointer(TieredDirectory(NearTier(near, preservation_policy=LatestN(9)), far)) as run:
         with CheckpointReader(far).pin(1), pytest.raises(StepPinnedError):
@@ -198,7 +198,7 @@ def test_a_step_that_is_pinned_in_one_tier_is_deleted_from_none(near: str, far: 
     assert steps_in(near) == steps_in(far) == [2]
 
 
-def test_a_load_before_anything_was_saved_says_so(near: str, far: str) -> None:
+def test_the_error_for_a_load_before_the_first_save(near: str, far: str) -> None:
     with (
         Checkpointer(TieredDirectory(NearTier(near), far)) as run,
         pytest.raises(CheckpointNotFoundError, match="no committed step"),

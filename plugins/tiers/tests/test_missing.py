@@ -1,4 +1,4 @@
-"""The core without this distribution: an error that names it."""
+"""The error of the core if this distribution is not installed. It names the distribution."""
 
 from __future__ import annotations
 

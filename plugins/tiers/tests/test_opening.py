@@ -1,4 +1,7 @@
-"""Steps of the far tier are read concurrently, and one that cannot be read or taken does not block the others."""
+"""Steps of the far tier are read concurrently.
+
+A step that cannot be read or uploaded does not block the others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.policies import PreserveAll
 from plugins.tiers.tests.far_stores import Standstill
-from plugins.tiers.tests.test_uploads import until
+from plugins.tiers.tests.signals import Signals, join_uploads
 from tests.checkpointer.runs import ROOT, Meeting, Watch, save_steps, store_of, through, tree, watched, writes_arrays
 from tests.storage.mounts import Mounts, mounts
 
@@ -30,13 +33,13 @@ STEPS = (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("known", [(), STEPS], ids=["far", "near and far"])
-def test_the_far_tier_is_asked_for_steps_together(known: Sequence[int], near: str) -> None:
+def test_steps_of_the_far_tier_are_read_concurrently(known: Sequence[int], near: str) -> None:
     meeting, tier = Meeting(), NearTier(near, preservation_policy=PreserveAll())
     with Checkpointer(TieredDirectory(tier, "far://run"), context=meeting.context) as run:
         save_steps(run, STEPS)
     if not known:
         shutil.rmtree(near)
-    meeting.left = 2 if known else 1  # which steps there are, and if they are those of the near tier
+    meeting.left = 2 if known else 1  # one for the list of steps, one to compare them with those of the near tier
     with Checkpointer(TieredDirectory(tier, "far://run"), context=meeting.context) as run:
         assert run.steps == STEPS
     assert meeting.left == 0
@@ -54,7 +57,7 @@ def fail_at(watch: Watch, step: int, error: type[StorageError]) -> None:
 
 @pytest.mark.parametrize("closed", [1, 3], ids=["old", "newest"])
 @pytest.mark.parametrize("error", [ObjectUnavailableError, StoragePermissionError])
-def test_a_run_opens_next_to_a_far_step_that_cannot_be_read(
+def test_a_run_opens_despite_an_unreadable_far_step(
     closed: int, error: type[StorageError], near: str, far: str
 ) -> None:
     watch = Watch()
@@ -68,19 +71,18 @@ def test_a_run_opens_next_to_a_far_step_that_cannot_be_read(
     assert CheckpointReader(far).steps == (1, 2, 3, 4)
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_far_step_that_is_closed_is_tried_after_the_others(near: str, far: str) -> None:
+def test_a_step_without_permission_is_uploaded_after_the_others(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tiers = TieredDirectory(NearTier(near, preservation_policy=PreserveAll()), through(far))
-    with Checkpointer(tiers, context=watched(watch)) as run:
+    with Checkpointer(tiers, context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
         save_steps(run, [2, 3])
         stands.open()
         fail_at(watch, 3, StoragePermissionError)
-        until(lambda: tiers.uploads.uploaded == (1, 2) and tiers.uploads.error is not None)
-        watch.before = lambda name, keys: None  # it was opened
+        signals.until(lambda: tiers.uploads.uploaded == (1, 2) and tiers.uploads.error is not None)
+        watch.before = lambda name, keys: None  # grant the permission
         tiers.wait_for_uploads(60)
         assert tiers.uploads.error is None
     assert CheckpointReader(far).steps == (1, 2, 3)
@@ -99,8 +101,8 @@ def _refuse_names(far: str, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("hinder", [_put_other_files, _refuse_names])
-def test_a_step_that_the_far_tier_cannot_take_is_told_once_and_the_others_go(
-    hinder: Callable[[str, Watch], None], near: str, far: str, caplog: pytest.LogCaptureFixture
+def test_a_step_that_cannot_be_uploaded_is_reported_once_and_blocks_no_other(
+    hinder: Callable[[str, Watch], None], near: str, far: str, caplog: pytest.LogCaptureFixture, signals: Signals
 ) -> None:
     watch = Watch()
     run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
@@ -111,7 +113,8 @@ def test_a_step_that_the_far_tier_cannot_take_is_told_once_and_the_others_go(
         saving = run.save(step, tree(step))
         assert saving is not None
         saving.result()
-        until(lambda: bool(tiers.uploads.failed))
+        signals.until(lambda: any("step 2 cannot be uploaded" in message for message in signals.messages))
+        join_uploads()
     with pytest.raises(UploadError, match="step 2 cannot be uploaded") as raised:
         run.close()
     assert raised.value.steps == (2,)
@@ -120,7 +123,7 @@ def test_a_step_that_the_far_tier_cannot_take_is_told_once_and_the_others_go(
 
 
 @pytest.mark.system
-def test_names_that_only_the_far_tier_takes_for_one(near: str, mounts: Mounts) -> None:
+def test_names_that_collide_only_in_the_far_tier(near: str, mounts: Mounts) -> None:
     far = mounts.odd("case") / "run"
     run = Checkpointer(TieredDirectory(NearTier(near), far), layout="zarr3")
     run.save(1, {"W": np.zeros(2), "w": np.ones(2)})

@@ -1,4 +1,4 @@
-"""Which of two saves of a step counts, on hosts whose clocks differ."""
+"""Which of two saves of a step is the later one, if the clocks of hosts differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> SetClock:
 
 
 def branch(step: int, number: int) -> dict[str, Any]:
-    """The state of a step on a branch of the training."""
+    """Return the state of a step on a numbered branch of the training."""
     return {**tree(step), "w": np.full((3, 5), number, np.float32)}
 
 
@@ -56,7 +56,7 @@ def tiers(near: str, far: str, **options: Any) -> TieredDirectory:
 
 @pytest.mark.parametrize("lost", [True, False], ids=["another-host", "same-host"])
 @pytest.mark.parametrize("ahead", [2, -2])
-def test_a_run_that_is_set_back_loads_and_uploads_what_it_saves(
+def test_a_run_that_was_set_back_loads_and_uploads_its_new_steps(
     near: str, far: str, hours: SetClock, ahead: float, *, lost: bool
 ) -> None:
     hours(ahead)
@@ -78,14 +78,12 @@ def test_a_run_that_is_set_back_loads_and_uploads_what_it_saves(
         assert branch_in(run) == 2
 
 
-def test_what_an_interrupted_run_did_not_upload_replaces_the_abandoned_steps(
-    near: str, far: str, hours: SetClock
-) -> None:
+def test_steps_of_an_interrupted_run_replace_the_abandoned_steps(near: str, far: str, hours: SetClock) -> None:
     hours(2)
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1, 2, 3)
     hours(0)
-    with Checkpointer(near) as run:  # the far tier is away
+    with Checkpointer(near) as run:  # a run without the far tier
         assert branch_in(run, 1) == 1
         save(run, 2, 2, 3)
     with Checkpointer(tiers(near, far)) as run:
@@ -93,8 +91,11 @@ def test_what_an_interrupted_run_did_not_upload_replaces_the_abandoned_steps(
     assert branch_in(CheckpointReader(far)) == 2
 
 
-def test_a_host_that_returns_with_old_steps_replaces_none(near: str, far: str, hours: SetClock) -> None:
-    """Its clock is ahead, and it has saved its steps several times; the run was continued elsewhere meanwhile."""
+def test_old_steps_of_a_returning_host_replace_no_newer_steps(near: str, far: str, hours: SetClock) -> None:
+    """The clock of this host is ahead, and it has saved its steps several times.
+
+    Meanwhile the run continued elsewhere.
+    """
     hours(2)
     with Checkpointer(tiers(near, far, upload_policy=FixedInterval(100))) as run:
         save(run, 1, 0)
@@ -111,8 +112,8 @@ def test_a_host_that_returns_with_old_steps_replaces_none(near: str, far: str, h
     assert branch_in(CheckpointReader(far)) == 2
 
 
-def test_a_run_without_the_records_of_its_owners_counts_on(near: str, far: str) -> None:
-    """A copy of the run has only the steps."""
+def test_save_numbers_increase_without_the_records_of_owners(near: str, far: str) -> None:
+    """A copy of a run contains only the steps."""
     for _ in range(2):
         with Checkpointer(tiers(near, far)) as run:
             save(run, 1, 1, 2)
@@ -127,7 +128,9 @@ def test_a_run_without_the_records_of_its_owners_counts_on(near: str, far: str) 
 
 
 @pytest.mark.parametrize("overwrite", [True, "non-atomic"])
-def test_a_plain_save_counts_more_than_what_it_replaces(near: str, far: str, hours: SetClock, overwrite: Any) -> None:
+def test_a_save_without_a_run_is_later_than_the_step_that_it_replaces(
+    near: str, far: str, hours: SetClock, overwrite: Any
+) -> None:
     hours(2)
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1)
@@ -140,10 +143,10 @@ def test_a_plain_save_counts_more_than_what_it_replaces(near: str, far: str, hou
 
 @pytest.mark.parametrize("replaced", ["near", "far"])
 @pytest.mark.parametrize("whole_run", [False, True], ids=["step", "run"])
-def test_a_copy_counts_more_than_the_step_that_it_replaces(
+def test_a_copy_is_later_than_the_step_that_it_replaces(
     near: str, far: str, hours: SetClock, replaced: str, *, whole_run: bool
 ) -> None:
-    """A copy of a step is put back."""
+    """The copy is a backup that a user restores."""
     backup, place = f"{near}-backup", {"near": near, "far": far}[replaced]
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1)
@@ -166,7 +169,7 @@ def test_a_copy_counts_more_than_the_step_that_it_replaces(
 
 
 @pytest.mark.parametrize("layout", ["dcp", "safetensors"])
-def test_a_conversion_counts_more_than_the_step_that_it_replaces(near: str, far: str, layout: str) -> None:
+def test_a_conversion_is_later_than_the_step_that_it_replaces(near: str, far: str, layout: str) -> None:
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1)
     ckptcore.copy(f"{near}/1", f"{near}-backup", layout=layout)
@@ -179,8 +182,8 @@ def test_a_conversion_counts_more_than_the_step_that_it_replaces(near: str, far:
     assert branch_in(CheckpointReader(far)) == 1
 
 
-def test_a_run_that_was_copied_elsewhere_counts_on(near: str, far: str, hours: SetClock) -> None:
-    """It was set back several times before, and its old near directory is used with the copy later."""
+def test_save_numbers_increase_after_a_run_was_copied(near: str, far: str, hours: SetClock) -> None:
+    """The run was set back several times before the copy. Later its old near directory is used with the copy."""
     hours(2)
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1, 2, 3)
@@ -201,7 +204,7 @@ def test_a_run_that_was_copied_elsewhere_counts_on(near: str, far: str, hours: S
 
 @pytest.mark.parametrize("order", [SaveOrder(7, MAX_ORDER), SaveOrder(MAX_ORDER, 0)], ids=repr)
 @pytest.mark.parametrize("by", ["a run", "a save", "a copy"])
-def test_saves_count_on_from_the_highest_number(near: str, far: str, order: SaveOrder, by: str) -> None:
+def test_saves_after_the_highest_number_are_still_later(near: str, far: str, order: SaveOrder, by: str) -> None:
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1)
     ckptcore.copy(f"{near}/1", f"{near}-backup")
@@ -223,7 +226,7 @@ def test_saves_count_on_from_the_highest_number(near: str, far: str, order: Save
 
 
 @pytest.mark.parametrize("is_continued", [True, False])
-def test_later_steps_of_a_host_whose_run_was_continued_elsewhere_are_named(
+def test_a_warning_names_later_steps_of_a_run_that_continued_elsewhere(
     near: str, far: str, caplog: pytest.LogCaptureFixture, *, is_continued: bool
 ) -> None:
     with Checkpointer(tiers(near, far, upload_policy=FixedInterval(100))) as run:
@@ -237,7 +240,7 @@ def test_later_steps_of_a_host_whose_run_was_continued_elsewhere_are_named(
             assert run.load()["step"] == 3 and branch_in(run, 2) == 1 + is_continued
         warned = [record.message for record in caplog.records if "was saved before step 2 in" in record.message]
         assert len(warned) == is_continued
-        if is_continued:  # the remedy is followed
+        if is_continued:  # follows the remedy
             assert (
                 warned[0].startswith(f"step 3 exists only in {near}")
                 and f"delete the later steps in {near}" in warned[0]

@@ -1,10 +1,9 @@
-"""Steps are committed near and uploaded in the background: the job does not wait, and nothing is lost."""
+"""Steps are committed in the near tier and uploaded in the background. The job does not wait for uploads."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from ckptcore.errors import DirectoryInUseError, InvalidLocationError, SaveLostE
 from ckptcore.events import Event
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, PreserveAll
 from plugins.tiers.tests.far_stores import Outage, Standstill
+from plugins.tiers.tests.signals import Signals, join_uploads
 from tests.checkpointer.runs import (
     Watch,
     array_key,
@@ -33,16 +33,8 @@ from tests.checkpointer.runs import (
 
 
 def steps_in(directory: str) -> list[int]:
-    """Return the steps that another process finds."""
+    """Return the steps that another process would find."""
     return list(CheckpointReader(directory).steps)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_step_is_committed_near_and_then_far(near: str, far: str) -> None:
@@ -53,7 +45,7 @@ def test_a_step_is_committed_near_and_then_far(near: str, far: str) -> None:
         assert steps_in(near) == [1]
         tiers.wait_for_uploads(60)
         assert tiers.uploads.uploaded == (1,) and tiers.uploads.waiting == ()
-    # The same bytes, so that no tool need know of tiers.
+    # The objects are equal in both tiers, so that other tools can read either tier.
     assert {key: store_of(far).get(key) for key in keys_of(far, "1")} == {
         key: store_of(near).get(key) for key in keys_of(near, "1")
     }
@@ -63,7 +55,7 @@ def test_a_step_is_committed_near_and_then_far(near: str, far: str) -> None:
     assert reader.metadata(1).custom == {"note": "first"}
 
 
-def test_several_checkpointables_are_uploaded_whole(near: str, far: str) -> None:
+def test_several_checkpointables_are_uploaded(near: str, far: str) -> None:
     with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
         run.save_checkpointables(3, {"model": tree(3), "data": {"position": 7}})
     loaded = CheckpointReader(far).load_checkpointables()
@@ -71,7 +63,7 @@ def test_several_checkpointables_are_uploaded_whole(near: str, far: str) -> None
     assert loaded["data"] == {"position": 7}
 
 
-def test_each_tier_keeps_what_its_policy_wants(near: str, far: str) -> None:
+def test_each_tier_keeps_the_steps_of_its_policy(near: str, far: str) -> None:
     tier = NearTier(near, preservation_policy=LatestN(1), upload_policy=FixedInterval(2))
     with Checkpointer(tiers := TieredDirectory(tier, far), preservation_policy=LatestN(2)) as run:
         for step in range(1, 8):
@@ -82,10 +74,10 @@ def test_each_tier_keeps_what_its_policy_wants(near: str, far: str) -> None:
     assert steps_in(far) == [4, 6]
 
 
-def test_the_job_waits_for_nothing_far_and_what_waits_stays_near(near: str, far: str) -> None:
+def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tier = NearTier(near, preservation_policy=LatestN(1))
-    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
@@ -98,13 +90,13 @@ def test_the_job_waits_for_nothing_far_and_what_waits_stays_near(near: str, far:
         assert raised.value.steps == (1, 2, 3)
         stands.open()
         tiers.wait_for_uploads(60)
-        # One that had fallen behind made the newest safe first.
+        # All steps are uploaded, because the policy of the far tier keeps all of them.
         assert tiers.uploads.uploaded == (1, 2, 3)
-        until(lambda: steps_in(near) == [3])
+        signals.until(lambda: steps_in(near) == [3])
     assert steps_in(far) == [1, 2, 3]
 
 
-def test_who_falls_behind_makes_the_newest_safe_first_and_says_what_need_not_go(
+def test_a_late_uploader_uploads_the_newest_step_first_and_reports_skipped_ones(
     near: str, far: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = Watch()
@@ -128,17 +120,17 @@ def test_who_falls_behind_makes_the_newest_safe_first_and_says_what_need_not_go(
     assert uploads == [(1, True), (2, False), (3, False), (5, True), (4, True)]
 
 
-def test_no_more_steps_wait_than_the_near_tier_has_room_for(near: str, far: str) -> None:
+def test_the_number_of_waiting_steps_is_limited(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tier = NearTier(near, preservation_policy=LatestN(1), max_waiting=2)
-    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
         save_steps(run, [2, 3, 4])
-        # What is being sent goes on, or a run that saves faster than it uploads would never end an upload.
+        # A running upload continues. Otherwise a run that saves faster than it uploads would never complete an upload.
         assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (3, 4)
-        until(lambda: steps_in(near) == [1, 3, 4])
+        signals.until(lambda: steps_in(near) == [1, 3, 4])
         stands.open()
         tiers.wait_for_uploads(60)
         (skip,) = tiers.uploads.skipped
@@ -146,9 +138,8 @@ def test_no_more_steps_wait_than_the_near_tier_has_room_for(near: str, far: str)
     assert steps_in(far) == [1, 3, 4]
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
-    near: str, far: str, caplog: pytest.LogCaptureFixture
+def test_an_outage_of_the_far_tier_stops_no_save_and_uploads_are_retried(
+    near: str, far: str, caplog: pytest.LogCaptureFixture, signals: Signals
 ) -> None:
     watch = Watch()
     with Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch)) as run:
@@ -158,7 +149,7 @@ def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
         away.begin()
         save_steps(run, [2, 3])
         assert away.met.wait(60)
-        until(lambda: tiers.uploads.error is not None)
+        signals.until(lambda: tiers.uploads.error is not None)
         assert_is_step(run.load(), 3)
         assert run.latest == 3
         with pytest.raises(UploadError, match="503: the far tier is away"):
@@ -173,8 +164,7 @@ def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
     )
 
 
-@pytest.mark.usefixtures("quick")
-def test_closing_tells_what_is_not_uploaded_and_the_next_run_uploads_it(near: str, far: str) -> None:
+def test_close_reports_missing_uploads_and_the_next_run_completes_them(near: str, far: str) -> None:
     watch = Watch()
     run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.2), through(far)), context=watched(watch))
     away = Outage(watch)
@@ -191,7 +181,7 @@ def test_closing_tells_what_is_not_uploaded_and_the_next_run_uploads_it(near: st
     assert steps_in(far) == [1, 2]
 
 
-def test_closing_leaves_the_uploads_to_the_next_run_where_asked(near: str, far: str) -> None:
+def test_close_leaves_uploads_to_the_next_run_on_request(near: str, far: str) -> None:
     watch = Watch()
     run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0), through(far)), context=watched(watch))
     stands = Standstill(watch)
@@ -204,7 +194,7 @@ def test_closing_leaves_the_uploads_to_the_next_run_where_asked(near: str, far: 
     assert 2 in steps_in(far)
 
 
-def test_a_forced_end_of_the_block_by_an_error_keeps_that_error(near: str, far: str) -> None:
+def test_an_error_in_the_block_is_kept_if_uploads_are_missing(near: str, far: str) -> None:
     watch = Watch()
     with (
         pytest.raises(KeyError) as raised,
@@ -217,7 +207,7 @@ def test_a_forced_end_of_the_block_by_an_error_keeps_that_error(near: str, far: 
 
 
 @pytest.mark.parametrize("harm", [cut, flip, remove])
-def test_what_is_damaged_near_is_told_and_the_others_go(near: str, far: str, harm: Callable[..., None]) -> None:
+def test_a_damaged_near_step_is_reported_and_blocks_no_other(near: str, far: str, harm: Callable[..., None]) -> None:
     watch = Watch()
     run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
     stands = Standstill(watch)
@@ -226,14 +216,15 @@ def test_what_is_damaged_near_is_told_and_the_others_go(near: str, far: str, har
     save_steps(run, [2])
     harm(near, array_key(near, "2"))
     stands.open()
-    until(lambda: bool(tiers.uploads.failed))
-    saving = run.save(3, tree(3))  # no save fails for it
+    join_uploads()
+    assert tiers.uploads.failed
+    saving = run.save(3, tree(3))  # the damage does not fail later saves
     assert saving is not None
     saving.result()
     with pytest.raises(UploadError, match="step 2 cannot be uploaded") as raised:
         run.wait()
     assert raised.value.steps == (2,)
-    run.close()  # told once
+    run.close()  # the error is raised only once
     assert steps_in(far) == [1, 3]
 
 
@@ -245,11 +236,11 @@ def test_both_directories_belong_to_the_run(near: str, far: str) -> None:
             Checkpointer(near)
     with Checkpointer(far), pytest.raises(DirectoryInUseError):
         Checkpointer(TieredDirectory(NearTier(near), far))
-    with Checkpointer(near):  # what failed to own both owns none
+    with Checkpointer(near):  # the run that failed to own both directories owns neither
         pass
 
 
-def test_a_run_that_lost_the_far_tier_changes_nothing_there(near: str, far: str) -> None:
+def test_a_run_that_lost_the_far_tier_does_not_change_it(near: str, far: str) -> None:
     run = Checkpointer(tiers := TieredDirectory(NearTier(near), far))
     save_steps(run, [1])
     tiers.wait_for_uploads(60)
@@ -265,7 +256,7 @@ def test_a_run_that_lost_the_far_tier_changes_nothing_there(near: str, far: str)
     assert steps_in(far) == [1] and steps_in(near) == [1, 2]
 
 
-def test_a_run_that_loses_the_far_tier_while_it_uploads_commits_nothing_there(near: str, far: str) -> None:
+def test_a_run_that_loses_the_far_tier_during_an_upload_does_not_commit(near: str, far: str) -> None:
     watch = Watch()
     run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
     stands = Standstill(watch)
@@ -280,7 +271,7 @@ def test_a_run_that_loses_the_far_tier_while_it_uploads_commits_nothing_there(ne
     assert steps_in(far) == [] and steps_in(near) == [1]
 
 
-def test_the_preempted_save_is_uploaded_whatever_the_interval(near: str, far: str) -> None:
+def test_the_save_at_a_preemption_is_uploaded_regardless_of_the_interval(near: str, far: str) -> None:
     chosen = AnySave([FixedInterval(100), PreemptionCheckpointing()])
     tier = NearTier(near, upload_policy=chosen)
     policy = AnySave([EveryStep(), PreemptionCheckpointing()])
@@ -289,13 +280,13 @@ def test_the_preempted_save_is_uploaded_whatever_the_interval(near: str, far: st
     assert steps_in(far) == [3]
 
 
-def test_metadata_of_the_directory_goes_with_the_far_tier(near: str, far: str) -> None:
+def test_metadata_of_the_directory_is_stored_in_the_far_tier(near: str, far: str) -> None:
     with Checkpointer(TieredDirectory(NearTier(near), far), metadata={"model": "tiny"}) as run:
         assert run.root_metadata == {"model": "tiny"}
     assert CheckpointReader(far).root_metadata == {"model": "tiny"}
 
 
-def test_tiers_do_not_lie_in_each_other(near: str) -> None:
+def test_nested_tiers_are_refused(near: str) -> None:
     for other in (near, f"{near}/inside"):
         with pytest.raises(InvalidLocationError, match="separate directories"):
             Checkpointer(TieredDirectory(NearTier(other), near))
@@ -327,7 +318,7 @@ def test_the_directories_are_checked(far: str) -> None:
         Checkpointer(TieredDirectory(3, far), context=Context())  # type: ignore[arg-type]
 
 
-def test_a_path_is_a_near_tier_and_a_reader_reads_both(near: str, far: str) -> None:
+def test_a_path_can_be_the_near_tier_and_a_reader_reads_both_tiers(near: str, far: str) -> None:
     tiers = TieredDirectory(near=near, far=far)
     with Checkpointer(tiers) as run:
         save_steps(run, [1, 2])

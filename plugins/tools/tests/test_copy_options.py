@@ -34,7 +34,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any], message: str, 
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_plan_of_one_state_for_all_and_of_a_function() -> None:
+def test_a_plan_takes_one_state_or_a_function_of_the_rank() -> None:
     state = {"w": ckptcore.AbstractArray((8, 4), "float32")}
     whole = ckptcore.plan(state, processes=2)
     assert whole.array_bytes == ckptcore.plan(lambda rank: state, processes=2).array_bytes == 128

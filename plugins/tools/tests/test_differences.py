@@ -22,25 +22,29 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a", tmp_path / "b"
 
 
-def test_the_same_is_empty_and_false(two: tuple[Path, Path]) -> None:
+def test_equal_checkpoints_give_an_empty_and_false_result(two: tuple[Path, Path]) -> None:
     same = DIFF(two[0], two[0])
     assert not same
     assert (same.leaves, same.files, same.nbytes) == (3, 0, 88)
 
 
 def test_differences_with_norm_and_worst_elements(two: tuple[Path, Path]) -> None:
-    found = DIFF(*two)
-    assert [(one.path, one.kind) for one in found] == [("n", "values"), ("new", "only_in_b"), ("w", "values")]
-    weight = found[-1]
+    differences = DIFF(*two)
+    assert [(difference.path, difference.kind) for difference in differences] == [
+        ("n", "values"),
+        ("new", "only_in_b"),
+        ("w", "values"),
+    ]
+    weight = differences[-1]
     assert (weight.elements, weight.distance.differing, weight.distance.largest) == (12, 2, 4.0)
     assert weight.distance.norm == 5.0
     assert weight.distance.worst == (((2, 3), 0.0, -4.0, 4.0), ((1, 2), 0.0, 3.0, 3.0))
-    assert found[:2] == (found[0], found[1])
+    assert differences[:2] == (differences[0], differences[1])
 
 
 def test_tolerances_and_structure_alone(two: tuple[Path, Path]) -> None:
-    assert [one.path for one in DIFF(*two, absolute=4.0)] == ["n", "new"]
-    assert [one.path for one in DIFF(*two, values=False)] == ["n", "new"]
+    assert [difference.path for difference in DIFF(*two, absolute=4.0)] == ["n", "new"]
+    assert [difference.path for difference in DIFF(*two, values=False)] == ["n", "new"]
     assert DIFF(*two, values=False).nbytes == 0
 
 

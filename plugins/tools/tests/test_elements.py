@@ -32,7 +32,7 @@ def test_one_element_that_differs(dtype: np.dtype[Any]) -> None:
     assert distance(a, b, Tolerance(absolute=1.0)) == SAME
 
 
-def test_bits_count_without_a_tolerance() -> None:
+def test_bits_are_compared_without_a_tolerance() -> None:
     zeros, negative = np.zeros(3), -np.zeros(3)
     assert distance(zeros, negative, EXACT) == Distance(3, 0.0)
     assert distance(zeros, negative, Tolerance(absolute=1e-300)) == SAME
@@ -42,7 +42,7 @@ def test_bits_count_without_a_tolerance() -> None:
     assert distance(quiet, payload, Tolerance(absolute=1.0)) == SAME
 
 
-def test_infinities_and_what_is_not_a_number() -> None:
+def test_infinities_and_nan() -> None:
     a = np.array([np.inf, np.inf, 1.0])
     assert distance(a, np.array([np.inf, -np.inf, 1.0]), EXACT) == Distance(1, math.inf)
     apart = distance(a, np.array([np.inf, np.inf, np.nan]), Tolerance(absolute=5))
@@ -91,7 +91,7 @@ def test_more_than_one_step() -> None:
     st.floats(0, 10),
     st.floats(0, 1),
 )
-def test_like_isclose(left: list[float], right: list[float], absolute: float, relative: float) -> None:
+def test_tolerances_agree_with_isclose(left: list[float], right: list[float], absolute: float, relative: float) -> None:
     a = np.array(left, np.float32)
     b = np.array(right[: len(left)], np.float32)
     if absolute == 0 and relative == 0:
@@ -108,7 +108,7 @@ def test_like_isclose(left: list[float], right: list[float], absolute: float, re
     st.sampled_from(["int8", "float32", "complex128"]),
     st.integers(1, 200),
 )
-def test_boxes_make_up_an_array(shape: tuple[int, ...], dtype: str, max_bytes: int) -> None:
+def test_boxes_cover_an_array(shape: tuple[int, ...], dtype: str, max_bytes: int) -> None:
     spec = ArraySpec(shape, dtype)
     seen = np.zeros(shape, np.int64)
     order = np.arange(spec.size).reshape(shape)
@@ -117,7 +117,7 @@ def test_boxes_make_up_an_array(shape: tuple[int, ...], dtype: str, max_bytes: i
         seen[box.slices] += 1
         assert box.size * spec.numpy_dtype.itemsize <= max(max_bytes, spec.numpy_dtype.itemsize)
         if box.size:
-            assert order[box.slices].min() > last  # in C order, so that it is read from front to back
+            assert order[box.slices].min() > last  # boxes are in C order, so that files are read from front to back
             last = int(order[box.slices].max())
     assert (seen == 1).all()
 
@@ -126,23 +126,27 @@ def test_the_worst_elements_and_the_norm() -> None:
     a = np.zeros((4, 300_000), np.float32)
     b = a.copy()
     b[1, 2], b[3, 299_999], b[0, 0] = -3.0, 4.0, 1.0
-    found = distance(a, b, EXACT)
-    assert [(one.position, one.a, one.b, one.error) for one in found.worst] == [
+    measured = distance(a, b, EXACT)
+    assert [(element.position, element.a, element.b, element.error) for element in measured.worst] == [
         ((3, 299_999), 0.0, 4.0, 4.0),
         ((1, 2), 0.0, -3.0, 3.0),
         ((0, 0), 0.0, 1.0, 1.0),
     ]
-    assert found.norm == math.sqrt(26)
-    assert [one.position for one in found.within(Box((5, 7), (9, 300_007))).worst] == [(8, 300_006), (6, 9), (5, 7)]
+    assert measured.norm == math.sqrt(26)
+    assert [element.position for element in measured.within(Box((5, 7), (9, 300_007))).worst] == [
+        (8, 300_006),
+        (6, 9),
+        (5, 7),
+    ]
 
 
 def test_the_ten_worst_elements_with_nan_first() -> None:
     b = np.arange(50.0)
     b[7] = np.nan
-    found = distance(np.zeros(50), b, EXACT)
-    assert [one.position for one in found.worst] == [(7,), *((number,) for number in range(49, 40, -1))]
-    assert math.isnan(found.worst[0].error)
-    assert math.isnan(found.norm or 0.0)
+    measured = distance(np.zeros(50), b, EXACT)
+    assert [element.position for element in measured.worst] == [(7,), *((number,) for number in range(49, 40, -1))]
+    assert math.isnan(measured.worst[0].error)
+    assert math.isnan(measured.norm or 0.0)
 
 
 def test_the_worst_element_of_a_scalar_and_of_complex_numbers() -> None:
@@ -151,5 +155,5 @@ def test_the_worst_element_of_a_scalar_and_of_complex_numbers() -> None:
 
 
 def test_text_has_no_norm_and_no_worst_elements() -> None:
-    found = distance(np.array(["ab"]), np.array(["cd"]), EXACT)
-    assert (found.norm, found.worst) == (None, ())
+    measured = distance(np.array(["ab"]), np.array(["cd"]), EXACT)
+    assert (measured.norm, measured.worst) == (None, ())

@@ -40,8 +40,8 @@ def test_keys_with_dots_are_folded(tmp_path: Path) -> None:
 
 
 def test_containers_lists_and_objects(tmp_path: Path) -> None:
-    found = outline({"a": [np.ones(2), {"x.y": 1, "x.z": 2}], "b": {}, 3: "text", "": None}, tmp_path)
-    assert drawn(found) == [
+    tree = outline({"a": [np.ones(2), {"x.y": 1, "x.z": 2}], "b": {}, 3: "text", "": None}, tmp_path)
+    assert drawn(tree) == [
         "<root> -1 2",
         "  a -1 2",
         "    [0] 0 2",
@@ -53,12 +53,12 @@ def test_containers_lists_and_objects(tmp_path: Path) -> None:
         "  [3] 3 0",
         "  '' 4 0",
     ]
-    assert found.kinds == {0: "dict", 1: "list", 3: "dict", 7: "dict"}
-    assert [found.names[row] for row in found.children(1)] == ["[0]", "[1]"]
-    assert list(found.children(7)) == []
+    assert tree.kinds == {0: "dict", 1: "list", 3: "dict", 7: "dict"}
+    assert [tree.names[row] for row in tree.children(1)] == ["[0]", "[1]"]
+    assert list(tree.children(7)) == []
 
 
-def test_a_leaf_and_a_group_of_one_name(tmp_path: Path) -> None:
+def test_a_leaf_and_a_group_with_the_same_name(tmp_path: Path) -> None:
     assert drawn(outline({"a": 1, "a.b": 2, "a.c": 3}, tmp_path)) == [
         "<root> -1 0",
         "  a 0 0",
@@ -68,30 +68,30 @@ def test_a_leaf_and_a_group_of_one_name(tmp_path: Path) -> None:
     ]
 
 
-def test_dots_that_divide_nothing_stay(tmp_path: Path) -> None:
+def test_names_with_empty_or_too_many_parts_are_not_split(tmp_path: Path) -> None:
     names = [".a", "a.", "a..b", "...", "..", "x." * 40 + "y"]
     assert sorted(outline(dict.fromkeys(names, 1), tmp_path).names[1:]) == sorted(names)
 
 
 def test_tied_arrays_count_once(tmp_path: Path) -> None:
     array = np.ones((2, 5), np.float32)
-    found = outline({"a": array, "b": array}, tmp_path)
-    assert (found.arrays[0], found.parameters[0], found.nbytes[0]) == (1, 10, 40)
+    tree = outline({"a": array, "b": array}, tmp_path)
+    assert (tree.arrays[0], tree.parameters[0], tree.nbytes[0]) == (1, 10, 40)
 
 
 def test_the_whole_tree_is_one_leaf(tmp_path: Path) -> None:
-    found = outline(np.ones(4, np.int8), tmp_path)
-    assert drawn(found) == ["<root> 0 4"]
-    assert found.kinds == {}
+    tree = outline(np.ones(4, np.int8), tmp_path)
+    assert drawn(tree) == ["<root> 0 4"]
+    assert tree.kinds == {}
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
+def test_an_empty_tree(tmp_path: Path) -> None:
     assert drawn(outline({}, tmp_path)) == ["<root> -1 0"]
 
 
 def test_rows_down_to_a_depth(tmp_path: Path) -> None:
-    found = outline({"a": {"b": 1, "c.d": 2, "c.e": 3}, "f": 4}, tmp_path)
-    names = [[found.names[row] for row in found.rows(depth)] for depth in (0, 1, 2, None)]
+    tree = outline({"a": {"b": 1, "c.d": 2, "c.e": 3}, "f": 4}, tmp_path)
+    names = [[tree.names[row] for row in tree.rows(depth)] for depth in (0, 1, 2, None)]
     assert names == [
         ["<root>"], ["<root>", "a", "f"], ["<root>", "a", "b", "c", "f"], ["<root>", "a", "b", "c", "d", "e", "f"],
     ]  # fmt: skip
@@ -99,8 +99,8 @@ def test_rows_down_to_a_depth(tmp_path: Path) -> None:
 
 def test_some_leaves_with_the_rows_above_them(tmp_path: Path) -> None:
     state = {"a": {"x": np.ones(2), "y": 1}, "b": [np.ones(3, np.int8)], "c.d": np.ones(4), "c.e": np.ones(5), "f": {}}
-    found = outline(state, tmp_path)
-    some = found.only({0, 2, 4})
+    tree = outline(state, tmp_path)
+    some = tree.only({0, 2, 4})
     assert drawn(some) == [
         "<root> -1 10",
         "  a -1 2",
@@ -112,5 +112,5 @@ def test_some_leaves_with_the_rows_above_them(tmp_path: Path) -> None:
     ]
     assert (some.kinds, some.nbytes[0], some.arrays[0]) == ({0: "dict", 1: "dict", 3: "list"}, 59, 3)
     assert [some.names[row] for row in some.children(0)] == ["a", "b", "c"]
-    assert found.only(range(6)).stops[0] == len(found) - 1  # without the empty container
-    assert drawn(found.only(())) == ["<root> -1 0"]
+    assert tree.only(range(6)).stops[0] == len(tree) - 1  # the empty container is not included
+    assert drawn(tree.only(())) == ["<root> -1 0"]

@@ -1,4 +1,4 @@
-"""Remedies in error texts of copies, exports, plans and commands: each is followed, and its result must be right."""
+"""Remedies in the errors of copies, exports, plans and commands. Each test follows an error, and checks the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, CustomPreservation, LatestN
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore.step_names import StepNames
-from plugins.tools.tests.cli.conftest import Run, run  # noqa: F401  # a fixture
+from plugins.tools.tests.cli.conftest import Run, run  # noqa: F401  # imported as a fixture
 
 VALUES = np.arange(1 << 16, dtype=np.float64)
 STATE = {"model": {"w": VALUES, "b": np.ones(3)}, "step": 7}
@@ -72,7 +72,7 @@ def update(directory: Path) -> Path:
 
 @pytest.mark.parametrize("make", [lambda directory: saved(directory / "a"), update], ids=["complete", "update"])
 def test_a_committed_copy_that_is_damaged(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """Without `overwrite`, the next copy would take it for complete."""
+    """Without `overwrite`, the next copy would consider the damaged copy complete."""
     source = make(tmp_path)
     ckptcore.copy(source, tmp_path / "b")
     damage(tmp_path / "b")
@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged_before_its_commit(tmp_path: Path) -> None:
     assert_saved(tmp_path / "b")
 
 
-def test_a_copy_of_an_update_that_is_deleted_at_once(tmp_path: Path) -> None:
+def test_a_copy_that_is_deleted_right_after_its_commit(tmp_path: Path) -> None:
     def delete(event: Event) -> None:
         if event.phase == "commit":
             ckptcore.delete(tmp_path / "b")
@@ -224,7 +224,7 @@ def test_files_to_add(tmp_path: Path) -> None:
 
 
 def test_destinations(tmp_path: Path) -> None:
-    """Each error says to give another one, and nothing was written."""
+    """Each error says to choose another destination, and the copy wrote nothing."""
     state = {"model": STATE, "other": {"n": 1}}
     for name in "ac":
         ckptcore.save_checkpointables(tmp_path / name, state)
@@ -396,19 +396,19 @@ def test_exports_of_two_strategies(tmp_path: Path) -> None:
 
 
 class Eager(ckptcore.SafetensorsLayout):
-    """Takes elements before it passes segments to the store."""
+    """A layout that takes elements before it passes segments to the store."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Take the first array early."""
+        """Write the arrays, but take the elements of the first one early."""
         snapshot.take(0)
         return super().write(snapshot, store)
 
 
 class Forecasting(Eager):
-    """Also says what it would write."""
+    """A layout that also implements `forecast`."""
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
-        """Pass the segments without elements."""
+        """Return the segments without taking elements."""
         return WriteForecast(super(Eager, self).write(snapshot, store))
 
 
@@ -425,7 +425,7 @@ def test_plans_of_layouts_that_take_elements() -> None:
 
 
 def test_policies_as_text() -> None:
-    """Each example in the errors is a policy, and all of them together."""
+    """Each example in the errors is a valid policy, and so is the list of all examples."""
     custom = CustomPreservation(lambda steps, context: [True] * len(steps))
     first = refused(lambda: format_preservation(custom), "the policies that have one are ", error=ValueError)
     other = refused(lambda: parse_preservation("newest=3"), "Policies: ", error=ValueError)

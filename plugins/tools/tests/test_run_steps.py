@@ -34,12 +34,12 @@ def test_a_step_has_the_durations_of_its_save(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": np.ones(3)})
         checkpointer.save_checkpointables(2, {"model": {"w": np.ones(3)}})
-    found = read(tmp_path)
+    statuses = read(tmp_path)
     for step in (1, 2):
         events = ckptcore.metadata(tmp_path / str(step)).timeline
         first, last = min(event.began for event in events), max(event.ended for event in events)
-        assert found[step].seconds == last - first
-        assert found[step].save_id == ckptcore.metadata(tmp_path / str(step)).save_id
+        assert statuses[step].seconds == last - first
+        assert statuses[step].save_id == ckptcore.metadata(tmp_path / str(step)).save_id
 
 
 def test_the_caller_was_blocked_until_its_call_returned(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_durations_that_are_not_stored_are_unknown(tmp_path: Path) -> None:
     for step, timeline in ((2, None), (3, {"operation": "save"}), (4, [1])):
         ckptcore.save(tmp_path / str(step), {"w": np.ones(3)})
         with_timeline(tmp_path / str(step), lambda _, timeline=timeline: timeline)
-    found = read(tmp_path)
-    assert [found[step].state for step in (1, 2, 3, 4)] == ["foreign", "committed", "committed", "committed"]
-    assert {(status.seconds, status.blocked_seconds) for status in found.values()} == {(None, None)}
-    assert found[1].save_id is None
+    statuses = read(tmp_path)
+    assert [statuses[step].state for step in (1, 2, 3, 4)] == ["foreign", "committed", "committed", "committed"]
+    assert {(status.seconds, status.blocked_seconds) for status in statuses.values()} == {(None, None)}
+    assert statuses[1].save_id is None

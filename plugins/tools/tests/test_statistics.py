@@ -31,28 +31,28 @@ def edges(histogram: Histogram) -> HostArray:
 
 
 def counts(array: HostArray) -> tuple[int, ...]:
-    """Return the counts that NumPy has for the bins of our histogram."""
-    found = statistics_of([array])
-    assert found is not None
-    assert found.histogram is not None
-    inner = edges(found.histogram)
+    """Return NumPy's counts for the bins of our histogram."""
+    statistics = statistics_of([array])
+    assert statistics is not None
+    assert statistics.histogram is not None
+    inner = edges(statistics.histogram)
     return tuple(np.histogram(array.astype(np.float64), np.append(inner[:-1], np.nextafter(inner[-1], -np.inf)))[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_statistics_are_those_of_numpy(dtype: str) -> None:
+def test_statistics_equal_those_of_numpy(dtype: str) -> None:
     array = random(dtype, 10_000)
-    found = statistics_of([array[:100].reshape(10, 10), array[100:]])
+    statistics = statistics_of([array[:100].reshape(10, 10), array[100:]])
     wide = array.astype(np.float64)
-    assert found is not None
-    assert (found.elements, found.nan, found.infinite) == (10_000, 0, 0)
-    assert found.zeros == int((wide == 0).sum())
-    assert (found.minimum, found.maximum) == (wide.min(), wide.max())
+    assert statistics is not None
+    assert (statistics.elements, statistics.nan, statistics.infinite) == (10_000, 0, 0)
+    assert statistics.zeros == int((wide == 0).sum())
+    assert (statistics.minimum, statistics.maximum) == (wide.min(), wide.max())
     expected = (wide.mean(), wide.std(), np.linalg.norm(wide))
-    assert (found.mean, found.deviation, found.norm) == pytest.approx(expected, rel=1e-12)
-    assert found.histogram is not None
-    assert sum(found.histogram.counts) == 10_000
-    assert found.histogram.counts == counts(array)
+    assert (statistics.mean, statistics.deviation, statistics.norm) == pytest.approx(expected, rel=1e-12)
+    assert statistics.histogram is not None
+    assert sum(statistics.histogram.counts) == 10_000
+    assert statistics.histogram.counts == counts(array)
 
 
 @given(
@@ -62,12 +62,12 @@ def test_the_statistics_are_those_of_numpy(dtype: str) -> None:
         max_size=5,
     )
 )
-def test_a_histogram_has_every_element_in_its_bin(boxes: list[HostArray]) -> None:
-    found = statistics_of(boxes)
-    assert found is not None
-    assert found.histogram is not None
+def test_a_histogram_counts_every_element(boxes: list[HostArray]) -> None:
+    statistics = statistics_of(boxes)
+    assert statistics is not None
+    assert statistics.histogram is not None
     whole = np.concatenate(boxes)
-    histogram = found.histogram
+    histogram = statistics.histogram
     assert sum(histogram.counts) == whole.size
     assert len(histogram.counts) <= 128
     assert histogram.start <= whole.min()
@@ -75,27 +75,27 @@ def test_a_histogram_has_every_element_in_its_bin(boxes: list[HostArray]) -> Non
     assert histogram.counts[0]
     assert histogram.counts[-1]
     assert statistics_of([whole]).histogram == histogram  # type: ignore[union-attr]
-    assert found.minimum is not None and found.mean is not None and found.deviation is not None
-    assert math.isfinite(found.mean)
-    assert not math.isnan(found.deviation)
+    assert statistics.minimum is not None and statistics.mean is not None and statistics.deviation is not None
+    assert math.isfinite(statistics.mean)
+    assert not math.isnan(statistics.deviation)
 
 
 @pytest.mark.parametrize("first", [0.0, 1e-4])
 def test_equal_elements_at_the_start_leave_the_bins_narrow(first: float) -> None:
     boxes = [np.full(1000, first), random("float64", 1000) * 1e-4]
-    found = statistics_of(boxes)
-    assert found is not None
-    assert found.histogram is not None
-    assert len(found.histogram.counts) >= 64
-    assert statistics_of(boxes[::-1]).histogram == found.histogram  # type: ignore[union-attr]
+    statistics = statistics_of(boxes)
+    assert statistics is not None
+    assert statistics.histogram is not None
+    assert len(statistics.histogram.counts) >= 64
+    assert statistics_of(boxes[::-1]).histogram == statistics.histogram  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("number", [1e-5, -3e-200, 1.0, 100.0])
 def test_the_bin_of_equal_elements_is_near_them(number: float) -> None:
-    found = statistics_of([np.full(5, number)])
-    assert found is not None
-    assert found.histogram is not None
-    assert abs(number) / 128 < found.histogram.stop - found.histogram.start <= abs(number) / 32
+    statistics = statistics_of([np.full(5, number)])
+    assert statistics is not None
+    assert statistics.histogram is not None
+    assert abs(number) / 128 < statistics.histogram.stop - statistics.histogram.start <= abs(number) / 32
 
 
 @given(st.permutations(range(8)))
@@ -105,32 +105,32 @@ def test_the_order_of_boxes_does_not_change_a_histogram(order: list[int]) -> Non
 
 
 def test_bins_of_integers_have_at_least_the_width_one() -> None:
-    found = statistics_of([np.array([3, 4, 4, 7], np.int16)])
-    assert found is not None
-    assert found.histogram == Histogram(3.0, 8.0, (1, 2, 0, 0, 1))
+    statistics = statistics_of([np.array([3, 4, 4, 7], np.int16)])
+    assert statistics is not None
+    assert statistics.histogram == Histogram(3.0, 8.0, (1, 2, 0, 0, 1))
 
 
 @pytest.mark.parametrize("number", [0.0, -0.0, 1.0, -2.5, 1e308, -1.7e308, 5e-324, 2.0**53 + 2])
 def test_equal_elements_are_in_one_bin(number: float) -> None:
-    found = statistics_of([np.full(5, number)])
-    assert found is not None
-    assert found.histogram is not None
-    assert found.histogram.counts == (5,)
-    assert found.histogram.start <= number <= found.histogram.stop
-    assert (found.minimum, found.maximum) == (number, number)
+    statistics = statistics_of([np.full(5, number)])
+    assert statistics is not None
+    assert statistics.histogram is not None
+    assert statistics.histogram.counts == (5,)
+    assert statistics.histogram.start <= number <= statistics.histogram.stop
+    assert (statistics.minimum, statistics.maximum) == (number, number)
 
 
 def test_equal_elements_have_no_deviation() -> None:
-    found = statistics_of([np.full(5, 0.1), np.full(3, 0.1)])
-    assert found is not None
-    assert (found.mean, found.deviation) == (0.1, 0.0)
+    statistics = statistics_of([np.full(5, 0.1), np.full(3, 0.1)])
+    assert statistics is not None
+    assert (statistics.mean, statistics.deviation) == (0.1, 0.0)
 
 
-def test_elements_that_are_not_finite_are_counted_apart() -> None:
-    found = statistics_of([np.array([np.nan, np.inf, -np.inf, 0.0, 2.0], np.float32)])
-    assert found is not None
-    assert (found.elements, found.nan, found.infinite, found.zeros) == (5, 1, 2, 1)
-    assert (found.minimum, found.maximum, found.mean, found.norm) == (0.0, 2.0, 1.0, 2.0)
+def test_elements_that_are_not_finite_are_counted_separately() -> None:
+    statistics = statistics_of([np.array([np.nan, np.inf, -np.inf, 0.0, 2.0], np.float32)])
+    assert statistics is not None
+    assert (statistics.elements, statistics.nan, statistics.infinite, statistics.zeros) == (5, 1, 2, 1)
+    assert (statistics.minimum, statistics.maximum, statistics.mean, statistics.norm) == (0.0, 2.0, 1.0, 2.0)
 
 
 def test_no_finite_element() -> None:
@@ -140,9 +140,9 @@ def test_no_finite_element() -> None:
 
 
 def test_complex_numbers_have_the_statistics_of_their_absolute_values() -> None:
-    found = statistics_of([np.array([3 + 4j, 0, 1j], np.complex64)])
-    assert found is not None
-    assert (found.minimum, found.maximum, found.zeros, found.norm) == (0.0, 5.0, 1, math.sqrt(26))
+    statistics = statistics_of([np.array([3 + 4j, 0, 1j], np.complex64)])
+    assert statistics is not None
+    assert (statistics.minimum, statistics.maximum, statistics.zeros, statistics.norm) == (0.0, 5.0, 1, math.sqrt(26))
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"a"]), np.array(["2026-01-01"], "datetime64[D]")])
@@ -158,21 +158,21 @@ def test_only_the_first_box_of_a_text_is_read() -> None:
 
 
 def test_large_numbers_do_not_overflow_the_mean() -> None:
-    found = statistics_of([np.array([-1.7e308, 1.7e308])])
-    assert found is not None
-    assert (found.mean, found.norm) == (0.0, math.inf)
-    found = statistics_of([np.array([1.7e308]), np.array([-1.7e308])])
-    assert found is not None
-    assert (found.mean, found.deviation) == (0.0, math.inf)
+    statistics = statistics_of([np.array([-1.7e308, 1.7e308])])
+    assert statistics is not None
+    assert (statistics.mean, statistics.norm) == (0.0, math.inf)
+    statistics = statistics_of([np.array([1.7e308]), np.array([-1.7e308])])
+    assert statistics is not None
+    assert (statistics.mean, statistics.deviation) == (0.0, math.inf)
 
 
-def test_one_large_number_has_no_deviation() -> None:
-    found = statistics_of([np.array([1e200])])
-    assert found is not None
-    assert (found.mean, found.deviation, found.norm) == (1e200, 0.0, math.inf)
+def test_the_deviation_of_one_large_number_is_zero() -> None:
+    statistics = statistics_of([np.array([1e200])])
+    assert statistics is not None
+    assert (statistics.mean, statistics.deviation, statistics.norm) == (1e200, 0.0, math.inf)
 
 
-def test_slices_give_what_the_whole_gives() -> None:
+def test_slices_give_the_statistics_of_the_whole() -> None:
     array = random("float32", 600_000)  # more than two slices
     whole: Any = statistics_of([array])
     sliced: Any = statistics_of(np.array_split(array, 700))
@@ -189,16 +189,16 @@ def test_statistics_of_some_arrays_of_a_checkpoint(tmp_path: Path, layout: str) 
     nbytes: list[int] = []
     context = Context(memory=MemoryOptions(load_bytes=4096))  # several boxes of each array
     paths: list[TreePath] = [("a", "v"), ("b.c",), ("d",)]
-    with ckptcore.open(tmp_path / "c", context=context) as opened:
-        found = read_statistics(opened, paths, nbytes.append)
-    assert found.keys() == {("a", "w"), ("a", "v"), ("b.c",), ("d",)}
-    assert found["a", "w"] is found["a", "v"]
-    assert found["d",] is None
+    with ckptcore.open(tmp_path / "c", context=context) as checkpoint:
+        statistics = read_statistics(checkpoint, paths, nbytes.append)
+    assert statistics.keys() == {("a", "w"), ("a", "v"), ("b.c",), ("d",)}
+    assert statistics["a", "w"] is statistics["a", "v"]
+    assert statistics["d",] is None
     for path, array in ((("a", "w"), tied), (("b.c",), state["b.c"])):
-        read, expected = found[path], statistics_of([array])
+        read, expected = statistics[path], statistics_of([array])
         assert read is not None and expected is not None
         assert (read.elements, read.minimum, read.histogram) == (array.size, expected.minimum, expected.histogram)
         assert read.norm == pytest.approx(expected.norm)
     assert sum(nbytes) == tied.nbytes + state["b.c"].nbytes + state["d"].nbytes
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert read_statistics(opened, [], nbytes.append) == {}
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert read_statistics(checkpoint, [], nbytes.append) == {}

@@ -1,4 +1,4 @@
-"""A job of four processes that load one checkpoint together: shared data is read once and sent over gloo.
+"""A job of four processes with shared loads: one process reads the data, and sends it to the others over gloo.
 
 ``torchrun --nproc-per-node 4 broadcast_job.py DIRECTORY``, where ``DIRECTORY/saved`` is a
 checkpoint of `state`. Raises an error on a wrong result, and writes the number of array bytes that
@@ -50,7 +50,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 class Counting(FaultyStorage):
-    """Counts the bytes of arrays read, and fails selected reads."""
+    """A storage that counts the bytes read from arrays. If `fails` is set, reads of arrays raise an error."""
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner, FaultPlan())
@@ -68,10 +68,10 @@ class Counting(FaultyStorage):
 
 
 class CountedStorage:
-    """A plugin: ``counted:///PATH`` is a local directory."""
+    """A plugin: ``counted:///PATH`` is a local directory whose reads are counted."""
 
     def __init__(self) -> None:
-        self.opened: list[Counting] = []
+        self.storages: list[Counting] = []
         self.fails = False
 
     @ckptcore.hookimpl
@@ -79,19 +79,19 @@ class CountedStorage:
         return {"counted": self.open}
 
     def open(self, url: str, options: StorageOptions) -> Counting:
-        self.opened.append(Counting(LocalStorage(url.removeprefix("counted://"), options)))
-        self.opened[-1].fails = self.fails
-        return self.opened[-1]
+        self.storages.append(Counting(LocalStorage(url.removeprefix("counted://"), options)))
+        self.storages[-1].fails = self.fails
+        return self.storages[-1]
 
     def taken(self) -> int:
         """Return the number of bytes read since the previous call."""
-        nbytes = sum(storage.nbytes for storage in self.opened)
-        self.opened.clear()
+        nbytes = sum(storage.nbytes for storage in self.storages)
+        self.storages.clear()
         return nbytes
 
 
 def abstract(kind: str) -> dict[str, torch.Tensor]:
-    """Return zeros in place of the state: plain tensors, a module under FSDP2, or DTensors on a mesh of 2 x 2."""
+    """Return targets filled with zeros: plain tensors, a module under FSDP2, or DTensors on a mesh of 2 x 2."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     if kind == "fsdp2":
         module = torch.nn.Module()
@@ -106,10 +106,10 @@ def abstract(kind: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check(found: Mapping[str, Any]) -> None:
-    """Return True if all elements are equal."""
+def check(loaded: Mapping[str, Any]) -> None:
+    """Assert that the loaded tensors equal the state."""
     for name, expected in state().items():
-        whole = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        whole = loaded[name].full_tensor() if isinstance(loaded[name], DTensor) else loaded[name]
         assert whole.dtype == expected.dtype and torch.equal(whole, expected), name
 
 
@@ -122,17 +122,17 @@ def check_failure(directory: Path) -> None:
     try:
         ckptcore.load(f"counted://{directory}/saved", wanted, context=context)
     except CheckpointError as error:
-        told = str(error)
-        assert "the disk under" in told and "is gone" in told, told
-        assert (dist.get_rank() == 2) != ("rank 2" in told), told
+        message = str(error)
+        assert "the disk under" in message and "is gone" in message, message
+        assert (dist.get_rank() == 2) != ("rank 2" in message), message
     else:
-        raise AssertionError("a load that rank 2 could not read for did not fail")
+        raise AssertionError("the load succeeded although rank 2 could not read")
     storage.fails = False
     check(ckptcore.load(f"counted://{directory}/saved", wanted, context=context))
 
 
 def main(directory: Path) -> None:
-    """Load with every method, and record what was read."""
+    """Load with every way to read, and record the bytes read."""
     read: dict[str, dict[str, int]] = {}
     for name, reads in READS.items():
         storage = CountedStorage()

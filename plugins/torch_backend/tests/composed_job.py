@@ -1,4 +1,4 @@
-"""A job with tensor subclasses of torchao inside DTensors, saved on one mesh and loaded on others.
+"""A job that saves DTensors of torchao tensors on one mesh, and loads them on others.
 
 ``torchrun --nproc-per-node N composed_job.py TASK DIRECTORY``. Raises an error on a wrong result.
 """
@@ -39,7 +39,7 @@ ROWS, COLUMNS = 32, 1024
 
 
 def eager(function: Any = None, **options: Any) -> Any:
-    """Replace torch.compile, which takes a minute: the optimizers of torchao compute the same without it."""
+    """Replace torch.compile, which takes a minute. The optimizers of torchao compute the same results without it."""
     return function
 
 
@@ -49,17 +49,17 @@ def model_of(seed: int) -> torch.nn.Sequential:
 
 
 def losses(job: Job, seed: int) -> list[float]:
-    """Train every process on the same data."""
+    """Train on data that is the same in every process. Return the losses."""
     model, optimizer = job
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    values = []
     for _ in range(2):
         loss = model(torch.randn(4, 512, generator=generator)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def sharded(seed: int, optimizer: Any, *, tensor_parallel: bool) -> Job:
@@ -75,18 +75,18 @@ def sharded(seed: int, optimizer: Any, *, tensor_parallel: bool) -> Job:
 
 
 def inner_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parts of the first moments of all parameters that are quantised."""
-    found = []
+    """Return the inner tensors of all quantised first moments."""
+    inner = []
     for slots in optimizer.state.values():
         local = slots["exp_avg"]._local_tensor
         if hasattr(local, "codes"):
-            found += [local.codes.view(torch.uint8), local.scale]
-    assert found
-    return found
+            inner += [local.codes.view(torch.uint8), local.scale]
+    assert inner
+    return inner
 
 
 def resumed(directory: Path) -> None:
-    """A new job and a used one continue as the job that saved, and the used one keeps its tensors."""
+    """Load into new and used optimizers. Both continue like the saved job. Used optimizers keep their tensors."""
     for kind in OPTIMIZERS:
         for tensor_parallel in (False, True):
             place = directory / f"{kind.__name__}-{tensor_parallel}"
@@ -105,7 +105,7 @@ def resumed(directory: Path) -> None:
                     ckptcore.load_into(place / ("names" if names else "numbers"), {"model": model, "optimizer": target})
                     if used:
                         after = inner_tensors(optimizer)
-                        assert [one.data_ptr() for one in before] == [one.data_ptr() for one in after]
+                        assert [tensor.data_ptr() for tensor in before] == [tensor.data_ptr() for tensor in after]
                     assert losses(job, 2) == expected, (kind, tensor_parallel, used, names)
 
 
@@ -116,7 +116,7 @@ def whole_state(kind: Any, seed: int) -> torch.Tensor:
 
 
 def state_on(mesh_shape: tuple[int, ...], placements: Any, kind: Any, seed: int, **options: Any) -> Any:
-    """The state of whole rows and columns that a mesh gives this process, as an optimizer quantises it."""
+    """Return an optimizer state on a mesh. Each process quantises its own part, as an optimizer does."""
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.randn(options.pop("shape", (ROWS, COLUMNS)))
@@ -131,23 +131,23 @@ def parts(state: Any) -> list[torch.Tensor]:
     return [local.codes.view(torch.uint8), local.scale, *([local.qmap] if hasattr(local, "qmap") else [])]
 
 
-def equal(one: Any, other: Any) -> bool:
-    assert type(one) is type(other)
-    return all(map(torch.equal, parts(one), parts(other)))
+def equal(first: Any, second: Any) -> bool:
+    assert type(first) is type(second)
+    return all(map(torch.equal, parts(first), parts(second)))
 
 
 def meshes() -> dict[str, tuple[tuple[int, ...], Any]]:
     size = dist.get_world_size()
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
+    shapes_and_placements: dict[str, tuple[tuple[int, ...], Any]] = {
         "rows": ((size,), [Shard(0)]),
         "columns": ((size,), [Shard(1)]),
         "copies": ((size,), [Replicate()]),
     }
     if size == 4:
-        found["both"] = (2, 2), [Shard(0), Shard(1)]
-        found["rows twice"] = (2, 2), [Shard(0), Shard(0)]
-        found["rows and copies"] = (2, 2), [Replicate(), Shard(0)]
-    return found
+        shapes_and_placements["both"] = (2, 2), [Shard(0), Shard(1)]
+        shapes_and_placements["rows twice"] = (2, 2), [Shard(0), Shard(0)]
+        shapes_and_placements["rows and copies"] = (2, 2), [Replicate(), Shard(0)]
+    return shapes_and_placements
 
 
 def save(directory: Path) -> None:
@@ -178,7 +178,7 @@ def load(directory: Path, *only: str) -> None:
 
 
 def alone(directory: Path) -> None:
-    """A process without a mesh loads what each mesh saved."""
+    """Load the checkpoints of all meshes in a process without a mesh."""
     places = sorted(directory.iterdir())
     assert len(places) == 18
     for place in places:
@@ -189,7 +189,7 @@ def alone(directory: Path) -> None:
 
 
 def cut_blocks(directory: Path) -> None:
-    """Blocks that a mesh cuts load on a mesh that divides the tensor alike, and on no other."""
+    """Load a state whose blocks a mesh cuts. Only meshes that divide the tensor in the same way can load it."""
     options: dict[str, Any] = {"shape": (64, 256), "block_size": 256}
     for kind in STATES:
         place = directory / f"{kind.__name__}"
@@ -208,7 +208,7 @@ def cut_blocks(directory: Path) -> None:
 
 
 def weight_on(mesh_shape: tuple[int, ...], placements: Any, config: Any, seed: int) -> Any:
-    """The part of a quantised weight that a mesh gives this process, sliced by torchao."""
+    """Return a quantised weight on a mesh. torchao slices the part of each process."""
     torch.manual_seed(seed)
     model: Any = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
     quantize_(model, config)
@@ -226,7 +226,7 @@ def weight_on(mesh_shape: tuple[int, ...], placements: Any, config: Any, seed: i
 
 
 def weights(directory: Path) -> None:
-    """Weights with a scale for each row load on all meshes of rows; those cut within a row on the same mesh only."""
+    """Load weights with a scale for each row. A mesh that cuts rows can load only its own checkpoint."""
     for config in (Int8WeightOnlyConfig(), Float8WeightOnlyConfig()):
         for saving, (shape, placements) in meshes().items():
             place = directory / f"{type(config).__name__}-{saving}"
@@ -239,14 +239,18 @@ def weights(directory: Path) -> None:
                     continue
                 loaded = ckptcore.load(place, target)["w"]
                 ckptcore.load_into(place, target)
-                for found in (loaded, target["w"]):
+                for weight in (loaded, target["w"]):
                     for name in ("qdata", "scale"):
-                        one, its = getattr(found._local_tensor, name), getattr(expected._local_tensor, name)
-                        assert torch.equal(one.view(torch.uint8), its.view(torch.uint8)), (saving, loading, name)
+                        part, equal_part = getattr(weight._local_tensor, name), getattr(expected._local_tensor, name)
+                        assert torch.equal(part.view(torch.uint8), equal_part.view(torch.uint8)), (
+                            saving,
+                            loading,
+                            name,
+                        )
 
 
 def small_shards(directory: Path) -> None:
-    """torchao quantises only shards of at least 4,096 elements: a tensor with both kinds is refused by its path."""
+    """Save a tensor with a shard of less than 4,096 elements, which torchao does not quantise. The save fails."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(7, 1024)
     part: Any = DTensor.from_local(whole, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])

@@ -1,4 +1,4 @@
-"""Training runs that are saved in many ways, loaded into other objects in many states, and continued."""
+"""Training runs that tests save in several ways, load into objects in several conditions, and continue."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ import ckptcore
 Make: TypeAlias = Callable[[torch.nn.Module], Any]
 
 FORMS: Final = ("plain", "DDP", "recomputed", "compiled", "FSDP2")
-"""The wrapper of the model: DistributedDataParallel, activation checkpoints, torch.compile, fully_shard."""
+"""Wrappers of the model: none, DistributedDataParallel, activation checkpointing, torch.compile, fully_shard."""
 
 CONDITIONS: Final = ("new", "stepped", "on meta")
-"""The model and the optimizer that a checkpoint is loaded into."""
+"""Conditions of the model and the optimizer before the load."""
 
 _LAYOUTS: Final = ("zarr3", "safetensors", "ocdbt", "dcp")
 
 SOURCES: Final = (*_LAYOUTS, "DCP of PyTorch", "torch.save")
-"""Who writes the checkpoint: four layouts of ckptcore, or PyTorch."""
+"""Writers of the checkpoint: four layouts of ckptcore, and two formats of PyTorch."""
 
 
 def dense(width: int = 8, *, bias: bool = True) -> torch.nn.Module:
-    """Return two layers."""
+    """Return a network of two linear layers."""
     first, second = (torch.nn.Linear(width, width, bias=bias) for _ in range(2))
     return torch.nn.Sequential(first, torch.nn.Tanh(), second)
 
@@ -50,7 +50,7 @@ def dense(width: int = 8, *, bias: bool = True) -> torch.nn.Module:
 matrices: Final = functools.partial(dense, bias=False)
 
 wide: Final = functools.partial(dense, 64)
-"""Layers of 4096 elements, the fewest that optimizers with states of 8 bits quantise."""
+"""Layers of 4096 elements. Optimizers with states of 8 bits do not quantise smaller ones."""
 
 
 def embedding() -> torch.nn.Module:
@@ -88,10 +88,10 @@ class Run:
     """A model in a wrapper, and its optimizer.
 
     Attributes:
-        model: the wrapped model, as it is saved.
-        network: what is called in training.
-        optimizer: of the parameters of the model.
-        make: creates an optimizer from a model.
+        model: the wrapped model, which is saved.
+        network: the module that training calls.
+        optimizer: the optimizer of the model's parameters.
+        make: function that creates an optimizer from a model.
     """
 
     model: Any
@@ -101,7 +101,7 @@ class Run:
 
     @classmethod
     def of(cls, model: Callable[[], torch.nn.Module], make: Make, form: str, seed: int, device: str = "cpu") -> Run:
-        """Create a model with parameters of its own, a wrapper, and an optimizer."""
+        """Create a model with new parameters, wrap it, and create its optimizer."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             bare = model()
@@ -114,15 +114,15 @@ class Run:
             wrapped = checkpoint_wrapper(bare)
         elif form == "compiled":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the import of the compiler
+                warnings.simplefilter("ignore")  # the import of the compiler warns
                 wrapped = torch.compile(bare)
         else:
             wrapped = bare
         return cls(wrapped, bare if form == "compiled" else wrapped, make(wrapped), make)
 
     def train(self, numbers: Sequence[int]) -> None:
-        """Make steps. The number of a step decides about its inputs."""
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles the steps of its optimizers, for minutes
+        """Run training steps. The inputs of a step depend only on its number."""
+        with torch.compiler.set_stance("force_eager"):  # torchao would compile the steps of its optimizers for minutes
             for number in numbers:
                 if self._takes_a_function:
                     self.optimizer.step(functools.partial(self._loss, number))
@@ -131,18 +131,18 @@ class Run:
                     self.optimizer.step()
 
     def with_new_optimizer(self) -> Run:
-        """Return the run with an optimizer of the present parameters."""
+        """Return the run with a new optimizer of the same parameters."""
         return replace(self, optimizer=self.make(self.model))
 
     def objects(self, *, named: bool) -> dict[str, Any]:
-        """Return what ckptcore saves and loads."""
+        """Return the objects that ckptcore saves and loads."""
         return {
             "model": self.model,
             "optimizer": NamedOptimizer(self.model, self.optimizer) if named else self.optimizer,
         }
 
     def save(self, location: Path, cell: Cell) -> Path:
-        """Save as a cell says, and return what to load."""
+        """Save as a cell says, and return the location to load from."""
         if cell.is_ours:
             ckptcore.save(location, self.objects(named=cell.named), layout=cell.source)
             return location
@@ -159,19 +159,19 @@ class Run:
             torch.save(state, location)
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that no process group exists
+                warnings.simplefilter("ignore")  # DCP warns if no process group exists
                 dcp.save(state, checkpoint_id=location)
         return location
 
     def state(self) -> Any:
-        """Return a comparable form of the model and the optimizer, which holds nothing of them."""
+        """Return a comparable form of the model and the optimizer. It shares no memory with them."""
         slots = [self.optimizer.state.get(parameter) for parameter in self._parameters()]
         return bits([self.parameters(), slots, self.optimizer.param_groups])
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters, by names without wrappers."""
-        found = self.network.state_dict()
-        return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+        """Return the parameters by name, without the prefixes of wrappers."""
+        named = self.network.state_dict()
+        return {name.removeprefix("module."): tensor for name, tensor in named.items()}
 
     @property
     def _takes_a_function(self) -> bool:
@@ -197,7 +197,7 @@ class Run:
 
 
 def bits(value: Any) -> Any:
-    """Return a comparable form of a state: the elements of tensors bit for bit, with dtypes and shapes."""
+    """Return a comparable form of a state: the bytes of tensors, with their dtypes and shapes."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return "meta", str(value.dtype), tuple(value.shape)
@@ -216,7 +216,7 @@ def bits(value: Any) -> Any:
 
 @contextlib.contextmanager
 def job(form: str) -> Iterator[None]:
-    """A process group of one process, for the forms that need one."""
+    """Run with a process group of one process, if the form needs a group."""
     if form not in ("DDP", "FSDP2"):
         yield
         return

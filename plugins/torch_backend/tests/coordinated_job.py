@@ -20,14 +20,14 @@ ROWS = torch.arange(42.0).reshape(7, 6)
 
 
 def main(directory: Path) -> None:
-    """Save, fail and load in every way. Each process writes ``DIRECTORY/RANK`` when it is done."""
+    """Save and load in every way, and after a failed save. At the end, each process creates ``DIRECTORY/RANK``."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
 
     def state(step: int) -> dict[str, object]:
         return {"rows": distribute_tensor(ROWS + step, mesh, [Replicate()]), "step": step}
 
-    def found_at(location: Path, step: int) -> None:
+    def check(location: Path, step: int) -> None:
         blank = {"rows": distribute_tensor(torch.zeros(7, 6), mesh, [Shard(1)]), "step": 0}
         loaded = ckptcore.load(location, blank)
         rows = loaded["rows"]
@@ -46,12 +46,12 @@ def main(directory: Path) -> None:
         checkpointer.save(2, saved)
     alone = ckptcore.PerProcess({"position": 10 + rank})
     ckptcore.save_checkpointables(directory / "parts", {"data": alone})
-    for _ in range(3):  # Contexts that last for one save each
+    for _ in range(3):  # a new Context for each save
         ckptcore.save(directory / "again", saved, overwrite=True, context=ckptcore.Context(durability="none"))
     assert group._get_sequence_number_for_group() == before, "the job's own group was used"
     assert ckptcore.metadata(directory / "blocking").abstract["step"] == 0  # type: ignore[index]  # it is a dict
     for location in ("blocking", "async", "again", "run/2"):
-        found_at(directory / location, 0)
+        check(directory / location, 0)
     parts = ckptcore.load_checkpointables(directory / "parts", {"data": ckptcore.PerProcess({"position": 0})})
     assert parts["data"] == {"position": 10 + rank}, parts
     try:
@@ -62,7 +62,7 @@ def main(directory: Path) -> None:
         raise AssertionError("a state that cannot be saved was saved")
     assert not (directory / "failed").exists()
     ckptcore.save(directory / "after", state(3))
-    found_at(directory / "after", 3)
+    check(directory / "after", 3)
     (directory / str(rank)).touch()
 
 

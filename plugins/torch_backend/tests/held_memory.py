@@ -1,4 +1,4 @@
-"""Memory use of saves and loads of tensors, for tests of all layouts that support them."""
+"""Operations on tensors whose memory is watched, for tests of all layouts that support tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
 
 _SIZE: Final = 1 << 18
-"""Elements of the large tensors: large enough for memory of their own."""
+"""Number of elements of a large tensor, which does not share its memory with other tensors."""
 
 
 class State:
-    """Tensors to save or to load into, over memory whose references can be counted, unlike the storage of a tensor."""
+    """Tensors to save or to load into. Their memory belongs to NumPy arrays, because arrays support weak references."""
 
     def __init__(self, value: float = 1.0) -> None:
-        """Make large and small tensors, Parameters, and one that is not contiguous."""
+        """Create large and small tensors, a Parameter, and a tensor that is not contiguous."""
         self._watched: list[weakref.ref[Any]] = []
         self.tree: dict[str, Any] = {
             "large": self._tensor(_SIZE, value),
@@ -52,7 +52,7 @@ class State:
 
     @property
     def held(self) -> int:
-        """Return the numbers of tensors and storages in memory."""
+        """Return the number of tensors and arrays still in memory."""
         return sum(watched() is not None for watched in self._watched)
 
 
@@ -69,7 +69,7 @@ def without_collector() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Full:
-    """A storage that raises an error after some bytes, as if it were full."""
+    """A plugin with a storage that raises an error after 1 MiB, as if the disk were full."""
 
     plan: FaultPlan = field(default_factory=lambda: FaultPlan(FullAfter(1 << 20)))
 
@@ -82,9 +82,9 @@ class _Full:
 
 
 Operation = Callable[[Path, State, str], object]
-"""Runs an operation with a state, a path and a layout.
+"""A function that runs an operation with a path, a state and a layout.
 
-The caller keeps the result, as a user would.
+The caller keeps its result, as a user would.
 """
 
 
@@ -120,7 +120,7 @@ def _save_bounded(path: Path, state: State, layout: str) -> object:
 
 
 def _refused(path: Path, state: State, layout: str) -> object:
-    """A save that fails before anything is copied."""
+    """Run two saves that fail before they copy any data."""
     context = _context()
     (path / "there").mkdir()
     (path / "there" / "file").touch()
@@ -148,7 +148,7 @@ def _fails(act: Callable[[], object]) -> None:
         act()
     except CheckpointError:
         return
-    raise AssertionError("it did not fail")
+    raise AssertionError("the operation did not fail")
 
 
 def _load(path: Path, state: State, layout: str) -> object:

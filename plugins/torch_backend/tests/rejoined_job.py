@@ -1,7 +1,7 @@
-"""A process of a job whose group is ended and created again, with another process.
+"""A process of a job whose process group is destroyed, and created again with another process as rank 1.
 
-Arguments: ``rejoined_job.py WHO DIRECTORY PORT PORT``. ``stays`` is rank 0 of both groups,
-``leaves`` is rank 1 of the first only, and ``comes`` of the second.
+Arguments: ``rejoined_job.py WHO DIRECTORY PORT PORT``. WHO is ``stays`` for rank 0 of both groups,
+``leaves`` for rank 1 of the first group, and ``comes`` for rank 1 of the second group.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main(who: str, directory: Path, ports: list[str]) -> None:
     for life in _LIVES[who]:
         rank = 0 if who == "stays" else 1
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[life]}", rank=rank, world_size=2)
-        # the same location, so that ranks with different counters would wait for each other until
-        # the timeout
+        # All saves use one location. If the ranks counted saves differently, they would wait for
+        # each other until the timeout.
         for step in range(2):
             ckptcore.save(directory / "run", {"life": np.full(3, life), "step": step}, overwrite=True)
         dist.barrier()

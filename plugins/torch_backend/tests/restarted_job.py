@@ -1,8 +1,8 @@
-"""A run under ``torchrun --max-restarts 1`` in which a process fails during a save.
+"""A run under ``torchrun --max-restarts 1`` in which a process is killed during a save.
 
 Arguments: ``restarted_job.py DIRECTORY``. The restarted run has the same store, and continues from
-the last committed step. Gloo sometimes uses addresses of failed processes from the store and fails
-(torch 2.13.0), so the process group uses its own part of the store.
+the last committed step. The process group of each life uses its own part of the store: otherwise
+gloo sometimes reads addresses of failed processes from the store, and fails (torch 2.13.0).
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from ckptcore.protocols import LeafHandler
 
 
 class Deadly:
-    """A leaf that ends the process during a save."""
+    """A leaf whose handler kills the process during a save."""
 
 
 class DeadlyLeaves(HostArrayHandler):
     def describe(self, leaf: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(*files: Path) -> None:
+    """Wait until other processes have created the files."""
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
 
 
 def main(directory: Path, store: Any, life: int) -> None:
@@ -54,15 +60,16 @@ def main(directory: Path, store: Any, life: int) -> None:
             loaded: Any = run.load(None, state(0))
             assert isinstance(loaded["rows"], DTensor) and bool((loaded["rows"].to_local() == 2).all())
             if rank == 0:
-                time.sleep(1)  # the others search for existing steps
+                wait_for(directory / "asks-1", directory / "asks-2")  # the others ask first, and could find the old key
+            else:
+                (directory / f"asks-{rank}").touch()
             assert coordinator.broadcast("chosen", b"1" if rank == 0 else None) == b"1"
         else:
             run.save(1, state(1))
             run.save(2, state(2))
             run.wait()
             if rank == 1:
-                while not (directory / "heard").exists():
-                    time.sleep(0.01)
+                wait_for(directory / "heard")
                 run.save(3, {**state(3), "deadly": Deadly()})
             coordinator.broadcast("chosen", b"0" if rank == 0 else None)  # the failing process never receives this
             if rank == 2:

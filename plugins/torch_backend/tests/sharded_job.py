@@ -1,5 +1,5 @@
-"""A job of two processes with models under FSDP1 or FSDP2, and with ShardedTensors, that saves and
-loads with torch and ckptcore.
+"""A job of two processes that saves and loads with torch and ckptcore: models under FSDP1 and FSDP2,
+and ShardedTensors.
 
 ``torchrun --nproc-per-node 2 sharded_job.py TASK DIRECTORY``. Raises an error on a wrong result.
 """
@@ -35,7 +35,7 @@ Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def layers(seed: int) -> torch.nn.Sequential:
-    """A model with rows that two processes do not divide evenly, and with some wrapped modules."""
+    """Return a model whose rows do not divide evenly between two processes. One of its modules is wrapped."""
     torch.manual_seed(seed)
     first = checkpoint_wrapper(torch.nn.Linear(10, 13))
     return torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(13, 3, bias=False))
@@ -46,26 +46,26 @@ def optimizer_of(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def losses(job: Job, seed: int) -> list[float]:
-    """Train every process on the same data."""
+    """Train on data that is the same in every process. Return the losses."""
     model, optimizer = job
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    values = []
     for _ in range(3):
         inputs, targets = torch.randn(8, 10, generator=generator), torch.randn(8, 3, generator=generator)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = True) -> None:
-    """Each library loads what the other saved, and training continues with the same losses.
+    """Save with both libraries, and load each checkpoint with both. Training continues with the same losses.
 
     Args:
-        make: makes a model and its optimizer, from a seed.
-        directory: for the checkpoints.
+        make: function that creates a model and its optimizer from a seed.
+        directory: directory of the checkpoints.
         torch_can: True if set_state_dict supports such a model.
     """
     ours, parts, theirs = directory / "ours", directory / "parts", directory / "theirs"
@@ -96,8 +96,8 @@ def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = 
     plain = layers(5)
     job = plain, optimizer_of(plain, 0.9)
     ckptcore.load_into(ours, {"model": plain, "optimizer": NamedOptimizer(*job)})
-    found = losses(job, 2)
-    assert all(abs(one - other) < 1e-5 for one, other in zip(found, expected, strict=True)), "but for rounding"
+    close = [abs(loss - other) < 1e-5 for loss, other in zip(losses(job, 2), expected, strict=True)]
+    assert all(close), "the losses differ by more than rounding"
 
 
 def fsdp1(directory: Path) -> None:
@@ -114,8 +114,8 @@ def fsdp1(directory: Path) -> None:
             return model, optimizer_of(model, 0.05 if seed == 0 else 0.9)
 
         place = directory / f"{use_orig_params}-{kind.name}"
-        # Its own names of flat parameters are inconsistent if activation checkpointing added a part
-        # to them.
+        # set_state_dict fails for flat parameters: FSDP1 itself names them inconsistently if
+        # activation checkpointing added a part to their names.
         both_ways(make, place, torch_can=use_orig_params)
         assert list(ckptcore.load(place / "ours")["model"]) == ["0.weight", "0.bias", "2.weight"]
 
@@ -137,13 +137,13 @@ def fsdp2(directory: Path) -> None:
     expected = losses(job, 2)
     job = model, optimizer = make(9)
     ckptcore.load_into(directory / "numbers", {"model": model, "optimizer": optimizer})
-    assert losses(job, 2) == expected, "by numbers"
+    assert losses(job, 2) == expected, "after a load by numbers"
     job = model, optimizer = make(9)
     losses(job, 4)
     loaded = ckptcore.load(directory / "numbers", ckptcore.abstract({"model": model, "optimizer": optimizer}))
     set_model_state_dict(model, loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    assert losses(job, 2) == expected, "as abstract states"
+    assert losses(job, 2) == expected, "after a load of abstract states"
 
 
 def sharded(whole: torch.Tensor, places: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> ShardedTensor:
@@ -175,21 +175,21 @@ def state(*, filled: bool) -> dict[str, Any]:
     }
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(
-        torch.equal(mine.tensor, its.tensor)
-        for name in one
-        for mine, its in zip(one[name].local_shards(), other[name].local_shards(), strict=True)
+        torch.equal(shard.tensor, other.tensor)
+        for name in first
+        for shard, other in zip(first[name].local_shards(), second[name].local_shards(), strict=True)
     )
 
 
 def golden(directory: Path) -> None:
-    """Save with torch."""
+    """Save ShardedTensors with torch."""
     dcp.save(state(filled=True), checkpoint_id=str(directory))
 
 
 def shards(directory: Path) -> None:
-    """Load ShardedTensors with both libraries, and as DTensors and whole tensors."""
+    """Load ShardedTensors with both libraries, into ShardedTensors, DTensors and whole tensors."""
     saved = state(filled=True)
     golden(directory / "theirs")
     ckptcore.save(directory / "ours", saved, layout="dcp")
@@ -208,10 +208,10 @@ def shards(directory: Path) -> None:
             "uneven": distribute_tensor(torch.zeros(5, 7, dtype=torch.bfloat16), mesh, [Replicate()]),
             "blocks": torch.zeros(6, 6),
         }
-        found = ckptcore.load(source, like)
-        assert torch.equal(found["even"].full_tensor(), torch.arange(12.0).reshape(4, 3))
-        assert torch.equal(found["uneven"].to_local().float(), torch.arange(35.0).reshape(5, 7))
-        assert torch.equal(found["blocks"], torch.arange(36.0).reshape(6, 6))
+        loaded = ckptcore.load(source, like)
+        assert torch.equal(loaded["even"].full_tensor(), torch.arange(12.0).reshape(4, 3))
+        assert torch.equal(loaded["uneven"].to_local().float(), torch.arange(35.0).reshape(5, 7))
+        assert torch.equal(loaded["blocks"], torch.arange(36.0).reshape(6, 6))
 
 
 TASKS = {"fsdp1": fsdp1, "fsdp2": fsdp2, "shards": shards, "golden": golden}
@@ -223,7 +223,7 @@ if __name__ == "__main__":
         TASKS[sys.argv[1]](Path(sys.argv[2]))
     finally:
         dist.destroy_process_group()
-    # Skip the interpreter's exit: a gloo thread that drops its last collective then needs the
-    # interpreter lock, cannot get it, and aborts the process (torch 2.13.0: ~AsyncWork,
+    # Skip the exit of the interpreter. During the exit, a gloo thread that drops its last collective
+    # needs the interpreter lock, cannot get it, and aborts the process (torch 2.13.0: ~AsyncWork,
     # ~ThreadLocalState).
     os._exit(0)

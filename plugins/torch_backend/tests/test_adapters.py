@@ -1,5 +1,5 @@
-"""Adapters in the format of PEFT: files of PEFT load bit by bit, our files equal those of PEFT, and
-models load both.
+"""Adapters in the format of PEFT: ckptcore loads files of PEFT bit for bit, and writes equal files.
+Models load both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFIX = "base_model.model."
 
 
 def lora(inputs: int, outputs: int, *adapters: str, bias: bool = False) -> torch.nn.Module:
-    """A linear layer with adapters, under the names of PEFT."""
+    """Return a linear layer with adapters, with the names that PEFT uses."""
     layer = torch.nn.Module()
     layer.base_layer = torch.nn.Linear(inputs, outputs)
     layer.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(inputs, 2, bias=False) for name in adapters})
@@ -47,7 +47,7 @@ def lora(inputs: int, outputs: int, *adapters: str, bias: bool = False) -> torch
 
 
 class Model(torch.nn.Module):
-    """A model with the structure of a PEFT model, with two adapters."""
+    """A model with two adapters, in the structure of a PEFT model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """A wrapper with the model in the attribute that PEFT uses."""
+    """Wrap a model: the wrapper holds it in the attribute that PEFT uses."""
     outer = torch.nn.Module()
     outer.base_model = torch.nn.Module()
     outer.base_model.model = model
@@ -70,7 +70,7 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """A model with the names of torch.compile, whose import takes seconds."""
+    """Wrap a model under the name that torch.compile uses. The import of torch.compile itself takes seconds."""
     outer = torch.nn.Module()
     outer._orig_mod = model
     return outer
@@ -87,7 +87,7 @@ def header(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_of_peft_load_bit_by_bit(name: str) -> None:
+def test_files_of_peft_load_bit_for_bit(name: str) -> None:
     adapter = load_adapter(GOLDEN / name)
     assert adapter.config == json.loads((GOLDEN / name / "adapter_config.json").read_bytes())
     assert adapter.arrays.keys() == header(GOLDEN / name / "adapter_model.safetensors").keys() - {"__metadata__"}
@@ -148,7 +148,7 @@ def test_biases_of_the_base_model_are_saved_on_request() -> None:
     assert extra["all"] == {"inner.query.base_layer.bias", "head.original_module.bias", "plain.bias"}
 
 
-def test_matrices_without_modules_and_adapter_names() -> None:
+def test_matrices_that_are_parameters_without_adapter_names() -> None:
     model = torch.nn.Module()
     model.query = torch.nn.Module()
     model.query.lora_A = torch.nn.Parameter(torch.ones(2, 5))
@@ -178,7 +178,7 @@ def test_model_without_the_adapter_is_an_error() -> None:
     assert all(bits(array) in held for array in by_name.values())
 
 
-def test_two_parameters_of_one_name_are_refused() -> None:
+def test_two_parameters_with_one_stored_name_are_refused() -> None:
     model = Model()
     model.head.weight = torch.nn.Parameter(torch.ones(2))
     assert f"{PREFIX}head.weight" in adapter_state(model)  # entries of the base model are omitted
@@ -189,14 +189,14 @@ def test_two_parameters_of_one_name_are_refused() -> None:
         adapter_state(model)
 
 
-def test_a_token_adapter_that_is_tied_is_stored_once() -> None:
+def test_a_tied_token_adapter_is_stored_once() -> None:
     model = Model()
     for name in ("tokens", "tied"):
         model.add_module(name, torch.nn.Module())
     model.tokens.trainable_tokens_delta = torch.nn.ParameterDict({"default": torch.ones(2, 4)})
     model.tied.trainable_tokens_delta = model.tokens.trainable_tokens_delta
-    found = [name for name in adapter_state(model) if "tokens_delta" in name]
-    assert found == [f"{PREFIX}tokens.trainable_tokens_delta"]
+    names = [name for name in adapter_state(model) if "tokens_delta" in name]
+    assert names == [f"{PREFIX}tokens.trainable_tokens_delta"]
 
 
 def test_saved_adapter_loads_into_a_model(tmp_path: Path) -> None:
@@ -236,8 +236,10 @@ def test_saved_biases_load_into_the_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: bool) -> None:
-    """An adapter that is trained further is replaced while a server loads it."""
+def test_loaded_arrays_and_config_come_from_the_same_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: bool
+) -> None:
+    """A training job replaces the adapter while a server loads it."""
     state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.zeros(4, 2)}
     model = torch.nn.Module()
     model.q = lora(4, 4, "default")
@@ -264,7 +266,9 @@ def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.M
     assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
 
 
-def test_an_adapter_that_is_replaced_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_is_replaced_during_each_attempt_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.ones(4, 2)}
     save_adapter(tmp_path / "a", state, CONFIG)
     load = ckptcore.load
@@ -282,7 +286,7 @@ def test_an_adapter_that_is_replaced_again_and_again(tmp_path: Path, monkeypatch
     assert all(np.array_equal(loaded.arrays[name], array) for name, array in state.items())
 
 
-def test_mismatch_changes_nothing(tmp_path: Path) -> None:
+def test_mismatch_leaves_the_model_unchanged(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", Model(), CONFIG)
     loaded = lora(4, 4, "default")
     before = {name: bits(tensor) for name, tensor in loaded.state_dict().items()}
@@ -321,7 +325,7 @@ def test_the_commit_covers_the_config(tmp_path: Path) -> None:
         load_adapter(tmp_path / "a")
 
 
-def test_the_layout_serves_other_saves(tmp_path: Path) -> None:
+def test_a_checkpointer_saves_in_the_adapter_layout(tmp_path: Path) -> None:
     layout = AdapterLayout(config=CONFIG)
     with ckptcore.Checkpointer(tmp_path / "run", layout=layout) as checkpointer:
         checkpointer.save(3, adapter_state(Model()), metadata={"adapter_config": CONFIG})
@@ -329,18 +333,18 @@ def test_the_layout_serves_other_saves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "3" / "adapter_config.json").read_bytes()) == CONFIG
 
 
-def test_several_adapters_are_several_checkpoints(tmp_path: Path) -> None:
+def test_several_adapters_cannot_be_saved_in_one_checkpoint(tmp_path: Path) -> None:
     states = {name: adapter_state(Model(), name) for name in ("default", "other")}
     with pytest.raises(CompositeCheckpointError, match=r"cannot save default, other together"):
         ckptcore.save_checkpointables(tmp_path / "c", states, layout=AdapterLayout(config=CONFIG))
     assert not (tmp_path / "c").exists()
 
 
-class _Kind(str, enum.Enum):  # noqa: UP042  # PEFT's own is one
+class _Kind(str, enum.Enum):  # noqa: UP042  # the type in PEFT is also a str
     LORA = "LORA"
 
 
-def test_a_config_of_peft_becomes_json(tmp_path: Path) -> None:
+def test_a_config_object_of_peft_is_saved_as_json(tmp_path: Path) -> None:
     fields = {
         "peft_type": _Kind.LORA,
         "target_modules": {"b", "a"},
@@ -422,7 +426,7 @@ def test_arrays_without_a_config_are_an_error(tmp_path: Path) -> None:
 
 
 def test_adapter_in_the_directory_of_its_base_model(tmp_path: Path) -> None:
-    """A directory of a Hugging Face trainer, with other files of the model."""
+    """A directory as a Hugging Face trainer writes it, with the files of the adapter and those of the model."""
     model = Model()
     save_adapter(tmp_path / "a", model, CONFIG)
     (tmp_path / "a" / "checkpoint.json").unlink()
@@ -449,7 +453,7 @@ def _peft_models(tmp_path: Path, name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
-def test_peft_itself(tmp_path: Path, name: str) -> None:
+def test_peft_and_ckptcore_load_each_others_saves(tmp_path: Path, name: str) -> None:
     """PEFT loads our save of its model, and our state of the model equals PEFT's own."""
     generate = _peft_models(tmp_path, name)
     peft = pytest.importorskip("peft")
@@ -472,8 +476,8 @@ def test_peft_itself(tmp_path: Path, name: str) -> None:
     }
 
 
-def test_arrays_whose_config_is_not_known(tmp_path: Path) -> None:
-    """Each way that the errors name: the content of the file, a directory that has it, and the arrays alone."""
+def test_remedies_for_a_missing_or_invalid_config(tmp_path: Path) -> None:
+    """The errors name three remedies, and each works: pass the config, add its file, or load only the arrays."""
     save_adapter(tmp_path / "sound", Model(), CONFIG)
     arrays = dict(load_adapter(tmp_path / "sound").arrays)
     with pytest.raises(
@@ -491,13 +495,13 @@ def test_arrays_whose_config_is_not_known(tmp_path: Path) -> None:
             CheckpointError, match=r"repair it, or load only the arrays|wrote, or load only the arrays with"
         ):
             load_adapter(tmp_path / "bare")
-        found = ckptcore.load(tmp_path / "bare")
-        assert found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+        loaded = ckptcore.load(tmp_path / "bare")
+        assert loaded.keys() == arrays.keys() and all(np.array_equal(loaded[name], arrays[name]) for name in arrays)
     shutil.copy(tmp_path / "sound" / "adapter_config.json", tmp_path / "bare")
     assert load_adapter(tmp_path / "bare").config["r"] == CONFIG["r"]
 
 
-def test_the_reserved_key_of_the_metadata(tmp_path: Path) -> None:
+def test_metadata_with_the_reserved_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has the reserved key 'adapter_config'; choose another name"):
         save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter_config": 1})
     save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter": 1})

@@ -1,16 +1,15 @@
-"""A job of four real processes that reads each byte once, and sends it to the others with gloo."""
+"""Bytes read by the shared loads of a job of four processes, which send data with gloo."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import ckptcore
+from plugins.torch_backend.tests.conftest import Torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
 import broadcast_job  # the module that the processes run
@@ -21,20 +20,11 @@ PROGRAM = Path(__file__).with_name("broadcast_job.py")
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
-    """Return the bytes read, by rank, way to read and kind of tensors."""
+def read(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+    """The bytes read by each rank, for each way to read and each kind of tensors."""
     directory = tmp_path_factory.mktemp("broadcast")
     ckptcore.save(directory / "saved", broadcast_job.state())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    torchrun(4, PROGRAM, directory)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
 
 
@@ -49,7 +39,7 @@ def test_shared_data_is_read_once_per_group(read: list[dict[str, dict[str, int]]
 
 @pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
 def test_each_process_reads_its_shards(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
-    """One tensor is not sharded, so it is read once and sent."""
+    """Only tensor 'i' is not sharded. With "broadcast" it is read once, and sent to the other processes."""
     assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
 
 
@@ -58,4 +48,4 @@ def test_replicas_of_shards_are_read_once(read: list[dict[str, dict[str, int]]],
     sharded = STORED - ONE_INDEX
     expected = times * sharded + (4 if reads == "all" else 1) * ONE_INDEX
     nbytes = sum(rank[reads]["hsdp"] for rank in read)
-    assert expected <= nbytes < expected + 64, "bytes that align arrays are read with what is on both sides of them"
+    assert expected <= nbytes < expected + 64, "padding between two arrays is read together with them"

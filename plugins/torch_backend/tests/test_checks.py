@@ -1,4 +1,4 @@
-"""`ckptcore.check`: everything that cannot be saved or restored is known before the training."""
+"""`ckptcore.check` reports all parts of a state that cannot be saved or restored, before the training."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_every_path_is_listed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] in ([], ["run.json"])
 
 
-def test_what_can_be_saved_and_not_restored() -> None:
+def test_a_state_that_can_be_saved_but_not_restored_is_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"cannot be restored: inner.mask .* share memory"):
         ckptcore.check({"model": torch.nn.ModuleDict({"inner": Expanded()})})
 
 
-def test_a_sound_state_passes_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supported_state_passes_and_its_arrays_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -89,7 +89,7 @@ def test_a_sound_state_passes_and_is_not_read(tmp_path: Path, monkeypatch: pytes
         checkpointer.check_checkpointables({"model": model, "optimizer": optimizer})
 
 
-def test_all_ranks_know_of_one(tmp_path: Path) -> None:
+def test_a_leaf_that_one_rank_cannot_save_fails_all_ranks(tmp_path: Path) -> None:
     def check(coordinator: Any) -> type:
         context = Context(job=JobOptions(coordinator=coordinator))
         state = {"w": np.ones(2), "lock": threading.Lock() if coordinator.rank else None}
@@ -106,11 +106,11 @@ def test_long_lists_and_large_groups_pass() -> None:
     ckptcore.check({"losses": [0.5] * 1000, "by step": dict.fromkeys(range(1000), 1), "optimizer": optimizer})
 
 
-def test_many_cycles_are_listed() -> None:
+def test_errors_list_a_limited_number_of_many_cycles() -> None:
     def cycle() -> list[Any]:
-        found: list[Any] = []
-        found.append(found)
-        return found
+        items: list[Any] = []
+        items.append(items)
+        return items
 
     state = {**{f"c{number}": cycle() for number in range(300)}, "z": threading.Lock()}
     with pytest.raises(UnsupportedLeafError, match="251 more|and 2"):

@@ -1,4 +1,4 @@
-"""The conformance tests of collectives on torch.distributed: over gloo, and with two streams through a device."""
+"""Conformance tests of the collectives of torch.distributed: over gloo, and through a device with two streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class TestGloo(CollectivesTests):
-    """Runs the ranks as threads, each with separate groups."""
+    """Runs the ranks as threads. Each thread creates its own process groups."""
 
     def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
         store = dist.HashStore()
@@ -62,7 +62,7 @@ class _SideStream:
 
 
 class _ThroughDevice(GlooCollectives):
-    """Like NCCL, but on the CPU with gloo."""
+    """Collectives that use streams as with NCCL, but on the CPU with gloo."""
 
     log: list[str]
 
@@ -81,7 +81,7 @@ class TestThroughDevice(CollectivesTests):
 
 
 def test_message_is_copied_to_the_device_while_the_previous_one_is_sent() -> None:
-    """Only the broadcast waits for the previous one, and the calling thread does not wait."""
+    """Only the broadcast itself waits for the previous broadcast. The copy and the calling thread do not wait."""
 
     class Sent:
         def wait(self) -> bool:
@@ -98,14 +98,22 @@ def test_message_is_copied_to_the_device_while_the_previous_one_is_sent() -> Non
         [JoinedGroup(Group(), (2, 5))], 5, torch.device("cpu"), _SideStream("up", log), _SideStream("down", log)
     )  # fmt: skip
     works = [channels.broadcast(0, sender, channels.memory(8)) for sender in (5, 2)]
-    one = ["enter up", "send from 1", "leave up", "enter down", "stream waits for the group", "mark down", "leave down"]
-    two = ["enter up", "up waits", "send from 0", *one[2:]]
-    assert log == [*one, "mark down", *two, "mark down"]
+    first = [
+        "enter up",
+        "send from 1",
+        "leave up",
+        "enter down",
+        "stream waits for the group",
+        "mark down",
+        "leave down",
+    ]
+    second = ["enter up", "up waits", "send from 0", *first[2:]]
+    assert log == [*first, "mark down", *second, "mark down"]
     works[0].result()
     assert log[-1] == "synchronize down"
 
 
-def test_a_peer_that_ends_is_an_error_that_names_the_ranks() -> None:
+def test_a_closed_peer_raises_an_error_that_names_the_ranks() -> None:
     store = dist.HashStore()
 
     def send(rank: int) -> str:
@@ -118,9 +126,9 @@ def test_a_peer_that_ends_is_an_error_that_names_the_ranks() -> None:
                 channels.broadcast(0, 0, np.zeros(1 << 20, np.uint8)).result()
         return str(caught.value)
 
-    told, _ = ThreadJob(2).run(lambda coordinator: send(coordinator.rank))
-    assert "between the ranks [0, 1]" in told
+    message, _ = ThreadJob(2).run(lambda coordinator: send(coordinator.rank))
+    assert "between the ranks [0, 1]" in message
 
 
-def test_no_job_has_no_collectives() -> None:
+def test_a_process_without_a_group_has_no_collectives() -> None:
     assert collectives_of_job() is None

@@ -1,8 +1,7 @@
-"""The job of a process is found automatically, from its process group."""
+"""Without a Context, a process takes part in the job of its process group."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from ckptcore.errors import PluginError
 from ckptcore.job.agreement import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
+from plugins.torch_backend.tests.conftest import Torchrun
 
 pytestmark = pytest.mark.system
 
@@ -34,7 +34,7 @@ REJOINED = Path(__file__).with_name("rejoined_job.py")
 
 @contextmanager
 def in_group(backend: str, size: int) -> Iterator[None]:
-    """A process group with missing processes."""
+    """Run in a process group whose other processes do not exist."""
     store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
@@ -43,21 +43,21 @@ def in_group(backend: str, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_a_process_without_a_group_is_alone() -> None:
+def test_a_process_without_a_group_forms_a_job_of_one() -> None:
     assert not dist.is_initialized()
     assert ckptcore_torch.ckpt_coordinator() is None
     assert runtime_of(Context()).job().size == 1
 
 
-def test_a_group_of_one_process_is_none() -> None:
+def test_a_group_of_one_process_needs_no_coordinator() -> None:
     with in_group("gloo", 1):
         assert ckptcore_torch.ckpt_coordinator() is None
 
 
 def test_group_without_a_store_raises_an_error_with_a_remedy_in_an_exchange(tmp_path: Path) -> None:
-    """The fake backend replaces mpi, which most builds of torch lack.
+    """The test uses the fake backend instead of mpi, which most builds of torch lack.
 
-    Loads of one process need no coordinator.
+    Loads that read alone need no coordinator.
     """
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with in_group("fake", 4):
@@ -77,15 +77,15 @@ def test_coordinator_of_a_context_has_precedence() -> None:
         assert runtime_of(Context(job=JobOptions(coordinator=mine))).job() is mine
 
 
-def test_a_group_has_one_coordinator_and_the_next_one_another() -> None:
-    """A process that stays counts only operations of the new group, like a new process."""
+def test_each_process_group_has_its_own_coordinator() -> None:
+    """A process that stays in the job counts exchanges of the new group from 0, as a new process does."""
     counts, coordinators = ExchangeCounts(), _GroupCoordinators()
     counted = []
     for _ in range(2):
         with in_group("gloo", 1):
-            found = coordinators.of(dist.group.WORLD)
-            assert isinstance(found, Rejoinable) and coordinators.of(dist.group.WORLD) is found
-            counted.append([counts.key(found, "run"), counts.key(found, "run")])
+            coordinator = coordinators.of(dist.group.WORLD)
+            assert isinstance(coordinator, Rejoinable) and coordinators.of(dist.group.WORLD) is coordinator
+            counted.append([counts.key(coordinator, "run"), counts.key(coordinator, "run")])
     assert counted == [["run#0", "run#1"]] * 2
 
 
@@ -94,40 +94,30 @@ def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> Non
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
-        ports = [str(found.getsockname()[1]) for found in (first, second)]
+        ports = [str(bound.getsockname()[1]) for bound in (first, second)]
     begun = [
         subprocess.Popen([sys.executable, str(REJOINED), who, str(tmp_path), *ports], stderr=subprocess.PIPE, text=True)
         for who in ("stays", "leaves", "comes")
     ]
     try:
-        told = [process.communicate(timeout=300)[1] for process in begun]
+        errors = [process.communicate(timeout=300)[1] for process in begun]
     finally:
         for process in begun:
             process.kill()
-    assert [process.returncode for process in begun] == [0, 0, 0], "\n".join(told)[-6000:]
+    assert [process.returncode for process in begun] == [0, 0, 0], "\n".join(errors)[-6000:]
     loaded = ckptcore.load(tmp_path / "run")
     assert loaded["life"].tolist() == [1, 1, 1] and loaded["step"] == 1
 
 
-def _run(size: int, *arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["--max-restarts", "1"] if RESTARTED in arguments else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_job_saves_and_loads_without_a_context(tmp_path: Path, size: int) -> None:
-    _run(size, PROGRAM, tmp_path)
+def test_a_job_saves_and_loads_without_a_context(torchrun: Torchrun, tmp_path: Path, size: int) -> None:
+    torchrun(size, PROGRAM, tmp_path)
     assert {str(rank) for rank in range(size)} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow
-def test_job_restarted_with_the_same_store_continues(tmp_path: Path) -> None:
-    _run(3, RESTARTED, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "1-0", "1-1", "1-2"}
+def test_job_restarted_with_the_same_store_continues(torchrun: Torchrun, tmp_path: Path) -> None:
+    torchrun(3, RESTARTED, tmp_path, max_restarts=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "asks-1", "asks-2", "1-0", "1-1", "1-2"}
     assert ckptcore.CheckpointReader(tmp_path / "run").steps == (1, 2, 3, 4)

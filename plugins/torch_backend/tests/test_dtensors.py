@@ -26,8 +26,8 @@ WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 
 @contextmanager
 def job() -> Iterator[None]:
-    """A process group of only this process, or the existing one."""
-    if dist.is_initialized():  # pytest collects the tests of a class by making its examples, outside of any
+    """Run in the existing process group, or in a new one of this process alone."""
+    if dist.is_initialized():  # no group exists while pytest collects the tests, which creates the examples
         yield
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -35,12 +35,6 @@ def job() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with job():
-        yield
 
 
 def dtensor(whole: torch.Tensor, *placements: Any) -> DTensor:
@@ -69,7 +63,7 @@ def example(name: str, whole: torch.Tensor, *placements: Any, parameter: bool = 
 
 @pytest.mark.usefixtures("alone")
 class TestDTensorsConform(LeafHandlerTests):
-    """Tests a process that has all shards."""
+    """Conformance tests in a process that holds all shards."""
 
     handler = DTensorHandler()
     examples = (
@@ -84,7 +78,7 @@ class TestDTensorsConform(LeafHandlerTests):
 
     @pytest.mark.parametrize("size", [1])
     def test_shards_of_all_processes_cover_the_array(self, array_example: LeafExample, size: int) -> None:
-        """The mesh has one process, independent of the job."""
+        """Run with one process only, because the mesh of the examples has one."""
         super().test_shards_of_all_processes_cover_the_array(array_example, size)
 
 
@@ -94,11 +88,11 @@ def test_abstract_dtensor_requests_the_devices_of_its_mesh() -> None:
     abstract: Any = DTensorHandler().abstract(leaf)
     assert abstract.to_local().is_meta and abstract.device_mesh == leaf.device_mesh
     assert (abstract.dtype, abstract.placements) == (torch.bfloat16, leaf.placements)
-    assert np.array_equal(elements(leaf), WHOLE.numpy()), "the leaf is as it was"
+    assert np.array_equal(elements(leaf), WHOLE.numpy()), "the leaf is unchanged"
 
 
 def test_a_rank_without_elements() -> None:
-    """FSDP2 with tensor parallelism over more ranks than there are columns."""
+    """FSDP2 with tensor parallelism over four ranks, and a weight with one column."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     try:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
@@ -113,7 +107,7 @@ def test_a_rank_without_elements() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_sharded_module_is_filled_without_a_copy() -> None:
-    """A module that has no loader of its own cannot refuse, so nothing is kept to put back."""
+    """A module without its own loader cannot refuse a state, so the load keeps no copy to undo it."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     fully_shard(model)
     handler = ModuleHandler()

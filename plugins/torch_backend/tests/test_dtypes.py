@@ -1,4 +1,4 @@
-"""Every dtype of the installed PyTorch is either supported or refused with an error that names it."""
+"""Every dtype of the installed PyTorch is supported, or refused with an error that names the dtype."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, dtype_from_name
 
 ALL = sorted(
-    {found for name in dir(torch) if isinstance(found := getattr(torch, name), torch.dtype)},
+    {member for name in dir(torch) if isinstance(member := getattr(torch, name), torch.dtype)},
     key=str,
 )
 REFUSED = {
     "qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
 }  # fmt: skip
-if not hasattr(ml_dtypes, "complex32"):  # an older one
+if not hasattr(ml_dtypes, "complex32"):  # older versions lack this dtype
     REFUSED.update(("complex32", "bcomplex32"))
 RAW = {"float4_e2m1fn_x2", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))}
 
@@ -27,13 +27,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def test_there_are_dtypes() -> None:
+def test_the_list_of_dtypes_is_not_empty() -> None:
     assert {torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex128} <= set(ALL)
     assert len(ALL) > 25
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=_name)
-def test_every_dtype_is_carried_or_refused(dtype: torch.dtype) -> None:
+def test_every_dtype_is_supported_or_refused(dtype: torch.dtype) -> None:
     name = _name(dtype)
     if name in REFUSED:
         with pytest.raises(UnsupportedLeafError, match=name):
@@ -55,7 +55,7 @@ def test_every_dtype_is_carried_or_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL if _name(dtype) not in REFUSED | RAW], ids=_name)
-def test_numbers_mean_the_same_on_both_sides(dtype: torch.dtype) -> None:
+def test_numbers_are_equal_in_torch_and_numpy(dtype: torch.dtype) -> None:
     encoding = encoding_of(dtype)
     if _name(dtype) == "float8_e8m0fnu":
         numbers = [0.5, 1.0, 2.0]
@@ -88,7 +88,7 @@ def test_dtype_that_pytorch_lacks_has_no_encoding() -> None:
         assert encoding_of_stored(name, PLAIN_ARRAY) is None
 
 
-def test_an_unknown_kind_is_a_plain_array() -> None:
+def test_an_unknown_kind_loads_as_a_plain_array() -> None:
     encoding = encoding_of_stored("uint8", "stranger.kind")
     assert encoding is not None
     assert encoding.dtype is torch.uint8

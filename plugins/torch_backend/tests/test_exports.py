@@ -1,4 +1,4 @@
-"""A save of a model in training that also exports its weights for other programs."""
+"""Saves of a training state with an export of the weights of the model for other programs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def _expect_weights(path: Path, expected: dict[str, Any]) -> None:
-    found = safetensors.torch.load_file(path / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    exported = safetensors.torch.load_file(path / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])

@@ -1,4 +1,4 @@
-"""The plugin's hooks, and the cost of importing it."""
+"""The plugin's hooks, and the modules that its import loads."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_importing_the_plugin_imports_no_torch() -> None:
 
 
 @pytest.mark.system
-def test_the_test_of_the_import_would_see_torch() -> None:
+def test_the_program_that_lists_imports_detects_torch() -> None:
     assert _run(f"import torch, ckptcore_torch; ckptcore_torch.ckpt_leaf_handler(dict); {SEEN}") == (
         "['ckptcore_torch.tensors', 'torch']"
     )
 
 
-def test_a_torch_that_is_still_being_imported_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_ignore_a_torch_that_is_still_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
     assert ckptcore_torch.ckpt_leaf_handler(torch.Tensor) is None
     assert ckptcore_torch.ckpt_container_handler(torch.Size) is None
@@ -54,13 +54,13 @@ def test_a_torch_that_is_still_being_imported_is_not_touched(monkeypatch: pytest
     assert ckptcore_torch.ckpt_coordinator() is None
 
 
-def test_leaves() -> None:
+def test_handlers_of_leaves() -> None:
     assert isinstance(ckptcore_torch.ckpt_leaf_handler(torch.Tensor), TensorHandler)
     assert isinstance(ckptcore_torch.ckpt_leaf_handler(torch.nn.UninitializedParameter), SubclassHandler)
     assert ckptcore_torch.ckpt_leaf_handler(int) is None
 
 
-def test_checkpointables() -> None:
+def test_handlers_of_checkpointables() -> None:
     for value_type, handler in (
         (torch.nn.Linear, ModuleHandler),
         (torch.nn.ParameterDict, ModuleHandler),
@@ -74,27 +74,27 @@ def test_checkpointables() -> None:
     assert ckptcore_torch.ckpt_checkpointable_handler(OrderedDict) is None
 
 
-def test_containers() -> None:
+def test_handlers_of_containers() -> None:
     assert ckptcore_torch.ckpt_container_handler(torch.Size) is not None
     assert ckptcore_torch.ckpt_container_handler(tuple) is None
 
 
 class TestSizeConforms(ContainerHandlerTests):
-    """torch.Size as a container."""
+    """Conformance tests of torch.Size as a container."""
 
-    handler = ckptcore_torch.ckpt_container_handler(torch.Size)  # type: ignore[assignment]  # there is one
+    handler = ckptcore_torch.ckpt_container_handler(torch.Size)  # type: ignore[assignment]  # not None
     examples = (
         ContainerExample("size", lambda: torch.Size([2, 300000]), list),
         ContainerExample("empty", lambda: torch.Size([]), list),
     )
 
     def replacement(self, child: object) -> object:
-        """A size contains only ints."""
+        """Return an int, because a size contains only ints."""
         return 7
 
 
 class TestPluginConforms(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "torch"
 

@@ -1,4 +1,4 @@
-"""A process fails during a collective load: the others raise an error that names the load."""
+"""A process is killed or stopped during a collective load: the others raise an error that names the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
-def test_surviving_processes_raise_an_error_that_names_the_load(tmp_path: Path, which: signal.Signals) -> None:
+def test_surviving_processes_raise_an_error_that_names_the_checkpoint(tmp_path: Path, which: signal.Signals) -> None:
     ckptcore.save(tmp_path / "saved", {f"w{number}": np.full((256, 256), number) for number in range(24)})
     port = free_port()
     command = [sys.executable, str(PROGRAM)]
@@ -39,14 +39,14 @@ def test_surviving_processes_raise_an_error_that_names_the_load(tmp_path: Path, 
         errors = [process.communicate(timeout=240)[1] for process in job[:-1]]
         assert [process.returncode for process in job[:-1]] == [0, 0], "\n".join(errors)[-6000:]
         assert job[-1].poll() == (-signal.SIGKILL if which == signal.SIGKILL else None), (
-            "it had to vanish, and not to end"
+            "the last process ended without the signal"
         )
     finally:
         for process in job:
             process.kill()
             process.communicate()
     told = [(tmp_path / f"{rank}.told").read_text() for rank in range(SIZE - 1)]
-    for error in told:  # the connection's, or that of the agreement that did not come about: which comes first differs
+    for error in told:  # a lost connection or a timed-out exchange, whichever the process detects first
         assert error.startswith(("RankFailedError", "CoordinationTimeoutError")) and str(tmp_path / "saved") in error, (
             told
         )

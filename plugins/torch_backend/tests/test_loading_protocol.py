@@ -1,4 +1,4 @@
-"""PyTorch's protocol for loading modules, and requests for other leaves."""
+"""PyTorch's own rules for loading modules, parameters and tied tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import ckptcore
 
 
-def test_hooks_of_a_module_run_though_everything_was_filled_in_place(tmp_path: Path) -> None:
+def test_load_hooks_of_a_module_run_after_a_load_in_place(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", torch.nn.Linear(2, 2))
     module = torch.nn.Linear(2, 2)
     calls: list[object] = []
@@ -34,7 +34,7 @@ class Named(torch.nn.Parameter):
     pass
 
 
-def test_a_parameter_of_a_subclass_is_a_leaf_that_can_be_trained(tmp_path: Path) -> None:
+def test_a_loaded_parameter_of_a_subclass_can_be_trained(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"p": torch.ones(3)})
     loaded = ckptcore.load(tmp_path / "c", {"p": Named(torch.zeros(3))})["p"]
     assert type(loaded) is Named and loaded.is_leaf and loaded.requires_grad
@@ -44,7 +44,7 @@ def test_a_parameter_of_a_subclass_is_a_leaf_that_can_be_trained(tmp_path: Path)
     assert not loaded.detach().any()
 
 
-def test_tie_on_the_meta_device_keeps_loaded_values(tmp_path: Path) -> None:
+def test_tied_buffers_on_the_meta_device_get_the_loaded_values(tmp_path: Path) -> None:
     class Buffers(torch.nn.Module):
         def __init__(self, device: str) -> None:
             super().__init__()

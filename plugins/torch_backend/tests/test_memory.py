@@ -1,5 +1,5 @@
-"""Saves and loads keep no reference to tensors afterwards. The memory of copies is reused, and can be
-freed.
+"""Saves and loads keep no references to tensors after their end. Saves reuse staging memory, and
+programs can free it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def test_second_save_allocates_no_memory_and_all_can_be_freed(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_staging_memory_can_be_released(tmp_path: Path, name: str) -> None:
-    """Also after failed saves."""
+    """Memory can be released after each operation, including failed saves."""
     kept = OPERATIONS[name](tmp_path, State(), "safetensors")
-    contexts = [each for each in (kept if isinstance(kept, tuple) else [kept]) if isinstance(each, ckptcore.Context)]
+    results = kept if isinstance(kept, tuple) else [kept]
+    contexts = [result for result in results if isinstance(result, ckptcore.Context)]
     for context in contexts:
         runtime_of(context).staging.release_unused()
         assert runtime_of(context).staging.held_bytes == 0
@@ -73,7 +74,7 @@ def test_staging_memory_is_freed_without_keep_staging(tmp_path: Path) -> None:
 
 
 class _OnDevice(TensorHandler):
-    """Treats CPU tensors like those of a device that copies as late as possible."""
+    """A handler that treats CPU tensors as tensors of a device that copies as late as possible."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -101,7 +102,7 @@ def test_staging_buffers_of_a_device_are_reused_and_hold_no_tensor(tmp_path: Pat
             state.tree = {"large": state.tree["large"], "small": state.tree["small"]}
             ckptcore.save_async(tmp_path / str(number), state.tree, context=context).result()
             state.forget()
-            device.queue.clear()  # which a device would not keep
+            device.queue.clear()  # a real device does not keep finished copies
             assert state.held == 0
     assert device.buffers == 3
     for number in range(4):

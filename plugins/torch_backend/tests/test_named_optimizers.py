@@ -1,5 +1,5 @@
-"""Optimizers by names of parameters: equal to torch.distributed.checkpoint.state_dict in both
-directions, bit by bit.
+"""Optimizer states by names of parameters. They equal those of torch.distributed.checkpoint.state_dict
+bit for bit, and each library loads states of the other.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class Network(torch.nn.Module):
         self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.last(self.first(inputs).tanh()) * self.frozen
-        return found
+        outputs: torch.Tensor = self.last(self.first(inputs).tanh()) * self.frozen
+        return outputs
 
 
 def steps(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], count: int) -> list[bytes]:
-    """Train, and return the bits of every parameter after each step."""
-    found = []
+    """Train, and return the bytes of every parameter after each step."""
+    parameters = []
     for number in range(count):
 
         def loss(number: int = number) -> torch.Tensor:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             total: torch.Tensor = (model(torch.linspace(-1, 1, 6).reshape(2, 3)) - number).square().mean()
-            total.backward()  # type: ignore[no-untyped-call]  # PyTorch does not say
+            total.backward()  # type: ignore[no-untyped-call]  # has no annotations
             return total
 
         for optimizer in optimizers:
-            optimizer.step(loss)  # type: ignore[arg-type]  # LBFGS asks for a tensor and others for a float
-        found += [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return found
+            optimizer.step(loss)  # type: ignore[arg-type]  # annotated with a tensor in LBFGS, and with a float in others
+        parameters += [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return parameters
 
 
 def bits(value: Any) -> Any:
-    """Return a comparable form of a state, with dtypes, strides and container types."""
+    """Return a comparable form of a state: the bytes of tensors, with their dtypes and shapes."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def bits(value: Any) -> Any:
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Three groups: two with the same options, and one with parameters of several kinds."""
+    """Return three groups: weights with other options than the default, biases, and a frozen parameter."""
     named = dict(model.named_parameters())
     weights = [parameter for name, parameter in named.items() if name.endswith("weight")]
     biases = [parameter for name, parameter in named.items() if name.endswith("bias")]
@@ -111,13 +111,13 @@ def example(name: str, seed: int, count: int) -> NamedOptimizer:
 
 
 class TestNamedOptimizersConform(CheckpointableHandlerTests):
-    """Conformance tests of named optimizers, also before their first step."""
+    """Conformance tests of named optimizers with and without steps."""
 
     handler = HANDLER
     examples = tuple(
         CheckpointableExample(
             f"{name} after {used}",
-            lambda name=name: example(name, 0, 2),  # type: ignore[misc]  # bound now
+            lambda name=name: example(name, 0, 2),  # type: ignore[misc]  # binds the loop variable
             lambda name=name, used=used: example(name, 1, used),  # type: ignore[misc]
             lambda value: bits(HANDLER.flatten(value)),
         )
@@ -135,7 +135,7 @@ def test_optimizer_resumes(name: str, used: int, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"model": model, "optimizer": NamedOptimizer(model, optimizer)})
     before = bits(other.state_dict())
     ckptcore.load_into(tmp_path / "c", {"model": ckptcore.PLACEHOLDER, "optimizer": NamedOptimizer(other, its)})
-    assert bits(other.state_dict()) == before, "an optimizer changes no parameter when it is loaded"
+    assert bits(other.state_dict()) == before, "loading an optimizer changes no parameter"
     assert bits(its.state_dict()) == bits(optimizer.state_dict())
     ckptcore.load_into(tmp_path / "c", {"model": other, "optimizer": ckptcore.PLACEHOLDER})
     assert steps(other, [its], 3) == steps(model, [optimizer], 3)
@@ -162,12 +162,13 @@ def test_torch_loads_our_state(name: str, tmp_path: Path) -> None:
     quiet_dcp(lambda: dcp.load(target, checkpoint_id=tmp_path / "c"))
     assert bits(target["optimizer"]) == bits(HANDLER.flatten(value))
     if Version(torch.__version__) < Version("2.10"):
-        return  # it ignores strict=False, and requires a state of the unused parameter
-    loose = StateDictOptions(strict=False)  # strict, it wants a state of each parameter that takes gradients
+        return  # older versions ignore strict=False, and require a state of the unused parameter
+    # With strict=True, torch requires a state of each parameter that takes gradients.
+    loose = StateDictOptions(strict=False)
     set_optimizer_state_dict(other.model, other.optimizers, target["optimizer"], options=loose)
     expected: Any = HANDLER.flatten(value)
-    found: Any = HANDLER.flatten(other)
-    assert bits(found["state"]["first.weight"]) == bits(expected["state"]["first.weight"])
+    loaded: Any = HANDLER.flatten(other)
+    assert bits(loaded["state"]["first.weight"]) == bits(expected["state"]["first.weight"])
 
 
 @pytest.mark.brings("state of `get_optimizer_state_dict`, nested or flattened", "torch", "same")
@@ -196,11 +197,11 @@ def test_parameters_are_found_by_name_in_another_order_and_in_other_groups(tmp_p
     ckptcore.load_into(tmp_path / "c", NamedOptimizer(other, its))
     rates: Any = [group["lr"] for group in its.param_groups]
     assert torch.equal(rates[0], torch.tensor(0.2)) and torch.equal(rates[1], rates[0])
-    assert rates[0] is not rates[1], "each group has a rate of its own to change"
+    assert rates[0] is not rates[1], "the groups share a tensor"
     state: Any = HANDLER.flatten(NamedOptimizer(model, optimizer))
-    found: Any = HANDLER.flatten(NamedOptimizer(other, its))
-    assert bits(found["state"]) == bits({name: state["state"][name] for name in found["state"]})
-    assert found["state"].keys() == state["state"].keys()
+    loaded: Any = HANDLER.flatten(NamedOptimizer(other, its))
+    assert bits(loaded["state"]) == bits({name: state["state"][name] for name in loaded["state"]})
+    assert loaded["state"].keys() == state["state"].keys()
     ckptcore.save(tmp_path / "back", NamedOptimizer(other, its))
     steps(model, [optimizer], 1)
     ckptcore.load_into(tmp_path / "back", NamedOptimizer(model, optimizer))
@@ -255,7 +256,7 @@ def test_several_optimizers_are_one_state_as_in_torch(tmp_path: Path) -> None:
 def test_state_of_another_dtype_than_its_parameter_is_restored_exactly(
     named: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """PyTorch would cast it to the dtype of the parameter, also inside lists and dicts."""
+    """PyTorch would cast the state to the dtype of the parameter, even inside lists and dicts."""
 
     def make(count: int) -> Any:
         model = torch.nn.Linear(2, 2, bias=False).bfloat16()
@@ -298,7 +299,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
         HANDLER.restore(other, state)
 
 
-def test_parameters_on_only_one_side_are_named(tmp_path: Path) -> None:
+def test_errors_name_parameters_that_only_the_checkpoint_or_the_target_has(tmp_path: Path) -> None:
     value = example("AdamW", 0, 2)
     ckptcore.save(tmp_path / "c", {"o": value})
     grown = Network(1)
@@ -330,14 +331,14 @@ def test_parameters_without_a_name_are_refused(tmp_path: Path) -> None:
 
 def test_state_without_a_parameter_is_saved_and_loaded() -> None:
     value, other = example("momentum", 0, 2), example("momentum", 1, 0)
-    value.optimizers[0].state["all"] = {"count": torch.tensor(3)}  # type: ignore[index]  # a name
+    value.optimizers[0].state["all"] = {"count": torch.tensor(3)}  # type: ignore[index]  # a string as key
     HANDLER.restore(other, copy.deepcopy(HANDLER.flatten(value)))
     assert bits(HANDLER.flatten(other)) == bits(HANDLER.flatten(value))
     with pytest.raises(UnsupportedLeafError, match="'all', which is not the name of a parameter"):
         rest = torch.nn.Linear(1, 1)
         joined = torch.nn.ModuleList([value.model, rest])
         HANDLER.flatten(NamedOptimizer(joined, *value.optimizers, torch.optim.SGD(rest.parameters())))
-    value.optimizers[0].state["first.weight"] = {}  # type: ignore[index]  # a name
+    value.optimizers[0].state["first.weight"] = {}  # type: ignore[index]  # a string as key
     with pytest.raises(NameCollisionError, match=r"a state with the key 'first\.weight'"):
         HANDLER.flatten(value)
 
@@ -364,7 +365,7 @@ def test_tree_that_is_not_an_optimizer_state_is_refused(stored: Any, tmp_path: P
             ckptcore.load_into(tmp_path / "c", {"o": target})
 
 
-def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) -> None:
+def test_tensor_learning_rates_are_compared_before_the_target_changes(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     groups = [{"params": [model.weight], "lr": torch.tensor(0.1)}, {"params": [model.bias], "lr": torch.tensor(0.2)}]
     ckptcore.save(tmp_path / "c", NamedOptimizer(model, torch.optim.AdamW(groups)))
@@ -372,11 +373,11 @@ def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) 
     rate: Any = target.param_groups[0]["lr"]
     with pytest.raises(TargetUndefinedError, match=r"weight and bias were .* \(lr 0.1\d* and 0.2\d*\)"):
         ckptcore.load_into(tmp_path / "c", NamedOptimizer(model, target))
-    assert rate == torch.tensor(0.3), "nothing was read into the one tensor that it has for both"
+    assert rate == torch.tensor(0.3), "the tensor that both groups of the target share is unchanged"
 
 
 class Scaled(torch.optim.SGD):
-    """An optimizer with another entry in its state dict, as optimizers with scaled losses have."""
+    """An optimizer whose state dict has an additional entry, like those of optimizers that scale losses."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "loss_scale": 1024.0}
@@ -392,7 +393,7 @@ def test_extra_entries_of_a_state_dict_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_cost_is_linear_in_the_number_of_optimizers() -> None:
-    """Programs that free gradients early have one optimizer for each parameter."""
+    """Programs that free gradients early use one optimizer for each parameter."""
     handler, calls = NamedOptimizerHandler(), []
     for count in (50, 100, 200):
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1)) for _ in range(count)])

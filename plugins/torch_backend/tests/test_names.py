@@ -1,4 +1,4 @@
-"""Names of wrapped models equal those of the plain model, in both directions, for all combinations of wrappers."""
+"""Names of parameters are the same for plain and wrapped models, so each loads what the other saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Wrap = Callable[[Module], Module]
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
-    """A process group of one process, for DistributedDataParallel. Also imports torch.compile, whose import warns."""
+    """A process group of one process, for DistributedDataParallel. Imports torch.compile first, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled(torch.nn.Identity())
@@ -36,7 +36,7 @@ def process_group() -> Iterator[None]:
 
 
 class Block(torch.nn.Module):
-    """A model with names that wrappers use, tied weights, and a state that is not a tensor."""
+    """A model with tied weights, a state that is not a tensor, and attribute names like those of wrappers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(torch.nn.Module):
         self.seen = seed
 
     def get_extra_state(self) -> dict[str, int]:
-        """Return the part of the state that is not tensors."""
+        """Return the part of the state that is not a tensor."""
         return {"seen": self.seen}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
@@ -59,10 +59,10 @@ class Block(torch.nn.Module):
 
 
 def model(seed: int, inner: Wrap = lambda module: module) -> torch.nn.Sequential:
-    """Two blocks with wrapped parts, which share one child."""
+    """Return two blocks that share a child. The blocks and one of their children are wrapped."""
     first, second = Block(seed), Block(seed + 50)
     second._orig_mod = first._orig_mod
-    first.module = inner(first.module)  # type: ignore[assignment]  # wrapped
+    first.module = inner(first.module)  # type: ignore[assignment]  # a wrapper
     return torch.nn.Sequential(inner(first), torch.nn.Sequential(inner(second)))
 
 
@@ -89,7 +89,7 @@ OUTER: dict[str, Wrap] = {
 
 
 def elements(module: Module) -> dict[str, Any]:
-    """Return the tensors of a model by plain names."""
+    """Return the state of a model by plain names."""
     state: Any = ModuleHandler().flatten(module)
     return {name: held.tolist() if isinstance(held, torch.Tensor) else held for name, held in state.items()}
 
@@ -120,17 +120,17 @@ def test_wrapped_and_plain_models_load_each_other(inner: str, outer: str, tmp_pa
     assert held is next(wrapped.parameters())
 
 
-@pytest.mark.parametrize("outer", ["plain", "compiled and distributed"])  # it does not know DataParallel
+@pytest.mark.parametrize("outer", ["plain", "compiled and distributed"])  # torch does not know DataParallel here
 @pytest.mark.parametrize("inner", ["plain", "checkpointed", "compiled", "checkpointed and compiled"])
 def test_names_equal_those_of_get_model_state_dict(inner: str, outer: str) -> None:
-    """torch recognizes some wrappers by name, so this model has no names like those of wrappers."""
+    """torch recognizes some wrappers by attribute names, so this model uses other names."""
     part = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     wrapped = OUTER[outer](torch.nn.Sequential(INNER[inner](part), part[1]))
     state: Any = ModuleHandler().flatten(wrapped)
     assert state.keys() == get_model_state_dict(wrapped).keys()
 
 
-def test_load_returns_the_names_of_the_module(tmp_path: Path) -> None:
+def test_load_returns_a_state_with_the_names_of_the_wrapped_module(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "plain", model(1))
     wrapped = DataParallel(model(2, compiled))
     state = ckptcore.load(tmp_path / "plain", wrapped)
@@ -152,7 +152,7 @@ def test_a_wrapped_module_on_the_meta_device_keeps_its_ties(tmp_path: Path) -> N
 
 
 def test_a_state_dict_of_the_same_wrappers_loads_under_their_names(tmp_path: Path) -> None:
-    """The module's own names, as in DCP and in older checkpoints."""
+    """A state dict has the names of its wrappers, as in checkpoints of DCP."""
     source = DataParallel(model(1, compiled))
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = DataParallel(model(2, compiled))
@@ -160,7 +160,7 @@ def test_a_state_dict_of_the_same_wrappers_loads_under_their_names(tmp_path: Pat
     assert elements(target) == elements(source)
 
 
-def test_names_of_other_wrappers_are_an_error_with_the_transform(tmp_path: Path) -> None:
+def test_names_of_other_wrappers_raise_an_error_that_gives_a_transform(tmp_path: Path) -> None:
     source = DataParallel(model(1))
     ckptcore.save(tmp_path / "raw", {"model": dict(source.state_dict())})
     target = model(2)
@@ -176,7 +176,7 @@ def test_names_of_other_wrappers_are_an_error_with_the_transform(tmp_path: Path)
         ckptcore.load_into(tmp_path / "bare", {"model": part})
 
 
-def test_names_of_wrappers_inside_are_an_error_with_the_part_and_a_remedy(tmp_path: Path) -> None:
+def test_names_of_inner_wrappers_raise_an_error_that_gives_a_remedy(tmp_path: Path) -> None:
     source = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     stored = {name.replace(".", "._orig_mod."): held for name, held in source.state_dict().items()}
     ckptcore.save(tmp_path / "raw", {"model": stored})
@@ -191,7 +191,7 @@ def test_names_of_wrappers_inside_are_an_error_with_the_part_and_a_remedy(tmp_pa
     assert elements(target) == elements(source)
 
 
-def test_parameter_of_a_wrapper_keeps_its_name_and_does_not_collide() -> None:
+def test_parameter_of_a_wrapper_keeps_its_name_and_collisions_raise_an_error() -> None:
     class Owner(DataParallel[Module]):
         def __init__(self, module: Module) -> None:
             super().__init__(module)

@@ -1,4 +1,4 @@
-"""States of objects that are new: their tensors, and objects inside them, exist only in the checkpoint."""
+"""Loads into new objects, whose tensors and inner objects exist only in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.errors import TreeMismatchError
 
 
 class Averages:
-    """An average of the weights, whose shadows exist after the first update."""
+    """An average of weights. Its shadow tensors are created by the first update."""
 
     def __init__(self) -> None:
         self.shadows: dict[str, torch.Tensor] = {}
@@ -103,7 +103,7 @@ def test_an_object_in_an_optimizer(tmp_path: Path) -> None:
 
 
 class Wrapper:
-    """An optimizer in a wrapper that delegates, as trainers have it."""
+    """A wrapper that delegates to an optimizer, as in trainers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -142,7 +142,7 @@ def test_an_optimizer_in_a_wrapper(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.brings("replay buffer that is new", "torch", "same")
 def test_a_replay_buffer_and_an_average_model(tmp_path: Path) -> None:
-    """Their arrays exist only after the first use."""
+    """The buffer has no tensors before its first use."""
 
     class Replay:
         def __init__(self) -> None:
@@ -158,7 +158,7 @@ def test_a_replay_buffer_and_an_average_model(tmp_path: Path) -> None:
     trained.episodes = [{"reward": torch.tensor(1.5), "seen": torch.arange(4)}, {"reward": torch.tensor(2.0)}]
     ckptcore.save(tmp_path / "c", {"replay": trained})
     ckptcore.load_into(tmp_path / "c", {"replay": fresh})
-    assert [{name: type(held) for name, held in one.items()} for one in fresh.episodes] == [
+    assert [{name: type(tensor) for name, tensor in episode.items()} for episode in fresh.episodes] == [
         {"reward": torch.Tensor, "seen": torch.Tensor},
         {"reward": torch.Tensor},
     ]

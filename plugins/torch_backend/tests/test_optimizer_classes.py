@@ -1,4 +1,4 @@
-"""The state of another class of optimizer is refused, and no version of the same class is."""
+"""An optimizer refuses states of other classes, and loads states of all versions of its own class."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ADDED_BY_VERSIONS = (
 
 
 def of_library(module: str, name: str, **options: Any) -> Callable[[Any], optim.Optimizer]:
-    """Return a function that creates an optimizer of another library, and puts it into its mode of training."""
+    """Return a function that creates an optimizer of another library, in training mode."""
 
     def make(parameters: Any) -> optim.Optimizer:
         optimizer: Any = getattr(pytest.importorskip(module), name)(parameters, **options)
         if hasattr(optimizer, "train"):
             optimizer.train()
-        return optimizer  # type: ignore[no-any-return]  # of a library without types
+        return optimizer  # type: ignore[no-any-return]  # the library has no types
 
     return make
 
@@ -49,7 +49,7 @@ CLASSES: dict[str, Callable[[Any], optim.Optimizer]] = {
     "ScheduleFree": of_library("schedulefree", "AdamWScheduleFree"),
 }  # fmt: skip
 LOADS_TOO = {("Adam", "AdamW"), ("AdamW", "Adam")}
-"""Saved and new classes whose states have the same form and meaning."""
+"""Pairs of a saved and a new class whose states are equivalent."""
 
 
 def run(name: str, seed: int, *, stepped: bool = True) -> tuple[nn.Module, optim.Optimizer]:
@@ -68,7 +68,7 @@ def frozen(optimizer: optim.Optimizer) -> str:
 
 
 @pytest.mark.parametrize("saved", CLASSES)
-def test_only_the_class_that_was_saved_loads(tmp_path: Path, saved: str) -> None:
+def test_only_an_optimizer_of_the_saved_class_loads(tmp_path: Path, saved: str) -> None:
     source = run(saved, 0)[1]
     ckptcore.save(tmp_path / "c", {"opt": source})
     stored: Any = ckptcore.metadata(tmp_path / "c").abstract
@@ -76,7 +76,7 @@ def test_only_the_class_that_was_saved_loads(tmp_path: Path, saved: str) -> None
         model, optimizer = run(name, 1, stepped=stepped)
         if name == saved or (saved, name) in LOADS_TOO:
             ckptcore.load_into(tmp_path / "c", {"opt": optimizer})
-            optimizer.step(lambda model=model: model(torch.ones(1, 3)).sum())  # type: ignore[misc]  # of a default
+            optimizer.step(lambda model=model: model(torch.ones(1, 3)).sum())  # type: ignore[misc]  # binds the loop variable
             continue
         with pytest.raises(TreeMismatchError, match="another class of optimizer than") as caught:
             OptimizerHandler().flatten_to_load(optimizer, stored["opt"])
@@ -84,7 +84,7 @@ def test_only_the_class_that_was_saved_loads(tmp_path: Path, saved: str) -> None
 
 
 @pytest.mark.parametrize("matching", [Matching(), KEEP])
-def test_nothing_is_changed_whatever_is_allowed(tmp_path: Path, matching: Matching) -> None:
+def test_no_matching_option_allows_another_class(tmp_path: Path, matching: Matching) -> None:
     ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
     optimizer = run("SGD", 1)[1]
     before = frozen(optimizer)
@@ -93,7 +93,7 @@ def test_nothing_is_changed_whatever_is_allowed(tmp_path: Path, matching: Matchi
     assert frozen(optimizer) == before
 
 
-def test_the_message_numbers_and_names_what_differs_and_can_be_followed(tmp_path: Path) -> None:
+def test_the_error_lists_the_differences_and_gives_remedies_that_work(tmp_path: Path) -> None:
     source = run("AdamW", 0)[1]
     ckptcore.save(tmp_path / "c", {"opt": source, "step": 5})
     other, again = run("SGD", 1)[1], run("AdamW", 1)[1]
@@ -115,7 +115,7 @@ def test_the_message_numbers_and_names_what_differs_and_can_be_followed(tmp_path
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_versions_of_a_class_load(name: str) -> None:
-    """Older and newer versions lack and have options; schedulers and programs add others to groups and states."""
+    """Versions differ in their options. Schedulers and programs add entries to groups and states."""
     source = run(name, 0)[1].state_dict()
     group, states = source["param_groups"][0], list(source["state"].values())
     older = {key: option for key, option in group.items() if key not in ADDED_BY_VERSIONS}
@@ -132,7 +132,7 @@ def test_versions_of_a_class_load(name: str) -> None:
             refuse_other_class(optimizer, own, [stored], slots)
 
 
-def test_a_state_of_an_older_version_is_loaded(tmp_path: Path) -> None:
+def test_a_state_of_an_older_version_loads(tmp_path: Path) -> None:
     state = run("AdamW", 0)[1].state_dict()
     for key in ADDED_BY_VERSIONS:
         del state["param_groups"][0][key]
@@ -143,19 +143,19 @@ def test_a_state_of_an_older_version_is_loaded(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["foreach"] is None
 
 
-def test_options_of_a_class_that_change_its_states(tmp_path: Path) -> None:
-    for number, (one, other) in enumerate(((True, False), (False, True))):
+def test_states_load_although_an_option_changes_their_entries(tmp_path: Path) -> None:
+    for number, saved in enumerate((True, False)):
         model = nn.Linear(2, 2)
         model(torch.ones(1, 2)).sum().backward()
-        optimizer = optim.Adam(model.parameters(), amsgrad=one)
+        optimizer = optim.Adam(model.parameters(), amsgrad=saved)
         optimizer.step()
         ckptcore.save(tmp_path / str(number), {"opt": optimizer})
-        ckptcore.load_into(tmp_path / str(number), {"opt": optim.Adam(nn.Linear(2, 2).parameters(), amsgrad=other)})
+        ckptcore.load_into(tmp_path / str(number), {"opt": optim.Adam(nn.Linear(2, 2).parameters(), amsgrad=not saved)})
 
 
 @pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
-def test_optimizers_by_name(tmp_path: Path, kind: type[NamedOptimizer]) -> None:
-    """Each of several optimizers is compared with the groups and states of its own parameters."""
+def test_optimizers_by_name_refuse_other_classes(tmp_path: Path, kind: type[NamedOptimizer]) -> None:
+    """Each of several optimizers is checked against the stored groups and states of its own parameters."""
 
     def named(first: str, second: str) -> tuple[NamedOptimizer, list[optim.Optimizer]]:
         model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
@@ -190,7 +190,7 @@ def test_a_hook_may_migrate_a_state(tmp_path: Path) -> None:
 
 
 class Wrapper(optim.Optimizer):
-    """A wrapper that has no options and hooks of its own, since it does not call ``super().__init__``."""
+    """A wrapper without its own options and hooks, because it does not call ``super().__init__``."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.wrapped = optimizer
@@ -211,7 +211,7 @@ class Wrapper(optim.Optimizer):
 
 
 class PatchedWrapper(Wrapper):
-    """A wrapper whose methods are those of the optimizer in it, as attributes of the object."""
+    """A wrapper that has the methods of the inner optimizer as attributes of the instance."""
 
     state_dict = optim.Optimizer.state_dict
     load_state_dict = optim.Optimizer.load_state_dict
@@ -222,7 +222,7 @@ class PatchedWrapper(Wrapper):
 
 
 class RateScaling(Wrapper):
-    """A wrapper as LARC: what it does not have is looked up in the optimizer, but its options are not."""
+    """A wrapper like LARC: it delegates attributes to the inner optimizer, except the options."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "defaults":
@@ -231,7 +231,7 @@ class RateScaling(Wrapper):
 
 
 class Accelerated(Wrapper):
-    """A wrapper as that of Accelerate: its options are those of its attribute ``optimizer``."""
+    """A wrapper like that of Accelerate: it returns the options of its attribute ``optimizer``."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -243,7 +243,7 @@ class Accelerated(Wrapper):
 
 
 def prepared(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Return the wrapper of Accelerate itself."""
+    """Wrap the optimizer with Accelerate itself."""
     wrapper: optim.Optimizer = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
     return wrapper
 
@@ -264,7 +264,9 @@ def test_a_wrapper_without_options_and_hooks_loads(tmp_path: Path, wrap: Callabl
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, prepared])
-def test_a_wrapper_is_compared_by_the_optimizer_in_it(tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]) -> None:
+def test_the_class_of_the_optimizer_in_a_wrapper_is_checked(
+    tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]
+) -> None:
     ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
     inner = run("SGD", 1)[1]
     with pytest.raises(TreeMismatchError, match="another class of optimizer than SGD"):
@@ -305,7 +307,7 @@ def refuses(optimizer: optim.Optimizer, stored: dict[str, Any]) -> bool:
 
 
 class Counting(optim.Optimizer):
-    """An optimizer of another library, which counts steps in its groups, as those of timm and apex do."""
+    """An optimizer of another library that counts steps in its groups, as in timm and apex."""
 
     def __init__(self, parameters: Any, **added: Any) -> None:
         options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0, "bias_correction": True}
@@ -321,8 +323,8 @@ class Counting(optim.Optimizer):
                     state["master_param"] = parameter.detach().clone()
 
 
-def test_versions_of_a_class_of_another_library_that_counts_steps_in_groups_load() -> None:
-    """An option that is new in one of them is no difference, before and after a step."""
+def test_versions_of_a_class_that_counts_steps_in_its_groups_load() -> None:
+    """An option that only one version has is accepted, before and after the first step."""
     versions: list[dict[str, Any]] = [{}, {"caution": False, "decoupled_decay": False}, {"master_weights": False}]
     for saved, new, stepped in itertools.product(versions, versions, (False, True)):
         source, target = (Counting(nn.Linear(3, 2).parameters(), **added) for added in (saved, new))
@@ -334,8 +336,8 @@ def test_versions_of_a_class_of_another_library_that_counts_steps_in_groups_load
         assert refuses(target, run(name, 0, stepped=stepped)[1].state_dict()), name
 
 
-def test_equal_states_of_a_class_of_another_library_load_whatever_its_options() -> None:
-    """Options that differ are refused only if states do, or if the optimizer has made no step."""
+def test_equal_states_of_a_class_of_another_library_load_with_any_options() -> None:
+    """Different options are refused only if the states differ, too, or if the target has made no step."""
     source, target = Counting(nn.Linear(3, 2).parameters()), Counting(nn.Linear(3, 2).parameters())
     source.step()
     stored = source.state_dict()
@@ -357,8 +359,8 @@ def test_entries_of_programs_may_have_names_that_pytorch_uses(name: str, stepped
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_frozen_parameter_may_only_have_an_entry_of_a_program(tmp_path: Path, stepped: bool) -> None:
-    """It may not without the count of steps if PyTorch's own loader fails: then nothing is changed."""
+def test_a_frozen_parameter_may_have_only_an_entry_of_a_program(tmp_path: Path, stepped: bool) -> None:
+    """If PyTorch's own loader fails without the step count, the load is refused and the target unchanged."""
     for name, loads in (("SGD", True), ("AdamW", False)):
         model, source = run(name, 0)
         source.state[list(model.parameters())[1]] = {"ema": torch.ones(2)}
@@ -378,7 +380,7 @@ def test_a_frozen_parameter_may_only_have_an_entry_of_a_program(tmp_path: Path, 
             target.load_state_dict(source.state_dict())
 
 
-def test_one_state_that_lacks_moments_does_not_make_another_class() -> None:
+def test_a_state_without_moments_is_refused_only_if_all_states_lack_them() -> None:
     stored = run("AdamW", 0)[1].state_dict()
     stored["state"][1] = {"step": torch.ones(1)}
     assert not refuses(run("AdamW", 1)[1], stored)
@@ -386,7 +388,7 @@ def test_one_state_that_lacks_moments_does_not_make_another_class() -> None:
     assert refuses(run("AdamW", 1)[1], stored)
 
 
-def test_a_plain_sgd_may_have_any_entries_in_its_states_if_its_options_are_stored() -> None:
+def test_an_sgd_without_states_loads_any_entries_if_its_options_are_stored() -> None:
     stored = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1).state_dict()
     stored["state"] = {0: {"step": 1, "sum": torch.ones(2, 3)}}
     target = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
@@ -396,8 +398,8 @@ def test_a_plain_sgd_may_have_any_entries_in_its_states_if_its_options_are_store
 
 
 @pytest.mark.parametrize(("saved", "name"), [("Adamax", "Adam"), ("RAdam", "AdamW"), ("RAdam", "NAdam")])
-def test_an_option_that_a_class_of_pytorch_always_had_is_needed(saved: str, name: str) -> None:
-    """It is unless the group was not written by PyTorch, or by a version from before its flags."""
+def test_options_that_a_class_of_pytorch_always_had_are_required(saved: str, name: str) -> None:
+    """A stored group that lacks newer flags may be of another writer, so it may lack the options, too."""
     stored, target = run(saved, 0, stepped=False)[1].state_dict(), run(name, 1)[1]
     assert refuses(target, stored)
     for flag in ADDED_BY_VERSIONS:
@@ -406,22 +408,22 @@ def test_an_option_that_a_class_of_pytorch_always_had_is_needed(saved: str, name
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="PyTorch before 2.9 has no Muon")
-def test_classes_of_pytorch_that_say_another_module_are_classes_of_pytorch() -> None:
-    """Muon and SGD have the same states."""
+def test_classes_that_pytorch_defines_in_another_module_are_checked_strictly() -> None:
+    """Muon and SGD have the same entries in their states, so only their options differ."""
     parameters = [nn.Parameter(torch.ones(2, 2))]
     parameters[0].grad = torch.ones(2, 2)
     muon, sgd = optim.Muon(parameters), optim.SGD(parameters, lr=0.1, momentum=0.9)
-    muon.step()  # type: ignore[no-untyped-call]  # of torch
+    muon.step()  # type: ignore[no-untyped-call]  # torch has no types here
     sgd.step()
     assert refuses(muon, sgd.state_dict()) and refuses(sgd, muon.state_dict())
 
 
 def test_a_state_of_an_equivalent_class_can_be_loaded_unchecked(tmp_path: Path) -> None:
-    """As the message says, which does not say it of a state with which the optimizer cannot step."""
+    """The error gives this remedy, but not for states with which the optimizer could not make a step."""
     state = run("AdamW", 0)[1].state_dict()
     group = state["param_groups"][0]
     options = {name: group[name] for name in ("betas", "eps", "lr", "params", "weight_decay")}
-    state["param_groups"][0] = {**options, "correct_bias": True}  # as those of former versions of Transformers
+    state["param_groups"][0] = {**options, "correct_bias": True}  # as in old versions of Transformers
     ckptcore.save(tmp_path / "c", {"run": {"opt": state}})
     target = run("AdamW", 1)[1]
     with pytest.raises(TreeMismatchError, match=r"ckptcore\.load\(\.\.\., framework='torch'\) to load_state_dict of"):
@@ -434,14 +436,14 @@ def test_a_state_of_an_equivalent_class_can_be_loaded_unchecked(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_hook_that_migrates_nothing_does_not_break_an_optimizer(tmp_path: Path, named: bool) -> None:
-    """An optimizer that can step afterwards loads: its hook may be of a program that changes other things."""
+def test_a_load_hook_that_changes_nothing_does_not_allow_an_unusable_state(tmp_path: Path, named: bool) -> None:
+    """If an optimizer has a load hook, only states with which it cannot make a step are refused."""
     for saved in ("Adagrad", "AdamW"):
         model, optimizer = run("AdamW", 1)
         optimizer.register_load_state_dict_pre_hook(lambda *_: None)
         source: Any = run(saved, 0)
-        one = {"opt": NamedOptimizer(*source) if named else source[1]}
-        ckptcore.save(tmp_path / saved, one)
+        state = {"opt": NamedOptimizer(*source) if named else source[1]}
+        ckptcore.save(tmp_path / saved, state)
         target = {"opt": NamedOptimizer(model, optimizer) if named else optimizer}
         before = frozen(optimizer)
         if saved == "AdamW":

@@ -1,7 +1,7 @@
-"""Every optimizer of PyTorch, and some of other libraries, in every wrapper, from every kind of file.
+"""Every optimizer of PyTorch, and some of other libraries, with every wrapper and every kind of file.
 
-After a load, the next steps are those of the run that was saved, bit for bit; or the load is refused, and nothing is
-changed. `make test` tries a part of the combinations, in which every two values of two axes occur together.
+After a load, the next steps equal those of the saved run, bit for bit. Otherwise the load is refused, and changes
+nothing. `make test` tries some of the combinations, which contain each pair of values of two axes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from plugins.torch_backend.tests.continued_runs import (
 
 
 class Case(NamedTuple):
-    """An optimizer.
+    """An optimizer to test.
 
     Attributes:
-        make: creates it from a model.
-        model: creates the model.
-        library: its distribution.
-        sharded: False if it cannot make a step with parameters of FSDP2.
-        stateable: False if `get_optimizer_state_dict` of PyTorch refuses its state.
-        tolerance: absolute, for optimizers with products of matrices: PyTorch keeps the strides of a loaded matrix,
-            ckptcore loads a contiguous one, and such products round differently.
+        make: function that creates the optimizer from a model.
+        model: function that creates the model.
+        library: distribution that contains the optimizer.
+        sharded: False if the optimizer cannot make a step with parameters of FSDP2.
+        stateable: False if `get_optimizer_state_dict` of PyTorch refuses the state.
+        tolerance: absolute tolerance of parameters, for optimizers that multiply matrices. PyTorch keeps the strides
+            of a loaded matrix and ckptcore loads a contiguous one, so the products round differently.
     """
 
     make: Make
@@ -63,12 +63,12 @@ def of_torch(name: str, **options: Any) -> Make:
 
 
 def of(module: str, name: str, **options: Any) -> Make:
-    """Return a function that imports a library when it is used, because some take seconds, and may be missing."""
+    """Return a function that imports a library, which may be slow, and creates an optimizer of it."""
 
     def make(model: torch.nn.Module) -> Any:
         optimizer = getattr(pytest.importorskip(module), name)(model.parameters(), **options)
         if hasattr(optimizer, "train"):
-            optimizer.train()  # schedulefree
+            optimizer.train()  # optimizers of schedulefree have modes
         return optimizer
 
     return make
@@ -153,25 +153,25 @@ CELLS: Final = [
         Cell(form, named, condition, source)
         for form, named, condition, source in itertools.product(FORMS, (False, True), CONDITIONS, SOURCES)
     )
-    # DistributedDataParallel sends the parameters when it is created.
+    # DistributedDataParallel sends the parameters when it is created, and those on meta have no elements.
     if (cell.form, cell.condition) != ("DDP", "on meta")
 ]
 
 
 def is_possible(case: Case, cell: Cell) -> bool:
-    """Return True unless PyTorch, or the optimizer, cannot train or save in this way."""
+    """Return False if PyTorch or the optimizer cannot train or save in this way."""
     if cell.form == "FSDP2" and not case.sharded:
         return False
     return case.stateable or not cell.named or cell.is_ours
 
 
 def parameter(name: str, *values: object) -> Any:
-    """Return the parameters of a test, with the row of the optimizer in the documentation."""
+    """Return parameters of a test, with the mark that adds the optimizer to the documentation."""
     return pytest.param(name, *values, marks=pytest.mark.brings(f"`{name}`", OPTIMIZERS[name].library, "same"))
 
 
 def some_cells() -> Iterator[tuple[str, Cell]]:
-    """Iterate over three ways for each optimizer, spread evenly over all ways."""
+    """Yield three cells for each optimizer, spread evenly over all cells."""
     number = 0
     for name, case in OPTIMIZERS.items():
         for _ in range(3):
@@ -182,7 +182,7 @@ def some_cells() -> Iterator[tuple[str, Cell]]:
 
 
 def load(target: Run, location: Path, objects: dict[str, Any]) -> None:
-    """Load, and expect that nothing is changed if that is refused."""
+    """Load. If the load is refused, assert that it changed nothing."""
     before = target.state()
     try:
         ckptcore.load_into(location, objects)
@@ -192,7 +192,7 @@ def load(target: Run, location: Path, objects: dict[str, Any]) -> None:
 
 
 def loaded(case: Case, cell: Cell, location: Path) -> Run:
-    """Return a run that was loaded into the objects that the cell describes."""
+    """Load into objects in the condition of the cell. Return their run."""
     target = Run.of(case.model, case.make, cell.form, 1, "meta" if cell.condition == "on meta" else "cpu")
     if cell.condition == "stepped":
         target.train([7])
@@ -220,7 +220,7 @@ def expect_same(run: Run, other: Run, case: Case) -> None:
 
 
 def is_refused(case: Case, cell: Cell) -> bool:
-    """Return True if PyTorch stores objects that only it can read: DTensors, and tensors that consist of others."""
+    """Return True if PyTorch stores objects that only PyTorch can read: DTensors and tensor subclasses."""
     if case.library == "torchao":
         return not cell.is_ours
     return (cell.form, cell.named, cell.source) == ("FSDP2", False, "torch.save")
@@ -271,7 +271,7 @@ def test_all_ways(name: str, form: str, tmp_path: Path, full: bool, subtests: py
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:
-    """A new one of a later PyTorch fails here, until it has its arguments."""
+    """If a later PyTorch has a new optimizer, add it to `OPTIMIZERS`."""
     exported = {value for value in vars(torch.optim).values() if isinstance(value, type)}
     known = {kind for kind in exported if issubclass(kind, torch.optim.Optimizer)} - {torch.optim.Optimizer}
     existing = [case for name, case in OPTIMIZERS.items() if hasattr(torch.optim, name.partition("(")[0])]
@@ -279,8 +279,8 @@ def test_every_optimizer_of_torch_is_tried() -> None:
     assert known == tried
 
 
-def test_every_two_values_occur_together() -> None:
+def test_each_pair_of_values_occurs_in_a_cell() -> None:
     tried = [astuple(cell) for _, cell in some_cells()]
     every = [astuple(cell) for cell in CELLS]
-    for one, other in itertools.combinations(range(4), 2):
-        assert {(cell[one], cell[other]) for cell in tried} == {(cell[one], cell[other]) for cell in every}
+    for first, second in itertools.combinations(range(4), 2):
+        assert {(cell[first], cell[second]) for cell in tried} == {(cell[first], cell[second]) for cell in every}

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries: objects and functions in their states, further keys, and states of older versions."""
+"""Optimizers of other libraries, with objects and functions in their states, and additional keys."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "stepped"])
 @pytest.mark.parametrize("layout", ["zarr3", "dcp", "torch.save"])
 @pytest.mark.parametrize("named", [False, True], ids=["plain", "named"])
-def test_galore(tmp_path: Path, name: str, steps: int, layout: str, named: bool) -> None:
+def test_optimizers_of_galore_resume(tmp_path: Path, name: str, steps: int, layout: str, named: bool) -> None:
     model, optimizer = trained(2, name)
     other, target = trained(steps, name)
     if layout == "torch.save" and named:
@@ -56,7 +56,7 @@ def test_galore(tmp_path: Path, name: str, steps: int, layout: str, named: bool)
     for _ in range(2):
         step(model, optimizer)
         step(other, target)
-    # PyTorch keeps the strides of a loaded matrix, ckptcore loads a contiguous one, and products round differently.
+    # PyTorch keeps the strides of a loaded matrix and ckptcore loads a contiguous one, so products round differently.
     torch.testing.assert_close(model.weight, other.weight, rtol=0, atol=1e-6)
     assert type(target.state[other.weight]["projector"]).__name__ == "GaLoreProjector"
 
@@ -66,7 +66,7 @@ def test_an_object_of_a_class_that_the_optimizer_does_not_know(tmp_path: Path) -
     _, optimizer = trained(1)
     ckptcore.save(tmp_path / "c", optimizer)
     parameters = [torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8))]
-    target = torch.optim.AdamW([{"params": [one]} for one in parameters])
+    target = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters])
     before = copy.deepcopy(target.state_dict())
     with pytest.raises(
         TreeMismatchError, match="another class of optimizer than AdamW.*projector, step are stored instead"
@@ -76,7 +76,7 @@ def test_an_object_of_a_class_that_the_optimizer_does_not_know(tmp_path: Path) -
 
 
 class Schedule(torch.optim.SGD):
-    """A further key in the state dict, whose form changes, and an option that is a function."""
+    """An optimizer with an additional key in its state dict, whose value changes type, and a function as an option."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -84,7 +84,7 @@ class Schedule(torch.optim.SGD):
         for group in self.param_groups:
             group["decay"] = lambda step: 0.5**step
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # as libraries do
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # libraries do this
         return {**super().state_dict(), "memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

@@ -1,5 +1,5 @@
-"""Optimizers of processes with different parameters of one model: merged by name, and loaded with
-other divisions.
+"""Optimizers of processes that hold different parameters of one model. Saves merge their states by
+name, and loads divide the parameters in other ways.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ WHOLE = ("0", "1", "2", "3")
 
 
 def layers(names: Sequence[str], seed: int) -> torch.nn.Module:
-    """Some layers of a model, under their names in the whole model."""
+    """Return a module with some layers of a model, under the names of the whole model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        found = torch.nn.Module()
-        found.layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
-    return found
+        module = torch.nn.Module()
+        module.layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
+    return module
 
 
 def adamw(model: torch.nn.Module, rate: Any = 0.05) -> torch.optim.Optimizer:
-    """Two groups: weights with decay, and everything else without."""
+    """Return an AdamW with two groups: weights with decay, and all other parameters without."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
-            {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+            {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
         ],
         lr=rate,
         betas=(0.8, 0.9),
@@ -52,7 +52,7 @@ def adamw(model: torch.nn.Module, rate: Any = 0.05) -> torch.optim.Optimizer:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, count: int = 2) -> list[bytes]:
-    """Train each layer separately, so that parts and the whole get equal results. Return the bits of all parameters."""
+    """Train each layer by itself, so that parts and whole models get equal results. Return the bytes of parameters."""
     for number in range(count):
         optimizer.zero_grad()
         for layer in model.layers.values():
@@ -84,7 +84,7 @@ def by_name(value: NamedOptimizer) -> Any:
 
 
 def save_parts(location: Path, values: Sequence[NamedOptimizer], layout: str = "ocdbt") -> None:
-    """Merge the states as a job does in which each process has one."""
+    """Save in a job with one process for each state, which merges the states."""
 
     def of_rank(coordinator: Coordinator) -> None:
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
@@ -100,14 +100,14 @@ def quiet_dcp(call: Callable[[], object]) -> None:
 
 
 class TestPartsConform(CheckpointableHandlerTests):
-    """Conformance tests of parts of optimizers, also before their first step."""
+    """Conformance tests of parts of optimizers with and without steps."""
 
     handler = HANDLER
     examples = tuple(
         CheckpointableExample(
             f"after {used}",
             lambda: part(("0", "1")),
-            lambda used=used: part(("0", "1"), 1, used),  # type: ignore[misc]  # bound now
+            lambda used=used: part(("0", "1"), 1, used),  # type: ignore[misc]  # binds the loop variable
             by_name,
         )
         for used in (0, 1)
@@ -118,16 +118,16 @@ class TestPartsConform(CheckpointableHandlerTests):
     "split", [(("0", "1"), ("2", "3")), (("3",), ("0", "1", "2")), (("0",), ("1",), ("2",), ("3",))]
 )
 @pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
-def test_parts_are_united_to_the_whole(kind: type[NamedOptimizer], split: Any, tmp_path: Path) -> None:
+def test_parts_are_merged_and_divided_again(kind: type[NamedOptimizer], split: Any, tmp_path: Path) -> None:
     saved = [part(("0", "1")), part(("2", "3"), seed=5)]
     save_parts(tmp_path / "c", saved)
-    (expected,) = [{**first, **second} for first, second in [[by_name(one)["state"] for one in saved]]]
+    (expected,) = [{**first, **second} for first, second in [[by_name(value)["state"] for value in saved]]]
     whole = layers(WHOLE, 9)
     optimizer = adamw(whole, 0.7)
     ckptcore.load_into(tmp_path / "c", {"o": kind(whole, optimizer)})
     assert by_name(NamedOptimizer(whole, optimizer))["state"] == expected
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.05, 0.1), (0.05, 0.0)]
-    # From the whole, saved by one process in either form, to other stages.
+    # Load other stages from the merged parts, and from the whole optimizer that one process saves.
     ckptcore.save(tmp_path / "whole", {"o": kind(whole, optimizer)})
     for location in (tmp_path / "c", tmp_path / "whole"):
         for names in split:
@@ -137,11 +137,12 @@ def test_parts_are_united_to_the_whole(kind: type[NamedOptimizer], split: Any, t
             assert state["state"] == {key: slots for key, slots in expected.items() if key.split(".")[1] in names}
             assert state["param_groups"][f"layers.{names[0]}.bias"]["lr"] == 0.05
             loaded = ckptcore.load(location, {"o": part(names, 7, 0)})["o"]
-            assert bits(loaded["state"]) == state["state"], "and nothing of others"
+            assert bits(loaded["state"]) == state["state"], "the load returned states of other parameters"
 
 
-def test_listed_groups_of_different_parameters_are_not_united(tmp_path: Path) -> None:
-    values = [NamedOptimizer(one.model, *one.optimizers) for one in (part(("0",)), part(("1",)))]
+def test_groups_in_lists_with_different_parameters_are_not_merged(tmp_path: Path) -> None:
+    parts = (part(("0",)), part(("1",)))
+    values = [NamedOptimizer(value.model, *value.optimizers) for value in parts]
     with pytest.raises(ExceptionGroup) as caught:
         save_parts(tmp_path / "c", values)
     assert caught.group_contains(TreeMismatchError, match=r"o/param_groups\[0\]/params")
@@ -166,7 +167,7 @@ def test_pipeline_stages_resume(rate: Any, used: int, tmp_path: Path) -> None:
 
 
 def test_groups_saved_with_one_tensor_rate_load_into_separate_tensors(tmp_path: Path) -> None:
-    """PyTorch fills tensor learning rates in place, with different values."""
+    """PyTorch changes tensor learning rates in place, so groups must not share one tensor."""
     model, other = layers(("0",), 0), layers(("0",), 1)
     together = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.2))
     ckptcore.save(tmp_path / "c", {"o": NamedOptimizerPart(model, together)})
@@ -181,8 +182,8 @@ def test_groups_saved_with_one_tensor_rate_load_into_separate_tensors(tmp_path: 
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.2), (torch.tensor(0.1), torch.tensor(0.2))], ids=["numbers", "tensors"])
-def test_stages_that_disagree_are_named_with_their_values(rates: Any, tmp_path: Path) -> None:
-    made = [lambda model, rate=rate: adamw(model, rate) for rate in rates]  # type: ignore[misc]  # bound now
+def test_errors_name_the_parameters_and_values_of_stages_that_disagree(rates: Any, tmp_path: Path) -> None:
+    made = [lambda model, rate=rate: adamw(model, rate) for rate in rates]  # type: ignore[misc]  # binds `rate`
     save_parts(tmp_path / "c", [part((str(number),), make=make) for number, make in enumerate(made)])
     whole = layers(("0", "1"), 9)
     optimizer = adamw(whole, 0.7 if isinstance(rates[0], float) else torch.tensor(0.7))
@@ -201,8 +202,8 @@ def test_parameters_that_a_part_lacks_are_named(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match=r"layers\.2\.weight is in no stored group"):
         ckptcore.load_into(tmp_path / "c", {"o": part(("1", "2"), 1, 0)})
     with pytest.raises(TreeMismatchError, match=r"layers\.0\.weight is stored but is not a parameter"):
-        one = part(("1",), 1, 0)
-        ckptcore.load_into(tmp_path / "c", {"o": NamedOptimizer(one.model, *one.optimizers)})
+        target = part(("1",), 1, 0)
+        ckptcore.load_into(tmp_path / "c", {"o": NamedOptimizer(target.model, *target.optimizers)})
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
@@ -220,14 +221,14 @@ def test_part_loads_its_parameters_from_a_state_of_torch(form: str, tmp_path: Pa
         }
 
 
-def test_torch_loads_the_whole_of_parts(tmp_path: Path) -> None:
+def test_torch_loads_merged_parts(tmp_path: Path) -> None:
     saved = [part(("0", "1")), part(("2", "3"), seed=5)]
     save_parts(tmp_path / "c", saved, "dcp")
     whole = part(WHOLE, 9, 1, lambda model: adamw(model, 0.7))
     target = {"o": get_optimizer_state_dict(whole.model, whole.optimizers, options=FLAT)}
     quiet_dcp(lambda: dcp.load(target, checkpoint_id=tmp_path / "c"))
     set_optimizer_state_dict(whole.model, whole.optimizers, target["o"], options=FLAT)
-    states = [by_name(one) for one in saved]
+    states = [by_name(value) for value in saved]
     assert by_name(whole) == {section: {**states[0][section], **states[1][section]} for section in states[0]}
 
 

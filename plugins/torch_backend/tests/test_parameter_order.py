@@ -1,4 +1,4 @@
-"""The parameters that the stored state of an optimizer belongs to: other orders, groups, shapes, the meta device."""
+"""Loads of optimizer states whose parameters have another order, other groups or shapes, or are on the meta device."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_groups_in_another_order_keep_their_options(stepped: bool, tmp_path: Pat
     assert _values(other) == _values(model)
 
 
-def test_a_loaded_state_dict_is_in_the_order_of_the_optimizer(tmp_path: Path) -> None:
+def test_a_loaded_state_dict_has_the_parameter_order_of_the_optimizer(tmp_path: Path) -> None:
     model = _Layers("a", "b")
     optimizer = torch.optim.Adam(model.named_parameters())
     _step(model, optimizer, 1)
@@ -148,8 +148,8 @@ def test_the_remedy_for_other_names_loads_by_position(tmp_path: Path) -> None:
         ckptcore.load_into(tmp_path / "c", {"optimizer": torch.optim.Adam(other.named_parameters())})
     again = torch.optim.Adam(other.parameters())
     ckptcore.load_into(tmp_path / "c", {"optimizer": again})
-    for one, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(again.state[its]["exp_avg"], optimizer.state[one]["exp_avg"])
+    for saved, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(again.state[loaded]["exp_avg"], optimizer.state[saved]["exp_avg"])
 
 
 @pytest.mark.parametrize("name", _OPTIMIZERS)
@@ -191,11 +191,11 @@ def test_states_are_padded_as_their_parameters_are(tmp_path: Path) -> None:
     other = _Layers("a", size=4)
     again = torch.optim.Adam(other.parameters())
     ckptcore.load_into(tmp_path / "c", {"model": other, "optimizer": again}, matching=Matching(shapes={"pad"}))
-    for one, its in zip(model.parameters(), other.parameters(), strict=True):
-        padded = again.state[its]["exp_avg"]
-        assert padded.shape == its.shape
-        assert torch.equal(padded[tuple(slice(size) for size in one.shape)], optimizer.state[one]["exp_avg"])
-        assert padded.count_nonzero() == optimizer.state[one]["exp_avg"].count_nonzero()
+    for saved, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        padded = again.state[loaded]["exp_avg"]
+        assert padded.shape == loaded.shape
+        assert torch.equal(padded[tuple(slice(size) for size in saved.shape)], optimizer.state[saved]["exp_avg"])
+        assert padded.count_nonzero() == optimizer.state[saved]["exp_avg"].count_nonzero()
     _step(other, again, 2)
 
 
@@ -224,7 +224,7 @@ def test_an_optimizer_of_parameters_that_the_load_replaces_is_refused(name: str,
 @pytest.mark.brings("optimizer of an older PyTorch, without some options", "torch", "same")
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_options_that_are_not_stored_keep_their_values(name: str, tmp_path: Path) -> None:
-    """As in states of older versions of PyTorch, and of optimizers that had no scheduler."""
+    """Older versions of PyTorch stored fewer options, and optimizers without a scheduler store no initial_lr."""
     model = _Layers("a")
     optimizer = _OPTIMIZERS[name](model.parameters())
     _step(model, optimizer, 1)

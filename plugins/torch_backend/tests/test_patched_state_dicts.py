@@ -1,4 +1,4 @@
-"""Modules and optimizers patched by torch.distributed.checkpoint, and optimizers that contain other optimizers."""
+"""Models and optimizers that torch.distributed.checkpoint has patched, and optimizers that contain others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(seed: int, *, flat: bool | None = None) -> Job:
 
 
 class Both(torch.optim.Optimizer):
-    """An optimizer that only contains other optimizers."""
+    """An optimizer that delegates to other optimizers."""
 
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         self.each = [torch.optim.AdamW(part.parameters(), lr=rate) for part in model.children()]
@@ -90,7 +90,7 @@ def test_a_container_of_optimizers_resumes(tmp_path: Path, used: bool) -> None:
     assert train(second) == train(first)
 
 
-def test_numbers_and_names_do_not_mix(tmp_path: Path) -> None:
+def test_states_by_numbers_and_by_names_are_not_mixed(tmp_path: Path) -> None:
     plain, patched = job(0), job(0, flat=False)
     for name, made in (("plain", plain), ("patched", patched)):
         train(made)

@@ -1,12 +1,10 @@
-"""Adapters of models of PEFT: every method, saved by us and loaded by PEFT, and the other way round, bit by bit."""
+"""Adapters of PEFT models: for every method, ckptcore and PEFT load each other's saves, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,18 +24,18 @@ from ckptcore.errors import TreeMismatchError
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT, about models without a place on the hub
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about models that are not on the hub
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = torch.arange(8).reshape(2, 4)
 
 
 class Case(NamedTuple):
-    """A config of PEFT.
+    """A config of PEFT to test.
 
     Attributes:
         options: fields of the config.
-        inputs: further inputs of the model.
+        inputs: additional inputs of the model.
         base: options of the base model.
     """
 
@@ -49,7 +47,7 @@ class Case(NamedTuple):
 PLAIN = Case()
 TASKS = {"task_ids": torch.tensor([0, 1])}
 WHOLE_MODULES = {"modules_to_save": ["lm_head"]}
-METHODS = {  # others need no options
+METHODS = {  # all other methods need no options
     "ADALORA": Case({"total_step": 10}),
     "ADAPTION_PROMPT": Case({"adapter_len": 3, "adapter_layers": 1, "target_modules": None}),
     "C3A": Case({"block_size": 8}),
@@ -93,11 +91,7 @@ VARIANTS = {
             {
                 "total_step": 10,
                 "init_r": 4,
-                "rank_pattern": {
-                    f"model.layers.{layer}.self_attn.{one}.lora_E": KEPT
-                    for layer in (0,)
-                    for one in ("q_proj", "v_proj")
-                },
+                "rank_pattern": {f"model.layers.0.self_attn.{module}.lora_E": KEPT for module in ("q_proj", "v_proj")},
             }
         ),
     ),
@@ -110,7 +104,7 @@ VARIANTS = {
     "indices": ("UNILORA", Case({"save_indices": True})),
 }
 COMPUTED = ("P_TUNING", "projected prefixes")
-"""PEFT stores the prompts that a network computes, and not the network. They load for inference."""
+"""Cases with prompts that a network computes. PEFT stores only the prompts, so they load only for inference."""
 
 
 def base_model(case: Case = PLAIN) -> torch.nn.Module:
@@ -140,7 +134,7 @@ def _lora(directory: Path) -> Path:
 
 
 def trained(base: torch.nn.Module, config: Any) -> Any:
-    """A model whose trainable parameters are random."""
+    """Return a PEFT model with random trainable parameters."""
     model = peft.get_peft_model(base, config)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -162,9 +156,9 @@ def files(directory: Path) -> tuple[dict[str, torch.Tensor], Any]:
     return load_file(directory / "adapter_model.safetensors"), plain
 
 
-def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+def equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first
     )
 
 
@@ -174,33 +168,34 @@ EVERY = {method.value: (method.value, METHODS.get(method.value, Case())) for met
 @pytest.mark.brings("adapter of each of the 45 methods", "peft", "same")
 @pytest.mark.parametrize("name", [*EVERY, *[pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]])
 def test_adapters_are_saved_as_by_peft(tmp_path: Path, name: str) -> None:
-    """A method that a new version of PEFT adds is tried without options, and needs a case if that fails."""
+    """Methods of newer versions of PEFT are tried without options. If that fails, add a case to `METHODS`."""
     method, case = {**EVERY, **VARIANTS}[name]
     model = trained(base_model(case), config_of(method, case, tmp_path))
     model.save_pretrained(tmp_path / "theirs")
     save_adapter(tmp_path / "ours", model)
     if name == "XLORA":
-        # PEFT drops what has the name of another adapter, "0" or "1", in its name: also layers.0 of the classifier
+        # PEFT drops all arrays whose names contain the name of another adapter. The adapters are named "0" and "1",
+        # so PEFT also drops layers.0 of the classifier.
         assert not load_file(tmp_path / "theirs" / "adapter_model.safetensors")
         shutil.copy(tmp_path / "ours" / "adapter_model.safetensors", tmp_path / "theirs")
     ours, theirs = files(tmp_path / "ours"), files(tmp_path / "theirs")
     assert equal(ours[0], theirs[0]) and ours[1] == theirs[1]
-    expected, found = (
+    expected, actual = (
         output(peft.PeftModel.from_pretrained(base_model(case), str(tmp_path / directory)), case)
         for directory in ("theirs", "ours")
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     for directory in ("ours", "theirs"):
         fresh = peft.get_peft_model(base_model(case), config_of(method, case, tmp_path, inference=name in COMPUTED))
         assert not equal(adapter_state(fresh), theirs[0])
         assert load_adapter_into(tmp_path / directory, fresh)["peft_type"] == method
         assert torch.equal(output(fresh, case), expected)
-        if name != "largest logits":  # PEFT loads these as logarithms, and rounds
+        if name != "largest logits":  # PEFT converts these logits to logarithms at the load, which rounds
             assert equal(adapter_state(fresh), theirs[0])
         report = ckptcore.verify(tmp_path / directory)
         assert not report.problems and not report.unjudged
     others = {key: tensor for key, tensor in theirs[0].items() if key.endswith("lm_head.weight")}
-    save_file(others, tmp_path / "theirs" / "adapter_model.safetensors")  # as it was before these methods were known
+    save_file(others, tmp_path / "theirs" / "adapter_model.safetensors")  # a file without the adapter's own arrays
     assert not ckptcore.verify(tmp_path / "theirs").ok
 
 
@@ -274,7 +269,7 @@ def test_computed_prompts_cannot_be_trained_further(tmp_path: Path) -> None:
     assert torch.equal(output(fresh), before)
 
 
-def test_an_adapter_of_another_method(tmp_path: Path) -> None:
+def test_an_adapter_of_another_method_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", trained(base_model(), peft.LoraConfig(**LORA)))
     other = peft.get_peft_model(base_model(), peft.LoHaConfig(**LORA))
     with pytest.raises(TreeMismatchError, match="has the method LORA, and 'default' in the model LOHA"):
@@ -318,7 +313,7 @@ def test_an_adapter_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(output(fresh), output(model))
 
 
-def test_numbers_of_another_dtype_are_converted_on_request(tmp_path: Path) -> None:
+def test_arrays_of_another_dtype_are_cast_on_request(tmp_path: Path) -> None:
     model = trained(base_model(), peft.LoraConfig(**LORA))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in adapter_state(model).items()}
     save_adapter(tmp_path / "a", state, model.peft_config["default"])
@@ -364,8 +359,8 @@ def test_a_model_that_was_compiled_before_it_got_the_adapter(tmp_path: Path) -> 
     assert equal(adapter_state(plain), adapter_state(model))
 
 
-def test_parts_that_verify_misses(tmp_path: Path) -> None:
-    """Half of a pair, and modules that are not stored, which the model may not have had either."""
+def test_verify_reports_missing_parts_of_an_adapter(tmp_path: Path) -> None:
+    """A missing matrix and missing modules_to_save are problems. A missing target module may not exist in the model."""
     model = trained(base_model(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
     model.save_pretrained(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
@@ -384,7 +379,7 @@ def test_parts_that_verify_misses(tmp_path: Path) -> None:
 
 
 def test_a_classifier_is_complete_with_one_of_its_two_heads(tmp_path: Path) -> None:
-    """PEFT adds the names of both heads to the config, and a model has one."""
+    """PEFT adds the names of two heads to the config, but a model has only one of them."""
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
     save_adapter(tmp_path / "a", peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS")))
     report = ckptcore.verify(tmp_path / "a")
@@ -399,17 +394,8 @@ def test_a_classifier_is_complete_with_one_of_its_two_heads(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "wrapper", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp1", marks=pytest.mark.slow)]
 )
-def test_a_job_saves_and_loads(tmp_path: Path, wrapper: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, __file__, wrapper, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+def test_a_job_saves_and_loads(torchrun: Any, tmp_path: Path, wrapper: str) -> None:
+    torchrun(2, __file__, wrapper, tmp_path)
 
 
 def _job(wrapper: str, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Boxes of DTensors, compared with torch's own division, without a process group."""
+"""Boxes of DTensors, compared with the shards that torch computes. No process group is needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptcore.planning import cuts_of, uncovered
 
 
 def _by_torch(placed: DTensorPlacement, coordinate: Sequence[int]) -> torch.Tensor:
-    """Return torch's local tensor of a tensor whose elements are their global indices."""
+    """Return the local tensor that torch computes for a tensor whose elements are their own global indices."""
     local = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if not isinstance(placement, Replicate):
             try:
                 parts, _ = placement._split_tensor(local, extent, with_padding=False)  # type: ignore[attr-defined]
-            except AssertionError:  # PyTorch 2.7 cuts no uneven strided shard
+            except AssertionError:  # PyTorch 2.7 does not split uneven strided shards
                 assume(False)
             local = parts[position]
     return local
@@ -37,13 +37,13 @@ def _placings(draw: st.DrawFn) -> DTensorPlacement:
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     axes = st.integers(0, len(shape) - 1)
     strided = st.builds(lambda axis, factor: _StridedShard(axis, split_factor=factor), axes, st.integers(1, 4))
-    one = st.one_of(st.just(Replicate()), st.builds(Shard, axes), strided)
-    placements: list[Placement] = [draw(one) for _ in mesh_shape]
+    any_placement = st.one_of(st.just(Replicate()), st.builds(Shard, axes), strided)
+    placements: list[Placement] = [draw(any_placement) for _ in mesh_shape]
     return DTensorPlacement(shape, mesh_shape, tuple(placements))
 
 
 @given(_placings())
-def test_local_parts_are_equal_to_those_of_torch(placed: DTensorPlacement) -> None:
+def test_local_parts_equal_those_of_torch(placed: DTensorPlacement) -> None:
     whole = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     owned: list[Box] = []
     every: list[Box] = []
@@ -51,7 +51,7 @@ def test_local_parts_are_equal_to_those_of_torch(placed: DTensorPlacement) -> No
         expected = _by_torch(placed, coordinate)
         try:
             part = local_part(placed, coordinate)
-        except UnsupportedLeafError:  # an older version of PyTorch cuts a strided shard otherwise
+        except UnsupportedLeafError:  # older versions of PyTorch split strided shards in another way
             assert not divides_chunks()
             return
         assert part.shape == tuple(expected.shape)
@@ -67,12 +67,12 @@ def test_local_parts_are_equal_to_those_of_torch(placed: DTensorPlacement) -> No
     assert sharding_cuts(placed) == cuts_of(placed.shape, every) or 0 in placed.shape
 
 
-def test_a_strided_shard_that_is_cut_again_is_one_box() -> None:
-    """FSDP2 over tensor parallelism: the second mesh axis divides the rows first."""
+def test_a_strided_shard_that_is_split_again_is_one_box() -> None:
+    """In FSDP2 with tensor parallelism, the second axis of the mesh divides the rows before the first axis does."""
     placed = DTensorPlacement((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    found = {place: tuple(local_part(placed, place).boxes) for place in itertools.product(range(2), range(2))}
+    boxes = {place: tuple(local_part(placed, place).boxes) for place in itertools.product(range(2), range(2))}
     rows = {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
-    assert found == {place: (Box((row, 0), (row + 2, 8)),) for place, row in rows.items()}
+    assert boxes == {place: (Box((row, 0), (row + 2, 8)),) for place, row in rows.items()}
 
 
 def test_a_strided_shard_alone_is_several_boxes() -> None:
@@ -92,7 +92,7 @@ def test_partial_sums_are_refused() -> None:
         local_part(DTensorPlacement((4,), (2,), (Partial(),)), (0,))
 
 
-def test_large_meshes_are_cut_quickly() -> None:
+def test_cuts_of_large_meshes_are_computed_quickly() -> None:
     """The cuts of one axis depend only on the mesh axes that shard it, not on all 64 x 64 processes."""
     cuts = sharding_cuts(DTensorPlacement((4096, 4096), (64, 64), (Shard(0), Shard(1))))
     assert cuts is not None and [len(axis) for axis in cuts] == [63, 63]

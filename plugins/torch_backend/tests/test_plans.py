@@ -1,4 +1,4 @@
-"""Plans of saves of PyTorch states: on the meta device, and of DTensors over processes that do not run."""
+"""Plans of saves of PyTorch states: tensors on the meta device, and DTensors of processes that do not exist."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PROCESSES = 8
 
 @pytest.fixture
 def imagined_group() -> Iterator[None]:
-    """A process group in which only this rank exists."""
+    """A process group of 8 ranks in which only this process exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=PROCESSES)
     yield
     dist.destroy_process_group()
 
 
-def test_handlers_tell_of_leaves() -> None:
+def test_handlers_implement_the_methods_that_plans_need() -> None:
     for handler in (TensorHandler, DTensorHandler):
         assert handler.shards_of is not LeafHandler.shards_of
         assert handler.host_bytes is not LeafHandler.host_bytes
@@ -39,7 +39,7 @@ def test_a_module_on_the_meta_device_is_planned() -> None:
         meta[0].weight = torch.nn.Parameter(torch.empty(1 << 14, 1 << 14, dtype=torch.bfloat16))
     plan = ckptcore.plan(meta, layout="dcp")
     assert plan.array_bytes == (1 << 29) + 4 * ((1 << 14) + 7 * (1 << 14) + 7)
-    assert plan.memory[0].viewed == plan.array_bytes  # it may be on a device
+    assert plan.memory[0].viewed == plan.array_bytes  # meta tensors may become tensors of a device, which need a copy
     small = torch.nn.Linear(3, 4)
     assert ckptcore.plan(small).memory[0].viewed == 0
     assert ckptcore.plan(small).processes == ckptcore.plan(small.to("meta")).processes

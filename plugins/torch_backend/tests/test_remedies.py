@@ -1,4 +1,4 @@
-"""Remedies in error texts for PyTorch: each is followed as the text says, and what was saved must come back."""
+"""Remedies in the errors of PyTorch states. Each test follows the remedy, and checks the loaded values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = torch.arange(6.0).reshape(2, 3)
 
 
 def refused(call: Callable[[], object], *texts: str) -> str:
-    """Return the message of an error, which has some texts."""
+    """Assert that the call raises an error with these texts. Return the message."""
     with pytest.raises(CheckpointError) as caught:
         call()
     for text in texts:
@@ -30,7 +30,7 @@ def refused(call: Callable[[], object], *texts: str) -> str:
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make a step with gradients that differ between parameters."""
+    """Run an optimizer step with gradients that differ between parameters."""
     for number, parameter in enumerate(model.parameters(), 1):
         parameter.grad = torch.full_like(parameter, float(number))
     optimizer.step()
@@ -67,7 +67,7 @@ def test_freed_storages(tmp_path: Path) -> None:
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": freed}), "gather the parameters before saving them")
     ckptcore.save(tmp_path / "c", {"w": VALUES})
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"w": freed}), "gather the parameters before loading into them")
-    freed.untyped_storage().resize_(24)  # as a gather does
+    freed.untyped_storage().resize_(24)  # restores the storage, as a gather does
     ckptcore.load_into(tmp_path / "c", {"w": freed})
     assert same_value(freed, VALUES)
 
@@ -94,7 +94,7 @@ def test_dtypes_that_the_other_framework_lacks(tmp_path: Path) -> None:
 
 
 class Expanded(nn.Module):
-    """Has a buffer whose elements share memory."""
+    """A module with a buffer. The elements of the buffer share memory, unless the buffer is a copy."""
 
     def __init__(self, *, copied: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_expanded_buffers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"model": saved})
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"model": saved}), "register_buffer(name, tensor.contiguous())")
     copied = Expanded(copied=True)
-    copied.mask.zero_()  # type: ignore[operator]  # a buffer
+    copied.mask.zero_()  # type: ignore[operator]  # a tensor
     ckptcore.load_into(tmp_path / "c", {"model": copied})
     assert same_value(copied.mask, torch.ones(2, 3))
 
@@ -160,8 +160,8 @@ def test_an_optimizer_on_meta(tmp_path: Path) -> None:
     created = torch.optim.AdamW(new.parameters())
     ckptcore.load_into(tmp_path / "c", {"model": PLACEHOLDER, "optimizer": created})
     assert same_value(created.state_dict(), optimizer.state_dict())
-    for one, other in ((model, optimizer), (new, created)):
-        stepped(one, other)
+    for pair in ((model, optimizer), (new, created)):
+        stepped(*pair)
     assert same_value(dict(new.state_dict()), dict(model.state_dict()))
 
 
@@ -234,13 +234,13 @@ def test_groups_with_other_options(tmp_path: Path) -> None:
     optimizer = in_groups()
     stepped(model, optimizer)
     ckptcore.save(tmp_path / "c", {"optimizer": NamedOptimizer(model, optimizer)})
-    one = torch.optim.AdamW(model.parameters())
+    single_group = torch.optim.AdamW(model.parameters())
     refused(
-        lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, one)}),
+        lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, single_group)}),
         "0.weight and 1.weight were saved with different options (lr 0.1 and 0.001)",
         "use the same groups as when the optimizer was saved",
     )
-    assert not one.state
+    assert not single_group.state
     again = in_groups()
     ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, again)})
     assert same_value(again.state_dict(), optimizer.state_dict())
@@ -260,8 +260,8 @@ def test_optimizers_of_another_model(tmp_path: Path) -> None:
     assert same_value(again.state_dict(), optimizer.state_dict())
 
 
-class LocksInside(nn.Module):
-    """Its extra state cannot be saved unless it is left out."""
+class WithCode(nn.Module):
+    """A module with a function as its extra state, which cannot be saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,16 +273,16 @@ class LocksInside(nn.Module):
         return self.extra
 
     def set_extra_state(self, state: object) -> None:
-        """Replace it."""
+        """Replace the extra state."""
         self.extra = state
 
 
 def test_code_in_a_state(tmp_path: Path) -> None:
-    model = LocksInside()
+    model = WithCode()
     refused(lambda: ckptcore.save(tmp_path / "c", {"model": model}), "_extra_state", "code is not saved, remove it")
     model.extra = {"scale": 2.0}
     ckptcore.save(tmp_path / "c", {"model": model})
-    other = LocksInside()
+    other = WithCode()
     other.extra = {"scale": 0.0}
     ckptcore.load_into(tmp_path / "c", {"model": other})
     assert other.extra == {"scale": 2.0}
@@ -293,7 +293,7 @@ def test_code_in_a_state(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
-    """If it has no partitions of weights, its files load one by one."""
+    """Files of a directory without partitions of weights load one by one."""
     step = tmp_path / "run" / "global_step10"
     step.mkdir(parents=True)
     (tmp_path / "run" / "latest").write_text("global_step10")
@@ -305,22 +305,22 @@ def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
         torch.save(content, step / name)
     for location in (tmp_path / "run", step):
         text = "load one file by its own path"
-        refused(lambda location=location: ckptcore.load(location), text)  # type: ignore[misc]  # of a default
+        refused(lambda location=location: ckptcore.load(location), text)  # type: ignore[misc]  # binds the loop variable
     for name, content in files.items():
         assert same_value(ckptcore.load(step / name, framework="torch"), content)
 
 
 class Counting(torch.optim.SGD):
-    """Has an entry of its own in its state dict."""
+    """An optimizer with an additional entry in its state dict."""
 
     seen = 0
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # without hooks
-        """Return the state with the count."""
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # libraries do this
+        """Return the state, and the count."""
         return {**super().state_dict(), "seen": self.seen}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take the count."""
+        """Load the state, and the count."""
         state = dict(state_dict)
         self.seen = state.pop("seen")
         super().load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Remedies in error texts for tensors of all kinds: each is followed as the text says, and the elements come back."""
+"""Remedies in the errors of all kinds of tensors. Each test follows the remedy, and checks the loaded elements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def mesh() -> Iterator[Any]:
+def mesh(alone: None) -> Any:
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 def quantized(dtype: torch.dtype = torch.qint8, scale: float = 0.5) -> torch.Tensor:
@@ -65,18 +63,18 @@ def test_partial_sums(tmp_path: Path, mesh: Any, placement: Any) -> None:
         (
             lambda: torch.masked.MaskedTensor(VALUES, VALUES > 2),
             "is two arrays; save its .get_data() and .get_mask()",
-            lambda it: [it.get_data(), it.get_mask()],
+            lambda tensor: [tensor.get_data(), tensor.get_mask()],
             [VALUES, VALUES > 2],
         ),
         (
             lambda: torch.arange(4).view(torch.bits16),
             "whose bits have no defined meaning; save tensor.view(torch.uint8)",
-            lambda it: it.view(torch.uint8),
+            lambda tensor: tensor.view(torch.uint8),
             torch.arange(4).view(torch.uint8),
         ),
     ],
 )
-def test_tensors_that_are_several_arrays(tmp_path: Path, make: Any, text: str, follow: Any, expected: Any) -> None:
+def test_tensors_that_are_not_plain_arrays(tmp_path: Path, make: Any, text: str, follow: Any, expected: Any) -> None:
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": make()}), "w: ", text)
     ckptcore.save(tmp_path / "c", {"w": follow(make())})
     assert same_value(ckptcore.load(tmp_path / "c", framework="torch")["w"], expected)
@@ -93,7 +91,9 @@ def halves() -> torch.Tensor:
         (
             halves,
             "or quantize it to torch.qint8",
-            lambda it: torch.quantize_per_channel(it.dequantize(), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+            lambda tensor: torch.quantize_per_channel(
+                tensor.dequantize(), torch.ones(2), torch.zeros(2), 0, torch.qint8
+            ),
         ),
         (
             VALUES.to_mkldnn,
@@ -113,7 +113,7 @@ def test_tensors_in_other_layouts(tmp_path: Path, make: Any, text: str, follow: 
 def test_dtypes_of_a_newer_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": VALUES.to(torch.float8_e8m0fnu)}
     with monkeypatch.context() as old:
-        old.delitem(conversions._BY_TORCH, torch.float8_e8m0fnu)  # as where the installed ml_dtypes lacks it
+        old.delitem(conversions._BY_TORCH, torch.float8_e8m0fnu)  # as if the installed ml_dtypes lacked the dtype
         refused(
             lambda: ckptcore.save(tmp_path / "c", state),
             "w: torch.float8_e8m0fnu needs a newer ml_dtypes than the installed one: upgrade ml-dtypes, or save a",
@@ -121,7 +121,7 @@ def test_dtypes_of_a_newer_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ckptcore.save(tmp_path / "view", {"w": state["w"].view(torch.uint8)})
         loaded = ckptcore.load(tmp_path / "view", framework="torch")["w"]
         assert same_value(loaded.view(torch.float8_e8m0fnu).float(), state["w"].float())
-    ckptcore.save(tmp_path / "c", state)  # with the newer one
+    ckptcore.save(tmp_path / "c", state)  # with the newer ml_dtypes
     assert same_value(ckptcore.load(tmp_path / "c", state)["w"].float(), state["w"].float())
 
 
@@ -133,7 +133,7 @@ def test_dtypes_whose_bits_have_no_meaning(tmp_path: Path) -> None:
     for name, saved, wrong in (("packed", packed, torch.zeros(4)), ("plain", torch.zeros(4), packed)):
         ckptcore.save(tmp_path / name, {"w": saved})
         refused(
-            lambda name=name, wrong=wrong: ckptcore.load(  # type: ignore[misc]  # of defaults
+            lambda name=name, wrong=wrong: ckptcore.load(  # type: ignore[misc]  # binds loop variables
                 tmp_path / name, {"w": wrong}, matching=ckptcore.Matching(cast="truncating")
             ),
             "(torch.uint4)",
@@ -152,7 +152,7 @@ def test_dtypes_whose_bits_have_no_meaning(tmp_path: Path) -> None:
 
 
 def own_of(part: dict[str, Any]) -> torch.Tensor:
-    """Create the sparse or quantized tensor again from its parts, without ckptcore."""
+    """Create a sparse or quantized tensor from its parts, without ckptcore."""
     if "scale" in part:
         integers = torch.from_numpy(part["integers"])
         return torch._make_per_tensor_quantized_tensor(integers, part["scale"], part["zero_point"])
@@ -244,7 +244,7 @@ def test_dtypes_that_torch_lacks(tmp_path: Path) -> None:
 
 
 def test_complex_numbers_as_abstract_arrays(tmp_path: Path) -> None:
-    """The core refuses the cast; a tensor of a complex dtype has the real parts."""
+    """The core refuses the cast to real numbers. A load into a complex tensor gives the real parts."""
     ckptcore.save(tmp_path / "c", {"w": torch.complex(VALUES, VALUES)})
     refused(lambda: ckptcore.load(tmp_path / "c", {"w": AbstractArray((2, 3), "float32")}), "no cast from complex64")
     assert same_value(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
@@ -257,7 +257,7 @@ def in_job(store: Any, rank: int, seconds: float) -> Context:
     return Context(job=JobOptions(coordinator=StoreCoordinator(store, rank, 2, timeout_seconds=seconds)))
 
 
-def test_ranks_that_are_late(tmp_path: Path) -> None:
+def test_late_ranks(tmp_path: Path) -> None:
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"w": VALUES}, context=in_job(dist.HashStore(), 0, 0.01)),
         "1 of 2 ranks did not reach the exchange ",
@@ -274,7 +274,7 @@ def test_ranks_that_are_late(tmp_path: Path) -> None:
 
 
 def test_the_timeout_of_a_job(tmp_path: Path, mesh: Any) -> None:
-    """The call that the text proposes."""
+    """Calls the function that the error proposes."""
     del mesh
     context = Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=60)))
     ckptcore.save(tmp_path / "c", {"w": VALUES}, context=context)
@@ -282,7 +282,7 @@ def test_the_timeout_of_a_job(tmp_path: Path, mesh: Any) -> None:
 
 
 @pytest.mark.system
-def test_a_server_of_the_store_that_ended(tmp_path: Path) -> None:
+def test_a_store_whose_server_ended(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     client = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,5 +1,5 @@
-"""Resumed runs: optimizers, schedulers and scalers loaded into new ones continue bit by bit like an
-uninterrupted run.
+"""Resumed runs: after a load into new objects, optimizers, schedulers and scalers continue bit for bit
+like an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def step(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         total = torch.stack([((parameter - 0.3) ** 4).sum() + parameter.cos().sum() for parameter in parameters]).sum()
-        total.backward()  # type: ignore[no-untyped-call]  # PyTorch does not say
+        total.backward()  # type: ignore[no-untyped-call]  # has no annotations
         return total
 
-    optimizer.step(loss)  # type: ignore[arg-type]  # LBFGS asks for a tensor and others for a float
+    optimizer.step(loss)  # type: ignore[arg-type]  # annotated with a tensor in LBFGS, and with a float in others
 
 
 def bits(parameters: Parameters) -> list[bytes]:
@@ -59,7 +59,7 @@ def bits(parameters: Parameters) -> list[bytes]:
 @pytest.mark.parametrize("used", [0, 2], ids=["new", "used"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_resumes(name: str, used: int, tmp_path: Path) -> None:
-    """Also into an optimizer after other steps: LBFGS then has a history of another length."""
+    """The target is new, or has made other steps. In LBFGS the history then has another length."""
     parameters = parameters_of()
     optimizer = OPTIMIZERS[name](parameters)
     for _ in range(3):
@@ -158,8 +158,8 @@ def test_scaler_resumes(tmp_path: Path) -> None:
         assert advance_other(loss) == advance(loss)
 
 
-def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None:
-    """PyTorch would cast them to the dtypes of the parameters."""
+def test_moments_keep_their_saved_dtype(tmp_path: Path) -> None:
+    """PyTorch would cast the moments to the dtype of the parameter."""
 
     def make() -> torch.optim.Optimizer:
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
@@ -179,10 +179,10 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer with a state under a name, in addition to the states of parameters."""
+    """An optimizer whose state has a string key in addition to the parameters."""
 
     def step(self, closure: Any = None) -> Any:
-        # a name
+        # mypy expects a parameter as the key
         held = self.state.setdefault("all", {"steps": torch.zeros((), dtype=torch.int64), "last": None})  # type: ignore[arg-type]
         held["steps"] += 1
         held["last"] = int(held["steps"])
@@ -199,15 +199,15 @@ def test_state_without_a_parameter_is_saved_and_loaded(used: int, tmp_path: Path
         step(other, others)
     ckptcore.save(tmp_path / "step", optimizer)
     ckptcore.load_into(tmp_path / "step", other)
-    held: Any = dict(other.state)["all"]  # type: ignore[index]  # a name
+    held: Any = dict(other.state)["all"]  # type: ignore[index]  # a string as key
     assert (held["steps"].item(), held["steps"].dtype, held["last"]) == (3, torch.int64, 3)
 
 
-def test_an_object_whose_state_grew(tmp_path: Path) -> None:
+def test_loads_replace_states_of_other_sizes(tmp_path: Path) -> None:
     """State that the checkpoint lacks is removed from the target."""
 
     class Records:
-        """A scheduler with a tensor of losses that grows."""
+        """An object with a tensor of losses that grows."""
 
         def __init__(self) -> None:
             self.losses = torch.zeros(0)

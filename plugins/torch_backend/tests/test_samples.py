@@ -1,4 +1,4 @@
-"""Samples of tensors, by which ranks compare the arrays that all of them have."""
+"""Samples of tensors. Ranks compare them to detect differences between arrays that all ranks hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_device_returns_the_sample_of_the_host_array(name: str) -> None:
-    """Ranks may have the same tensor on the CPU and on a device."""
+    """One rank may hold a tensor on the CPU, and another rank holds the same tensor on a device."""
     tensor = TENSORS[name]
     encoding = encoding_of(tensor.dtype)
     on_host = sampled(host_view(tensor))

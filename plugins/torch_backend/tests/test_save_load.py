@@ -1,4 +1,4 @@
-"""PyTorch with ckptcore's public functions: save, load, load_into, also with other frameworks."""
+"""Saves and loads of PyTorch tensors, modules and optimizers with the public functions of ckptcore."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ pytestmark = [
 
 QUICK = ckptcore.Context(durability="none")
 DTYPES = [
-    found
+    member
     for name in sorted(dir(torch))
-    if isinstance(found := getattr(torch, name), torch.dtype)
-    and name == str(found).removeprefix("torch.")
+    if isinstance(member := getattr(torch, name), torch.dtype)
+    and name == str(member).removeprefix("torch.")
     and not name.startswith(("q", "bits"))
-    and ("complex32" not in name or hasattr(ml_dtypes, name))  # not with an older one
+    and ("complex32" not in name or hasattr(ml_dtypes, name))  # older versions of ml_dtypes lack it
 ]
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Return all properties of a tensor."""
+    """Return the dtype, the shape and the bytes of a tensor."""
     dense = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.dtype.itemsize]
     return tensor.dtype, tuple(tensor.shape), dense.detach().view(integers).contiguous().numpy().tobytes()
@@ -65,7 +65,7 @@ def like_meta(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def flipped(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return other elements in new memory, with the same strides."""
+    """Return new tensors with other elements and the same strides."""
     made = {}
     for name, leaf in tree.items():
         integers = torch.view_as_real(leaf).view(torch.int64) if leaf.dtype is torch.complex128 else leaf
@@ -125,7 +125,7 @@ def test_numpy_and_pytorch_load_each_others_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
-def test_raw_bytes_are_an_array_of_uint8_to_others(tmp_path: Path) -> None:
+def test_dtypes_without_a_numpy_equivalent_load_as_uint8(tmp_path: Path) -> None:
     packed = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     ckptcore.save(tmp_path / "c", {"packed": packed}, context=QUICK)
     assert ckptcore.load(tmp_path / "c")["packed"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -133,7 +133,7 @@ def test_raw_bytes_are_an_array_of_uint8_to_others(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c", {"packed": torch.empty(6, dtype=torch.int4, device="meta")})
 
 
-def test_unsupported_leaves_are_refused_with_path_before_the_write(tmp_path: Path) -> None:
+def test_unsupported_leaves_are_refused_by_path_before_the_write(tmp_path: Path) -> None:
     state = {"ok": torch.ones(2), "deep": [torch.empty(2, dtype=torch.bits8), torch.ones(2, device="meta")]}
     with pytest.raises(UnsupportedLeafError, match=r"deep\[0\]: .*bits8.*deep\[1\]: a meta tensor"):
         ckptcore.save(tmp_path / "c", state, context=QUICK)
@@ -168,7 +168,7 @@ def test_containers_are_restored(tmp_path: Path) -> None:
 
 
 class Tied(torch.nn.Module):
-    """A network whose first and last weights are tied."""
+    """A network whose first and last layers share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,12 +193,12 @@ def state_bits(module: torch.nn.Module) -> dict[str, object]:
     return {name: bits(leaf) for name, leaf in module.state_dict().items()}
 
 
-def test_a_module_is_saved_with_every_name_and_its_tied_weights_once(tmp_path: Path) -> None:
+def test_a_module_is_saved_with_all_names_and_tied_weights_once(tmp_path: Path) -> None:
     module = make_network(0)
     ckptcore.save(tmp_path / "c", module, context=QUICK)
-    found = ckptcore.metadata(tmp_path / "c")
-    assert set(found.abstract) == set(module.state_dict())
-    assert len(found.tree.aliases) == 1
+    metadata = ckptcore.metadata(tmp_path / "c")
+    assert set(metadata.abstract) == set(module.state_dict())
+    assert len(metadata.tree.aliases) == 1
     state = ckptcore.load(tmp_path / "c", module)
     assert isinstance(state, OrderedDict)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
@@ -244,7 +244,7 @@ def test_lazy_module_is_loaded_with_stored_shapes(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "d", torch.nn.LazyLinear(2), context=QUICK)
 
 
-def test_a_module_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_module_of_another_shape_is_refused_and_unchanged(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", torch.nn.Linear(3, 2), context=QUICK)
     target = torch.nn.Linear(4, 2)
     before = state_bits(target)
@@ -257,7 +257,7 @@ def test_a_module_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> 
 
 
 class Training:
-    """Create a network and everything that a training step depends on."""
+    """A network, and all objects that a training step depends on."""
 
     def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
         self.network = make_network(seed)
@@ -280,7 +280,7 @@ class Training:
             tokens = torch.randint(0, 7, (8,), generator=self.generator)
             loss = torch.nn.functional.cross_entropy(self.network(tokens), tokens)
             self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # not typed by PyTorch
+            loss.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types here
             self.optimizer.step()
             self.scheduler.step()
             losses.append(loss.item())
@@ -298,7 +298,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("used_before", [0, 2], ids=["new", "used"])
-def test_training_resumes_bit_by_bit(
+def test_training_resumes_bit_for_bit(
     tmp_path: Path, optimizer: type[torch.optim.Optimizer], options: dict[str, Any], used_before: int
 ) -> None:
     training = Training(0, optimizer, **options)
@@ -312,7 +312,7 @@ def test_training_resumes_bit_by_bit(
     assert state_bits(resumed.network) == state_bits(training.network)
 
 
-def test_optimizer_saved_before_its_first_step_removes_the_state(tmp_path: Path) -> None:
+def test_a_load_of_a_new_optimizer_removes_the_states_of_the_target(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", Training(0, torch.optim.AdamW).optimizer, context=QUICK)
     used = Training(1, torch.optim.AdamW)
     used.steps(2)
@@ -320,7 +320,7 @@ def test_optimizer_saved_before_its_first_step_removes_the_state(tmp_path: Path)
     assert len(used.optimizer.state) == 0
 
 
-def test_the_tensors_of_an_optimizer_are_filled_in_place(tmp_path: Path) -> None:
+def test_loads_fill_the_tensors_of_an_optimizer_in_place(tmp_path: Path) -> None:
     source, target = Training(0, torch.optim.AdamW), Training(1, torch.optim.AdamW)
     source.steps(2), target.steps(1)
     ckptcore.save(tmp_path / "c", source.optimizer, context=QUICK)
@@ -396,7 +396,7 @@ def freed_tensor() -> torch.Tensor:
 
 
 def traced_tensor() -> torch.Tensor:
-    """Return a tensor of `torch.func`, which has no memory of its own."""
+    """Return a tensor that `torch.func` passes to functions. It has no memory."""
     seen: list[torch.Tensor] = []
 
     def record(x: torch.Tensor) -> torch.Tensor:
@@ -408,7 +408,7 @@ def traced_tensor() -> torch.Tensor:
 
 
 def save_in_every_way(directory: Path, tree: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    """Yield functions that save a tree, and load it."""
+    """Yield functions that each save the tree in one way, and load it."""
 
     def with_checkpointer() -> Any:
         with Checkpointer(directory / "run") as checkpointer:
@@ -437,7 +437,7 @@ def save_in_every_way(directory: Path, tree: dict[str, Any]) -> Iterator[Callabl
         lambda: torch.empty(0, dtype=torch.complex64).conj(),
     ],
 )
-def test_a_tensor_without_elements_has_nothing_to_lose(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+def test_tensors_without_elements_are_saved_in_any_form(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
     leaf = make()
     for save in save_in_every_way(tmp_path, {"a": {"leaf": leaf}, "b": torch.ones(2)}):
         loaded = save()
@@ -459,8 +459,8 @@ def test_a_tensor_without_elements_has_nothing_to_lose(tmp_path: Path, make: Cal
         lambda: torch.nn.LazyLinear(3).weight,
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # of what is experimental or deprecated
-def test_a_tensor_without_data_is_refused_by_its_path(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.filterwarnings("ignore")  # some features are experimental or deprecated
+def test_tensors_without_data_are_refused_by_path(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
     for save in save_in_every_way(tmp_path, {"a": {"leaf": make()}, "b": torch.ones(2)}):
         with pytest.raises(UnsupportedLeafError, match=r"a/leaf: .*; .*Nothing was written"):
             save()

@@ -1,4 +1,4 @@
-"""Every scheduler of PyTorch, from every kind of file: after a load, the rates are those of the run that was saved."""
+"""Every scheduler of PyTorch with every kind of file: after a load, the rates equal those of the saved run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 
 
 class Decay:
-    """A function with a state, which `LambdaLR` saves as its attributes."""
+    """A function with a state. `LambdaLR` saves its attributes."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -63,7 +63,7 @@ SCHEDULERS: Final[dict[str, Make]] = {
 }
 
 CELLS: Final = list(itertools.product((False, True), ("new", "stepped"), SOURCES))
-"""Ways: the optimizer is named, the objects to load into, who writes the checkpoint."""
+"""Combinations of named and numbered optimizers, conditions of the target, and writers of the checkpoint."""
 
 
 def objects(make: Make | None) -> tuple[torch.nn.Module, Any, Any]:
@@ -74,8 +74,8 @@ def objects(make: Make | None) -> tuple[torch.nn.Module, Any, Any]:
 
 
 def train(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
-    """Make steps, and return the rates and momenta of each."""
-    found = []
+    """Run steps. Return the rates and momenta after each step."""
+    rates = []
     for _ in range(steps):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -85,8 +85,8 @@ def train(optimizer: Any, scheduler: Any, steps: int) -> list[Any]:
             scheduler.step(1.0)
         elif scheduler is not None:
             scheduler.step()
-        found.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
-    return found
+        rates.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+    return rates
 
 
 def save(location: Path, source: str, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def save(location: Path, source: str, state: dict[str, Any]) -> None:
         torch.save(dicts, location)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group exists
+        warnings.simplefilter("ignore")  # DCP warns if no process group exists
         dcp.save(dicts, checkpoint_id=location)
 
 
@@ -141,7 +141,7 @@ def test_all_ways(name: str, named: bool, condition: str, source: str, tmp_path:
 @pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_scheduler_that_is_new(named: bool, source: str, tmp_path: Path) -> None:
-    """It added `initial_lr`, which the checkpoint lacks."""
+    """The new scheduler added `initial_lr` to the groups, which the checkpoint lacks."""
     model, optimizer, _ = objects(None)
     train(optimizer, None, 3)
     ours = source not in ("DCP of PyTorch", "torch.save")
@@ -156,7 +156,7 @@ def test_a_scheduler_that_is_new(named: bool, source: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_scheduler_that_no_longer_exists(named: bool, source: str, tmp_path: Path) -> None:
-    """It added `initial_lr`, which a scheduler that is created later uses."""
+    """The saved scheduler added `initial_lr` to the groups. A scheduler that is created after the load uses it."""
     model, optimizer, scheduler = objects(SCHEDULERS["ExponentialLR"])
     train(optimizer, scheduler, 3)
     ours = source not in ("DCP of PyTorch", "torch.save")
@@ -165,13 +165,13 @@ def test_a_scheduler_that_no_longer_exists(named: bool, source: str, tmp_path: P
     ckptcore.load_into(tmp_path / "c", tree(other, its, None, named=named))
     assert [group["initial_lr"] for group in its.param_groups] == [0.2, 0.1]
     resumed = schedulers.ExponentialLR(its, 0.9, last_epoch=2)
-    if Version(torch.__version__) < Version("2.8"):  # it decays once more when it is created
+    if Version(torch.__version__) < Version("2.8"):  # older versions decay once more when a scheduler is created
         scheduler = schedulers.ExponentialLR(optimizer, 0.9, last_epoch=2)
     assert train(its, resumed, 4) == train(optimizer, scheduler, 4)
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
-    """A new one of a later PyTorch fails here, until it has its arguments."""
+    """If a later PyTorch has a new scheduler, add it to `SCHEDULERS`."""
     abstract = {schedulers.LRScheduler, schedulers._LRScheduler}
     kinds = {value for _, value in inspect.getmembers(schedulers, inspect.isclass)} - abstract
     known = {kind for kind in kinds if issubclass(kind, schedulers.LRScheduler)}

@@ -1,25 +1,21 @@
-"""Jobs of two processes under FSDP1 and FSDP2: each library continues from the other's checkpoint,
-with the same losses.
+"""Jobs of two processes under FSDP1 and FSDP2. torch and ckptcore load each other's checkpoints, and
+training continues with the same losses.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_torch.named_optimizers import NamedOptimizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptcore
+from plugins.torch_backend.tests.conftest import Torchrun
 
 pytestmark = pytest.mark.system
 
@@ -28,25 +24,8 @@ PROGRAM = Path(__file__).with_name("sharded_job.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["fsdp1", "fsdp2", "shards"])
-def test_a_job(task: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), task, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A job of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def test_jobs_of_torch_and_ckptcore_load_each_others_checkpoints(torchrun: Torchrun, task: str, tmp_path: Path) -> None:
+    torchrun(2, PROGRAM, task, tmp_path)
 
 
 def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -57,19 +36,19 @@ def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    found = []
+    losses = []
     for _ in range(2):
         loss = model(torch.ones(2, 3)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
-def test_a_new_optimizer_of_dtensors_gets_dtensors(named: bool, tmp_path: Path) -> None:
+def test_a_new_optimizer_of_sharded_parameters_gets_dtensors(named: bool, tmp_path: Path) -> None:
     model, optimizer = job(0)
     train(model, optimizer)
     exact = torch.full((4, 3), 1 + 2.0**-40, dtype=torch.float64)

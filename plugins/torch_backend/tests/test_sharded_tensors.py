@@ -1,4 +1,4 @@
-"""ShardedTensors: shards of one process among many, conformance, and DCP checkpoints of a real job."""
+"""ShardedTensors: conformance tests, the shards of one process of a job, and DCP checkpoints of a real job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HANDLER = ShardedTensorHandler()
 
 @contextmanager
 def job(backend: str = "gloo", size: int = 1) -> Iterator[None]:
-    """A process group with missing processes."""
+    """Run in a process group whose other processes do not exist."""
     store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
@@ -40,22 +40,15 @@ def job(backend: str = "gloo", size: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A job of one process."""
-    with job():
-        yield
-
-
 def sharded(
     whole: torch.Tensor, places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]], group: Any = None
 ) -> ShardedTensor:
     """Create a ShardedTensor with the shards of rank 0.
 
     Args:
-        whole: the elements.
-        places: of every shard the offsets, the sizes and the rank.
-        group: the processes; all unless given.
+        whole: the elements of the whole tensor.
+        places: the offsets, the sizes and the rank of every shard.
+        group: the process group of the tensor. None: all processes.
     """
     shards = [ShardMetadata(list(start), list(sizes), f"rank:{rank}/cpu") for start, sizes, rank in places]
     local = []
@@ -73,16 +66,16 @@ QUARTERS = [((0, 0), (3, 2), 0), ((0, 2), (3, 5), 0), ((3, 0), (2, 2), 0), ((3, 
 def example(whole: torch.Tensor) -> ShardedTensor:
     if dist.is_initialized():
         return sharded(whole, QUARTERS)
-    with job():  # pytest collects the tests of a class by making its examples
+    with job():  # no group exists while pytest collects the tests, which creates the examples
         return sharded(whole, QUARTERS)
 
 
 def elements(leaf: ShardedTensor) -> Any:
-    found = torch.empty(leaf.metadata().size, dtype=leaf.metadata().tensor_properties.dtype)
+    whole = torch.empty(leaf.metadata().size, dtype=leaf.metadata().tensor_properties.dtype)
     for shard in leaf.local_shards():
         start, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        found[tuple([slice(low, low + size) for low, size in zip(start, sizes, strict=True)])] = shard.tensor
-    return found.numpy()
+        whole[tuple([slice(low, low + size) for low, size in zip(start, sizes, strict=True)])] = shard.tensor
+    return whole.numpy()
 
 
 def _add_one(leaf: ShardedTensor) -> None:
@@ -95,7 +88,7 @@ WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
 @pytest.mark.usefixtures("alone")
 class TestShardedTensorsConform(LeafHandlerTests):
-    """Tests a process that has all shards."""
+    """Conformance tests in a process that holds all shards."""
 
     handler = HANDLER
     examples = (
@@ -118,12 +111,12 @@ class TestShardedTensorsConform(LeafHandlerTests):
     )
 
 
-def test_the_plugin_finds_them() -> None:
+def test_the_plugin_has_a_handler_of_sharded_tensors() -> None:
     assert isinstance(ckptcore_torch.ckpt_leaf_handler(ShardedTensor), ShardedTensorHandler)
 
 
 @pytest.mark.usefixtures("alone")
-def test_saved_and_loaded_as_other_things(tmp_path: Path) -> None:
+def test_sharded_tensors_load_as_other_kinds_of_arrays(tmp_path: Path) -> None:
     leaf = example(WHOLE)
     ckptcore.save(tmp_path / "c", {"w": leaf})
     assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], WHOLE.numpy())
@@ -142,7 +135,7 @@ def test_saved_and_loaded_as_other_things(tmp_path: Path) -> None:
         ckptcore.load_into(tmp_path / "c", {"w": sharded_like(other, torch.float64)})
 
 
-def test_one_process_has_its_shards_and_knows_the_cuts_of_all() -> None:
+def test_a_process_has_its_own_shards_and_knows_the_cuts_of_all() -> None:
     with job("fake", 2):
         leaf = sharded(WHOLE, [((0, 0), (3, 7), 0), ((3, 0), (2, 7), 1)])
         record = HANDLER.describe(leaf)
@@ -188,15 +181,15 @@ def test_shards_that_differ_from_their_metadata_are_refused() -> None:
 
 
 def test_dcp_checkpoints_of_sharded_tensors_load() -> None:
-    """Written by torch 2.13.0 in two processes (``sharded_job.py golden DIRECTORY``)."""
+    """torch 2.13.0 wrote the checkpoint in two processes (``sharded_job.py golden DIRECTORY``)."""
     state = {"even": torch.empty(4, 3), "uneven": torch.empty(5, 7, dtype=torch.bfloat16), "blocks": torch.empty(6, 6)}
-    found = ckptcore.load(GOLDEN, state)
+    loaded = ckptcore.load(GOLDEN, state)
     for name, expected in golden_state().items():
-        assert found[name].dtype == expected.dtype and torch.equal(found[name], expected), name
+        assert loaded[name].dtype == expected.dtype and torch.equal(loaded[name], expected), name
 
 
 def golden_state() -> dict[str, torch.Tensor]:
-    """The checkpoint that the job in `GOLDEN` wrote."""
+    """Return the state that the checkpoint in `GOLDEN` contains."""
     return {
         "even": torch.arange(12, dtype=torch.float32).reshape(4, 3),
         "uneven": torch.arange(35).reshape(5, 7).bfloat16(),
@@ -215,8 +208,7 @@ def test_dcp_checkpoints_of_sharded_tensors_load_into_sharded_tensors() -> None:
         warnings.simplefilter("error")
         ckptcore.load_into(GOLDEN, target)
     assert np.array_equal(elements_of_bfloat16(target["uneven"]), np.arange(35).reshape(5, 7))
-    # the one in the middle
-    assert np.array_equal(elements(target["even"]), golden_state()["even"].numpy())  # type: ignore[arg-type]
+    assert np.array_equal(elements(target["even"]), golden_state()["even"].numpy())  # type: ignore[arg-type]  # tensors
     assert torch.equal(target["blocks"], golden_state()["blocks"])  # type: ignore[arg-type]  # a tensor
 
 
@@ -225,7 +217,7 @@ def elements_of_bfloat16(leaf: Any) -> Any:
 
 
 def sharded_copy(leaf: ShardedTensor) -> ShardedTensor:
-    """Return the elements as float32, because NumPy has no bfloat16."""
+    """Return a copy with elements of float32, because NumPy has no bfloat16."""
     made = sharded_like(leaf, torch.float32)
     for new, old in zip(made.local_shards(), leaf.local_shards(), strict=True):
         new.tensor.copy_(old.tensor)

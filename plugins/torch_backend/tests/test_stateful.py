@@ -1,4 +1,4 @@
-"""Modules, optimizers, schedulers, scalers and generators, through their handlers."""
+"""Handlers of modules, optimizers, schedulers, scalers and generators."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TiedNetwork(torch.nn.Module):
         return hidden
 
     def get_extra_state(self) -> dict[str, int]:
-        """Return the part of the state that is not tensors."""
+        """Return the part of the state that is not a tensor."""
         return {"steps": self.steps}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
@@ -113,7 +113,7 @@ def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class TestOptimizersConform(CheckpointableHandlerTests):
-    """Conformance tests of optimizers, also before their first step."""
+    """Conformance tests of optimizers with and without steps."""
 
     handler = OptimizerHandler()
     examples = (
@@ -137,7 +137,7 @@ def schedule(steps: int) -> torch.optim.lr_scheduler.LRScheduler:
 
 def scaler(scale: float) -> torch.amp.GradScaler:
     made = torch.amp.GradScaler("cpu", init_scale=scale)
-    made.scale(torch.ones(()))  # a scaler makes its state when it is first used
+    made.scale(torch.ones(()))  # a scaler creates its state at its first use
     return made
 
 
@@ -182,7 +182,7 @@ def test_the_state_of_a_module_has_every_name_and_the_memory_of_the_module() -> 
     assert MODULES.unflatten(module, state) is state
 
 
-def test_parameters_stay_the_same_objects() -> None:
+def test_a_restore_keeps_the_parameters_of_a_module() -> None:
     target = network(1)
     before = dict(target.named_parameters(remove_duplicate=False))
     pointers = {name: parameter.data_ptr() for name, parameter in before.items()}
@@ -221,7 +221,7 @@ def test_a_module_partly_on_the_meta_device_keeps_its_other_parameters() -> None
     assert fingerprint(target) == fingerprint(network(0))
 
 
-def test_a_tie_on_the_meta_device_of_buffers_is_kept() -> None:
+def test_tied_buffers_on_the_meta_device_stay_tied() -> None:
     class Buffers(torch.nn.Module):
         first: torch.Tensor
         second: torch.Tensor
@@ -261,7 +261,7 @@ def test_lazy_module_requests_the_stored_shapes() -> None:
 
 
 def _stored(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the metadata of an optimizer's checkpoint."""
+    """Return the state of an optimizer with abstract arrays, as metadata returns it."""
 
     def abstract(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
@@ -280,7 +280,7 @@ def test_handlers_of_states_that_grow_use_the_stored_structure() -> None:
     assert GeneratorHandler.flatten_to_load is default
 
 
-def test_random_numbers_differ_from_process_to_process() -> None:
+def test_only_generators_have_a_state_for_each_process() -> None:
     assert GeneratorHandler().per_process
     assert not any(handler.per_process for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
 
@@ -296,7 +296,7 @@ def test_new_optimizer_requests_the_stored_state() -> None:
         for name, held in slots.items():
             assert (asked[name].shape, asked[name].dtype) == (held.shape, held.dtype)
             assert asked[name].is_meta
-    assert not new.state, "the optimizer itself is not touched"
+    assert not new.state, "the optimizer itself is unchanged"
 
 
 def test_existing_state_tensors_are_requested() -> None:
@@ -329,7 +329,7 @@ def test_options_added_by_other_code_are_requested() -> None:
     assert [group["initial_lr"] for group in state["param_groups"]] == [0.1, 0.1]
 
 
-def test_parameters_that_the_optimizer_does_not_have_are_left_to_the_core() -> None:
+def test_states_of_unknown_parameters_are_not_requested() -> None:
     stored = _stored(train(adam, 1))
     stored["state"][7] = {"step": AbstractArray((), np.float32)}
     state: Any = OPTIMIZERS.flatten_to_load(train(adam, 0), stored)
@@ -338,7 +338,7 @@ def test_parameters_that_the_optimizer_does_not_have_are_left_to_the_core() -> N
 
 
 def test_state_keeps_its_dtype() -> None:
-    """PyTorch would cast the state to the dtype of the parameter, and lose bits."""
+    """PyTorch would cast the state to the dtype of the parameter, and lose precision."""
     optimizer = train(adam, 2)
     parameter = optimizer.param_groups[1]["params"][0]
     moment = torch.full((2, 2), 1 + 2.0**-20)
@@ -347,18 +347,18 @@ def test_state_keeps_its_dtype() -> None:
     assert optimizer.state[parameter]["exp_avg"] is moment
 
 
-def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
+def test_a_restore_keeps_the_tensors_of_an_optimizer() -> None:
     optimizer = train(momentum, 1)
     option = optimizer.param_groups[0]["lr"]
     state: Any = OPTIMIZERS.flatten(optimizer)
-    state["param_groups"][0]["lr"].fill_(0.25)  # in place, as the core does
+    state["param_groups"][0]["lr"].fill_(0.25)  # in place, like the core
     OPTIMIZERS.restore(optimizer, state)
     assert optimizer.param_groups[0]["lr"] is option
     assert option.item() == 0.25
 
 
 def test_module_with_a_state_tree_has_no_handler_here() -> None:
-    """A class like a Keras model, whose state dict lacks its optimizer."""
+    """The class resembles a Keras model, whose state dict lacks the optimizer."""
 
     class WithTree(torch.nn.Module):
         def get_state_tree(self) -> dict[str, object]:

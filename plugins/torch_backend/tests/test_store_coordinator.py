@@ -1,4 +1,4 @@
-"""Conformance tests of the coordinator over a torch.distributed store, with real processes."""
+"""Conformance tests of `StoreCoordinator` with a real store and real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST_JOB = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[None]:
-    """Start processes for all tests, because each of them imports PyTorch. Each works on one rank at a time."""
+    """Start processes that all tests reuse, because each process imports PyTorch. Each runs one rank at a time."""
     with ProcessPoolExecutor(LARGEST_JOB, multiprocessing.get_context("spawn")) as pool:
         TestStoreCoordinator.processes = pool
         yield

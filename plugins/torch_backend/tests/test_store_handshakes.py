@@ -1,5 +1,5 @@
-"""Keys in a store that outlives a job: those of an earlier run are ignored, and a failed or hanging
-store raises an error.
+"""Handshakes through a store that several runs use: coordinators ignore keys of earlier runs. A store
+that fails or hangs raises an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ pytestmark = pytest.mark.system
 
 
 def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:
-    """Start coordinators over a store that may have been used before."""
+    """Create the coordinators of a run over a store that earlier runs may have used."""
     make: Any = dist.PrefixStore
     return [StoreCoordinator(make("job", store), rank, size, timeout_seconds=timeout_seconds) for rank in range(size)]
 
 
 def together(*work: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(work)) as threads:
-        return [future.result() for future in [threads.submit(one) for one in work]]
+        return [future.result() for future in [threads.submit(call) for call in work]]
+
+
+def wait_for_keys(store: dist.HashStore, count: int) -> None:
+    """Wait until a store has this number of keys. Stores have no event for this, so poll."""
+    deadline = time.monotonic() + 30
+    while store.num_keys() != count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert store.num_keys() == count
 
 
 def meet(job: list[StoreCoordinator]) -> None:
@@ -42,13 +50,13 @@ def test_keys_of_an_earlier_run_are_ignored() -> None:
     store = dist.HashStore()
     former = life(store, 2)
     meet(former)
-    former[0].broadcast("choose", b"step 10")  # rank 1 fails before it receives that
-    former[1].gather("describe", b"old")  # the failed process had set the leader's payload before it was read
+    wait_for_keys(store, 0)  # a separate thread of the leader deletes the hellos
+    former[0].broadcast("choose", b"step 10")  # rank 1 fails before it receives this
+    former[1].gather("describe", b"old")  # rank 1 sets its payload and fails before the leader reads it
     leader, other = life(store, 2)
-    heard = threading.Event()
 
     def lead() -> Any:
-        heard.wait(0.2)  # the other process asks first, and would find the old key
+        wait_for_keys(store, 3)  # two old keys, and the hello of the other process, which asks first
         leader.broadcast("choose", b"step 20")
         return leader.gather("describe", b"leader")
 
@@ -61,8 +69,8 @@ def test_keys_of_an_earlier_run_are_ignored() -> None:
     assert chosen == b"step 20" and gathered == [b"leader", b"new"]
 
 
-def test_new_run_meets_after_an_earlier_one_failed_to() -> None:
-    """The leader answers an old hello of a failed process, and then the hello of the new process."""
+def test_a_new_run_starts_after_the_handshake_of_an_earlier_run_failed() -> None:
+    """The leader first answers the old hello of a failed process, and then the hello of the new process."""
     store = dist.HashStore()
     failed = life(store, 3, timeout_seconds=0.1)
     for rank in (1, 2):
@@ -70,22 +78,16 @@ def test_new_run_meets_after_an_earlier_one_failed_to() -> None:
             failed[rank].gather("describe", b"old")
         assert caught.value.missing == (0,)
     leader, *others = life(store, 3)
-    begun = threading.Event()
 
-    def lead() -> Any:
-        begun.set()
-        return leader.gather("describe", b"0")
+    def follow() -> None:
+        wait_for_keys(store, 4)  # two old hellos, and the answers of the leader to them
+        together(*[lambda rank=rank: rank.gather("describe", b"%d" % rank.rank) for rank in others])
 
-    def follow(rank: StoreCoordinator) -> None:
-        begun.wait()
-        time.sleep(0.2)
-        rank.gather("describe", b"%d" % rank.rank)
-
-    gathered, *_ = together(lead, lambda: follow(others[0]), lambda: follow(others[1]))
+    gathered, _ = together(lambda: leader.gather("describe", b"0"), follow)
     assert gathered == [b"0", b"1", b"2"]
 
 
-def test_process_restarted_alone_gets_an_error_and_its_job_names_the_missing_rank() -> None:
+def test_a_process_restarted_alone_and_its_old_job_raise_errors() -> None:
     store = dist.HashStore()
     job = life(store, 2, timeout_seconds=0.5)
     meet(job)
@@ -109,7 +111,7 @@ def test_coordinators_over_one_store_share_a_handshake() -> None:
 _ENDS: Final = """
 import atexit, threading
 
-@atexit.register  # the first, so it is the last to be called
+@atexit.register  # registered first, so called last
 def tell():
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("ckptcore")])
 
@@ -122,14 +124,14 @@ assert any(thread.name == "ckptcore-handshake" for thread in threading.enumerate
 """
 
 
-def test_the_leader_that_ends_leaves_no_thread_in_the_store() -> None:
+def test_a_leader_that_exits_leaves_no_thread_in_the_store() -> None:
     """A thread inside the store at interpreter exit can abort the process."""
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
 
 
-def test_a_group_that_was_ended_does_not_answer_for_the_next() -> None:
-    """Rank 1 never met the first leader, which was still waiting to answer it."""
+def test_a_handshake_ends_with_its_store() -> None:
+    """Rank 1 sends no hello, so the thread of the leader waits for it until the store is deleted."""
     store: Any = dist.HashStore()
     make: Any = dist.PrefixStore
     first = make("job", store)
@@ -147,38 +149,38 @@ def test_no_keys_remain_after_complete_exchanges() -> None:
     meet(job)
     job[0].broadcast("told", b"x")
     assert [rank.broadcast("told", None) for rank in job[1:]] == [b"x", b"x"]
-    deadline = time.monotonic() + 30
-    while store.num_keys() and time.monotonic() < deadline:  # the leader forgets hellos on a thread of its own
-        time.sleep(0.01)
-    assert store.num_keys() == 0
+    wait_for_keys(store, 0)  # a separate thread of the leader deletes the hellos
 
 
-class _Broken:
-    """A store that fails or hangs."""
+class _Broken(dist.Store):
+    """A store whose requests fail or hang."""
 
-    def __init__(self, instead: Callable[[], Any]) -> None:
-        self._instead = instead
+    def __init__(self, request: Callable[[], Any]) -> None:
+        super().__init__()
+        self._request = request
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self._instead()
+    def set(self, *_: Any) -> Any:
+        return self._request()
+
+    get = add = check = deleteKey = set  # the requests of a PrefixStore
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, ()), (1, (0,))])
-def test_a_store_that_does_not_answer_is_left_at_the_deadline(
-    rank: int, missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
+def test_a_store_that_does_not_answer_raises_a_timeout(rank: int, missing: tuple[int, ...]) -> None:
     goes_on = threading.Event()
-    coordinator = StoreCoordinator(_Broken(goes_on.wait), rank, 2, timeout_seconds=0.3)
+
+    def hang() -> None:
+        goes_on.wait()
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    coordinator = StoreCoordinator(_Broken(hang), rank, 2, timeout_seconds=0.3)
     with pytest.raises(CoordinationTimeoutError, match="store of the job did not answer for 0.3 s") as caught:
         coordinator.gather("describe", b"")
     goes_on.set()
     assert caught.value.missing == missing
 
 
-def test_a_store_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
-
+def test_a_store_that_fails_raises_an_error_that_names_the_exchange() -> None:
     def fail() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
@@ -186,6 +188,6 @@ def test_a_store_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         StoreCoordinator(_Broken(fail), 1, 2).gather("describe", b"")
 
 
-def test_without_a_group_there_is_no_job() -> None:
+def test_of_job_needs_a_process_group() -> None:
     with pytest.raises(PluginError, match="init_process_group"):
         StoreCoordinator.of_job()

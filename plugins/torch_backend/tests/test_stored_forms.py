@@ -1,4 +1,4 @@
-"""The stored form decides: modules with loaders of their own get what their `load_state_dict` accepts."""
+"""Modules and objects with their own loaders get the state in its stored form, as `load_state_dict` expects it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ["zarr3", "dcp", "torch.save"]
 
 
 def saved(path: Path, state: Any, layout: str = "zarr3") -> Path:
-    """Save a tree of objects, as ckptcore or as `torch.save` of their states does."""
+    """Save objects with ckptcore, or save their state dicts with `torch.save`. Return the location."""
     if layout == "torch.save":
         path.mkdir()
         torch.save({name: value.state_dict() for name, value in state.items()}, path / "state.pt")
@@ -39,7 +39,7 @@ def module_dict(modules: dict[str, torch.nn.Module]) -> Any:
 
 
 class WithHistory(torch.nn.Module):
-    """Like modules of TransformerEngine for fp8: an extra state that grows in training."""
+    """A module whose extra state grows during training, as in TransformerEngine with fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
 
 
 class Scaled(torch.nn.Module):
-    """Its second version stores half of what the first stored."""
+    """A module with two versions. The second divides weights by 16 that the first version saved."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -133,12 +133,12 @@ def test_versions_of_a_state_dict_that_is_loaded_without_a_module(tmp_path: Path
 @pytest.mark.brings("`BatchNorm1d` without `num_batches_tracked`", "torch", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_norm_without_a_counter(tmp_path: Path, layout: str) -> None:
-    """Before version 2 (torch 0.4.1) it was not stored. PyTorch's own loader adds it."""
+    """Before version 2 (torch 0.4.1) modules stored no counter. PyTorch's own loader adds it."""
     old, fresh = (sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
     old(torch.ones(4, 2))
     state = old.state_dict()
     del state["1.num_batches_tracked"]
-    state._metadata["1"]["version"] = 1  # as PyTorch stores it
+    state._metadata["1"]["version"] = 1  # where PyTorch stores versions
     if layout == "torch.save":
         torch.save({"m": state}, tmp_path / "c")
     else:
@@ -181,7 +181,7 @@ def test_a_hook_that_renames(tmp_path: Path) -> None:
 
 @pytest.mark.brings("module of another size", "torch", "refused")
 def test_other_entries_are_still_differences(tmp_path: Path) -> None:
-    """A loader decides about entries of its part; the core reports all others, with the options that allow them."""
+    """A module's own loader decides about its entries. The core reports differences of all other entries."""
     ckptcore.save(tmp_path / "c", sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
     with pytest.raises(TreeMismatchError, match="shapes="):
         ckptcore.load_into(tmp_path / "c", sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(3)))
@@ -244,7 +244,7 @@ def test_nothing_is_changed_if_an_object_refuses(tmp_path: Path, several: bool, 
     assert torch.equal(target["a"].weight, before["a"]["weight"])
     momenta = [held["momentum_buffer"] for held in target["b"].state_dict()["state"].values()]
     old = [held["momentum_buffer"] for held in before["b"]["state"].values()]
-    assert all(torch.equal(one, other) for one, other in zip(momenta, old, strict=True))
+    assert all(torch.equal(momentum, other) for momentum, other in zip(momenta, old, strict=True))
     assert target["b"].param_groups[0]["lr"] == before["b"]["param_groups"][0]["lr"]
     assert target["c"].state_dict() == before["c"]
     rest: dict[str, Any] = {**target, "z": ...}  # the remedy
@@ -289,7 +289,7 @@ def test_an_expanded_buffer_is_refused_before_anything_changes(tmp_path: Path) -
 @pytest.mark.brings("module with lists that grow, as metrics have", "torch", "same")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
-    """Like a persistent list state of torchmetrics, which has another number of tensors at each save."""
+    """A persistent list of torchmetrics, whose number of tensors differs between saves."""
 
     class Collected(torch.nn.Module):
         def __init__(self) -> None:
@@ -316,17 +316,17 @@ def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "LinearNF4"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: str) -> None:
-    """bitsandbytes saves more entries than a new module accepts: nothing is changed, also not the next layer."""
+    """bitsandbytes saves more entries than a new module accepts. The refused load changes neither layer."""
     bnb: Any = pytest.importorskip("bitsandbytes")
 
     def made() -> Any:
         options = {"has_fp16_weights": False} if kind == "Linear8bitLt" else {}
         return sequential(getattr(bnb.nn, kind)(64, 8, **options), torch.nn.Linear(8, 2))
 
-    trained, fresh = made().to("cpu"), made()  # a move to a device quantises
+    trained, fresh = made().to("cpu"), made()  # `to` quantises the weight
     trained(torch.ones(1, 64))
     state = trained.state_dict()
-    with pytest.raises(RuntimeError):  # bitsandbytes 0.50: as the library itself
+    with pytest.raises(RuntimeError):  # bitsandbytes 0.50 itself refuses the state, too
         made().load_state_dict(state)
     ckptcore.save(tmp_path / "c", {"m": trained})
     before = stale(fresh)
@@ -338,7 +338,7 @@ def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: st
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.brings("tied weight that is stored under one name", "torch", "same")
 def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str) -> None:
-    """As files of transformers have it; `safetensors.torch.load_model` accepts it, too."""
+    """Files of transformers contain tied weights once. `safetensors.torch.load_model` accepts such files, too."""
 
     def made() -> Any:
         module = module_dict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
@@ -360,7 +360,7 @@ def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str
 
 
 class Totals(torch.nn.Module):
-    """Its loader sets attributes that are neither parameters nor buffers."""
+    """A module whose loader sets attributes that are neither parameters nor buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ class Totals(torch.nn.Module):
 
 
 class Lookahead(torch.optim.SGD):
-    """An optimizer with a counter and an optimizer inside, as libraries wrap them."""
+    """An optimizer with a counter and an inner optimizer, as in wrappers of libraries."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         parameters = list(parameters)
@@ -383,7 +383,7 @@ class Lookahead(torch.optim.SGD):
         self.base = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
         self.k = int(lr * 10)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # as libraries do
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # libraries do this
         return {**super().state_dict(), "base": self.base.state_dict(), "k": self.k}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -415,7 +415,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one tree", "several objects"])
-def test_everything_that_loaders_set_is_put_back(tmp_path: Path, several: bool) -> None:
+def test_a_refused_load_restores_all_that_loaders_set(tmp_path: Path, several: bool) -> None:
     def objects(number: int) -> dict[str, Any]:
         totals = Totals()
         totals.total, totals.seen = number, [number]
@@ -442,7 +442,7 @@ def test_everything_that_loaders_set_is_put_back(tmp_path: Path, several: bool) 
     assert isinstance(seen, list)
 
 
-def test_one_list_at_two_paths_gets_one_content(tmp_path: Path) -> None:
+def test_a_list_at_two_paths_is_refused_if_the_stored_lists_differ(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": [1, 2], "b": [3, 4]})
     history: list[int] = []
     with pytest.raises(TreeMismatchError):
@@ -450,7 +450,7 @@ def test_one_list_at_two_paths_gets_one_content(tmp_path: Path) -> None:
     assert history == []
 
 
-def test_a_state_with_a_tensor_of_a_computation(tmp_path: Path) -> None:
+def test_a_state_with_a_tensor_that_requires_gradients(tmp_path: Path) -> None:
     class Doubled(Counted):
         def state_dict(self) -> dict[str, Any]:
             return {"count": self.count, "twice": torch.ones(2, requires_grad=True) * 2}
@@ -461,7 +461,7 @@ def test_a_state_with_a_tensor_of_a_computation(tmp_path: Path) -> None:
     assert target.count == 3
 
 
-def test_another_dtype_of_a_part_of_pytorch_is_a_difference(tmp_path: Path) -> None:
+def test_another_dtype_of_a_module_of_pytorch_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", torch.nn.BatchNorm1d(2).double())
     with pytest.raises(TreeMismatchError, match="cast="):
         ckptcore.load_into(tmp_path / "c", torch.nn.BatchNorm1d(2))

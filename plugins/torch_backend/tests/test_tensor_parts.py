@@ -1,4 +1,7 @@
-"""Tensors that are composed of others, sparse and quantized tensors: saved as their parts, built by the caller's."""
+"""Tensors made of several arrays: subclasses, sparse and quantized tensors. Saves store the parts of each tensor.
+
+Loads build a tensor of the kind that the caller requests.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Options:
 
 
 class Scaled(torch.Tensor):
-    """A tensor of integers and a scale, with a static content of several types, and hardly any operation."""
+    """A tensor subclass of integers and a scale, with options of several types. `detach` is its only operation."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -59,7 +62,7 @@ class Scaled(torch.Tensor):
         return cls(parts["codes"], parts["scale"], context["options"], context["dtype"])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # as in PyTorch's own subclasses
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch's own subclasses do this, too
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
@@ -87,7 +90,7 @@ def nested(seed: int) -> Any:
 
 
 def bits(value: Any) -> Any:
-    """The content of a tensor of any kind, comparable."""
+    """Return the content of a tensor of any kind in a comparable form."""
     if isinstance(value, Scaled):
         return bits(value.codes), bits(value.scale), value.options, value.dtype
     if isinstance(value, TwoTensor):
@@ -137,7 +140,7 @@ def compressed(layout: torch.layout) -> Callable[[int], torch.Tensor]:
         dense = torch.zeros(4, 4)
         dense.view(-1)[[0, 5, 9] if seed == 0 else [15]] = torch.tensor([1.0, 2, 3] if seed == 0 else [4.0])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch says that they are in beta
+            warnings.simplefilter("ignore")  # PyTorch warns that the layouts are in beta
             return dense.to_sparse(layout=layout, blocksize=blocks)
 
     return make
@@ -193,7 +196,7 @@ def test_tensors_of_every_kind_come_back_as_they_were(layout: str, tmp_path: Pat
 
 
 class TestSubclasses(CheckpointableHandlerTests):
-    """Subclasses that are composed of tensors."""
+    """Conformance tests of subclasses that consist of tensors."""
 
     handler = SubclassPartsHandler()
     examples = (
@@ -203,7 +206,7 @@ class TestSubclasses(CheckpointableHandlerTests):
 
 
 class TestSparse(CheckpointableHandlerTests):
-    """Sparse tensors."""
+    """Conformance tests of sparse tensors."""
 
     handler = SparseHandler()
     examples = (
@@ -215,7 +218,7 @@ class TestSparse(CheckpointableHandlerTests):
 
 
 class TestQuantized(CheckpointableHandlerTests):
-    """Quantized tensors."""
+    """Conformance tests of quantized tensors."""
 
     handler = QuantizedHandler()
     examples = (
@@ -256,13 +259,13 @@ def test_other_parts_are_refused_before_anything_changes(
     assert not target["first"].any() and bits(requested) == before
 
 
-def test_the_dtype_that_a_subclass_shows_is_the_callers(tmp_path: Path) -> None:
+def test_loaded_subclasses_keep_the_outer_dtype_of_the_request(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": scaled(0)})
     loaded = ckptcore.load(tmp_path / "c", {"w": scaled(1, dtype=torch.bfloat16)})["w"]
     assert loaded.dtype == torch.bfloat16 and bits(loaded)[:3] == bits(scaled(0))[:3]
 
 
-def test_parts_that_are_not_contiguous_or_are_parameters(tmp_path: Path) -> None:
+def test_targets_may_have_strided_parts_or_be_parameters(tmp_path: Path) -> None:
     value = scaled(0)
     ckptcore.save(tmp_path / "c", {"w": value})
     strided = Scaled(torch.zeros(6, 4, dtype=torch.int8).t(), torch.zeros(1, 4).t(), value.options, torch.float32)
@@ -284,7 +287,7 @@ def test_tied_subclasses_are_stored_once_and_parts_can_be_skipped(tmp_path: Path
     assert chosen["a"] is ... and bits(chosen["b"]) == bits(value)
 
 
-def test_objects_with_a_state_get_their_kind_of_tensor(tmp_path: Path) -> None:
+def test_tensors_of_all_kinds_in_objects_and_checkpointables(tmp_path: Path) -> None:
     class Average:
         def __init__(self, **shadows: Any) -> None:
             self.shadows = shadows
@@ -303,11 +306,13 @@ def test_objects_with_a_state_get_their_kind_of_tensor(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "several", tree)
     template = {"w": [coo(1)]}
     loaded = ckptcore.load_checkpointables(tmp_path / "several", template)
-    assert bits(loaded["w"][0]) == bits(coo(0)) and bits(template["w"][0]) == bits(coo(1)), "as for plain tensors"
+    assert bits(loaded["w"][0]) == bits(coo(0)) and bits(template["w"][0]) == bits(coo(1)), (
+        "the load changed the template"
+    )
 
 
 class Graph(torch.nn.Module):
-    """Has sparse buffers, and a quantized one."""
+    """A module with two sparse buffers and a quantized buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -323,8 +328,8 @@ def test_sparse_buffers_of_a_module_come_back(layout: str, tmp_path: Path) -> No
     module, target = Graph(0), Graph(1)
     ckptcore.save(tmp_path / "c", {"m": module}, layout=layout)
     ckptcore.load_into(tmp_path / "c", {"m": target})
-    for (name, one), (_, other) in zip(module.state_dict().items(), target.state_dict().items(), strict=True):
-        assert bits(one) == bits(other), name
+    for (name, saved), (_, loaded) in zip(module.state_dict().items(), target.state_dict().items(), strict=True):
+        assert bits(saved) == bits(loaded), name
 
 
 @pytest.mark.brings("`Embedding(sparse=True)` with `SparseAdam`", "torch", "same")
@@ -335,14 +340,14 @@ def test_an_embedding_with_sparse_gradients_continues(tmp_path: Path) -> None:
         return model, torch.optim.SparseAdam(model.parameters(), lr=0.1)
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        found = []
+        losses = []
         for number in range(3):
             loss = model(torch.tensor([number, 2, 5])).square().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     model, optimizer = job(0)
     train(model, optimizer)
@@ -356,7 +361,7 @@ def test_an_embedding_with_sparse_gradients_continues(tmp_path: Path) -> None:
     assert train(other, its) == expected
 
 
-def test_a_sparse_tensor_with_invalid_indices_is_refused(tmp_path: Path) -> None:
+def test_invalid_parts_of_a_sparse_tensor_are_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": coo(0)})
     plain: Any = ckptcore.load(tmp_path / "c")
     plain["w"]["indices"] = plain["w"]["indices"] + 100
@@ -373,15 +378,15 @@ def test_a_sparse_tensor_with_invalid_indices_is_refused(tmp_path: Path) -> None
 def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Path) -> None:
     jagged: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * 2], layout=torch.jagged)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that it is a prototype
+        warnings.simplefilter("ignore")  # PyTorch warns that the tensors are a prototype
         padded = torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * 2])
     parts, all_parts = (
         r"save its \.values\(\) and \.offsets\(\), or list\(tensor\.unbind\(\)\)",
         r"save list\(tensor\.unbind",
     )
-    for one, text in ((jagged, parts), (padded, all_parts)):
+    for tensor, text in ((jagged, parts), (padded, all_parts)):
         with pytest.raises(UnsupportedLeafError, match=text):
-            ckptcore.save(tmp_path / "c", {"w": one})
+            ckptcore.save(tmp_path / "c", {"w": tensor})
     state = {
         "values": jagged.values(),
         "offsets": jagged.offsets(),
@@ -399,20 +404,20 @@ def test_tensors_that_are_refused_can_be_saved_as_their_advice_says(tmp_path: Pa
     ("shape", "block", "expected"),
     [
         ((32, 1024), 256, (32, 4)),  # blocks within rows
-        ((64, 16, 3, 3), 48, (64, 3)),  # within the rest of a row
-        ((64, 64), 256, (16,)),  # several rows
+        ((64, 16, 3, 3), 48, (64, 3)),  # blocks within the flattened rest of a row
+        ((64, 64), 256, (16,)),  # blocks of several rows
         ((512,), 256, (2,)),
         ((2, 8, 4), 4, (2, 8, 1)),
-        ((3, 64), 128, None),  # a part of a row
+        ((3, 64), 128, None),  # blocks that end within a row
         ((513,), 256, None),
     ],
 )
-def test_flat_parts_have_a_shape_that_shards_divide(shape: Any, block: int, expected: Any) -> None:
+def test_flat_parts_get_a_shape_that_shards_can_divide(shape: Any, block: int, expected: Any) -> None:
     assert flat_shape(shape, block) == expected
 
 
 def on_meta(value: Any) -> Any:
-    """Return a tensor like this one without elements."""
+    """Return the same kind of tensor on the meta device."""
     if isinstance(value, Scaled):
         return Scaled(value.codes.to("meta"), value.scale.to("meta"), value.options, value.dtype)
     if isinstance(value, TwoTensor):
@@ -430,7 +435,7 @@ META = [
 
 @pytest.mark.parametrize(("name", "make"), META, ids=[name for name, _ in META])
 def test_a_tensor_on_meta_is_replaced_in_its_container(tmp_path: Path, name: str, make: Callable[[], Any]) -> None:
-    """It has no memory to fill. A load into it that changes nothing would be none."""
+    """A tensor on meta has no memory to fill, so the load puts a new tensor into the container."""
     del name
     saved, plain = make(), torch.arange(3.0)
     ckptcore.save(tmp_path / "c", {"w": saved, "inner": [saved], "plain": plain})
@@ -446,7 +451,7 @@ def test_a_tensor_on_meta_is_replaced_in_its_container(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(("name", "make"), META, ids=[name for name, _ in META])
-def test_a_tensor_on_meta_that_nothing_contains(tmp_path: Path, name: str, make: Callable[[], Any]) -> None:
+def test_a_tensor_on_meta_without_a_container_is_refused(tmp_path: Path, name: str, make: Callable[[], Any]) -> None:
     del name
     saved = make()
     ckptcore.save(tmp_path / "c", saved)
@@ -457,7 +462,7 @@ def test_a_tensor_on_meta_that_nothing_contains(tmp_path: Path, name: str, make:
     assert bits(ckptcore.load(tmp_path / "c", on_meta(saved))) == bits(saved)
 
 
-def test_a_missing_tensor_on_meta_stays(tmp_path: Path) -> None:
+def test_a_tensor_on_meta_that_is_not_stored_is_kept(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"plain": torch.arange(3.0)})
     meta = on_meta(torch.eye(3).to_sparse())
     into = {"w": meta, "plain": torch.zeros(3)}

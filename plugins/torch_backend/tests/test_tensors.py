@@ -1,4 +1,4 @@
-"""Tensors of every dtype, stride and kind convert to NumPy and back, bit for bit."""
+"""Conversions of tensors of every dtype, stride and kind to NumPy and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import ckptcore
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
 
-# Warnings of PyTorch about some kinds of tensors.
+# PyTorch warns about these kinds of tensors.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
@@ -33,12 +33,12 @@ pytestmark = [
 ]
 
 DTYPES = [
-    found
+    member
     for name in sorted(dir(torch))
-    if isinstance(found := getattr(torch, name), torch.dtype)
-    and name == str(found).removeprefix("torch.")
+    if isinstance(member := getattr(torch, name), torch.dtype)
+    and name == str(member).removeprefix("torch.")
     and not name.startswith(("q", "bits"))
-    and ("complex32" not in name or hasattr(ml_dtypes, name))  # not with an older one
+    and ("complex32" not in name or hasattr(ml_dtypes, name))  # older versions of ml_dtypes lack it
 ]
 FLOAT4: Any = getattr(torch, "float4_e2m1fn_x2", None)
 """None before PyTorch 2.8."""
@@ -49,7 +49,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers, without the handler."""
+    """Return an integer view of the memory, without the handler."""
     tensor = tensor.detach()
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor).view(torch.int64)
@@ -76,7 +76,7 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def tensor_of(array: HostArray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with memory of its own and the bits of an array, without the handler."""
+    """Return a tensor in new memory with the bits of an array, without the handler."""
     if dtype is torch.complex128:
         return torch.from_numpy(array.copy())
     integers = array.view(np.dtype(f"i{dtype.itemsize}") if dtype.itemsize > 1 else np.uint8)
@@ -84,12 +84,12 @@ def tensor_of(array: HostArray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pattern(dtype: torch.dtype, shape: tuple[int, ...]) -> HostArray:
-    """Return elements with many bit patterns, as bytes for a dtype that NumPy lacks."""
+    """Return elements with many bit patterns, as bytes if NumPy lacks the dtype."""
     return bit_patterns(ArraySpec(shape, encoding_of(dtype).name))
 
 
 def example(name: str, make: Callable[[], torch.Tensor], *, mutable: bool = True) -> LeafExample:
-    """An example whose abstract leaf is a meta tensor."""
+    """Return an example whose abstract leaf is a meta tensor."""
     return LeafExample(
         name,
         make,
@@ -154,7 +154,7 @@ def _sparse(layout: torch.layout) -> torch.Tensor:
 
 
 class TestTensorsConform(LeafHandlerTests):
-    """Conformance tests over every dtype, shape and stride."""
+    """Conformance tests of every dtype, shape and stride."""
 
     handler = TensorHandler()
     examples = (*_dtype_examples(), *_shape_examples(), *STRIDED)
@@ -169,13 +169,13 @@ class TestTensorsConform(LeafHandlerTests):
 
 
 class Tagged(torch.Tensor):
-    """A subclass over plain memory, with an attribute."""
+    """A tensor subclass in plain memory, with an attribute."""
 
     tag: str
 
 
 class Watched(torch.Tensor):
-    """A subclass that records operations."""
+    """A tensor subclass that raises an error on every operation."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,7 +189,7 @@ def _tagged() -> torch.Tensor:
 
 
 class TestSubclassesConform(LeafHandlerTests):
-    """Conformance tests over subclasses."""
+    """Conformance tests of subclasses."""
 
     handler = SubclassHandler()
     examples = (
@@ -233,7 +233,7 @@ def address_of(array: HostArray) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
-def test_a_view_copies_nothing(dtype: torch.dtype, transposed: bool) -> None:
+def test_a_host_view_shares_the_memory_of_the_tensor(dtype: torch.dtype, transposed: bool) -> None:
     leaf = tensor_of(pattern(dtype, (3, 4)), dtype)
     leaf = leaf.t() if transposed else leaf
     array = view_of(leaf)
@@ -241,7 +241,7 @@ def test_a_view_copies_nothing(dtype: torch.dtype, transposed: bool) -> None:
     assert array.strides == tuple(stride * dtype.itemsize for stride in leaf.stride())
 
 
-def test_a_conjugated_tensor_is_left_as_it_is() -> None:
+def test_a_host_view_leaves_a_conjugated_tensor_unchanged() -> None:
     leaf = _complex().conj()
     view_of(leaf)
     assert leaf.is_conj()
@@ -293,7 +293,7 @@ def test_load_into_a_tensor_with_freed_storage_is_refused(tmp_path: Path) -> Non
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that raises an error on every access."""
+    """A wrapper subclass that raises an error on every operation."""
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...]) -> Self:
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "zeros": (lambda: torch._efficientzerotensor((3,)), "the storage of this tensor was freed"),
 }
 ABSTRACT = ("fake", "meta", "zeros")
-"""Tensors that describe a load."""
+"""Kinds of `REFUSED` that loads accept as abstract tensors."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -358,7 +358,7 @@ def test_a_functorch_wrapper_is_refused() -> None:
 
 def test_a_quantized_tensor_is_refused_with_advice() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # once in a process, PyTorch says that it deprecates making them
+        warnings.simplefilter("ignore")  # PyTorch warns once in a process that these tensors are deprecated
         leaf = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     with pytest.raises(UnsupportedLeafError, match=r"scale.*int_repr"):
         PLAIN.describe(leaf)
@@ -373,12 +373,12 @@ def test_a_wrapper_of_tensors_is_refused_by_name() -> None:
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise NotImplementedError
 
-    made = torch.Tensor._make_wrapper_subclass(Pair, (2, 2))  # type: ignore[attr-defined]  # how wrappers are made
+    made = torch.Tensor._make_wrapper_subclass(Pair, (2, 2))  # type: ignore[attr-defined]  # PyTorch creates wrappers in this way
     with pytest.raises(UnsupportedLeafError, match=r"Pair is composed of other tensors.*__tensor_flatten__"):
         SUBCLASSES.describe(made)
 
 
-def test_methods_of_a_subclass_are_not_called_for_its_memory() -> None:
+def test_the_handler_calls_no_methods_of_a_subclass() -> None:
     leaf = torch.arange(6.0).as_subclass(Watched)
     record = SUBCLASSES.describe(leaf)
     assert isinstance(record, ArrayRecord)
@@ -393,7 +393,7 @@ def test_methods_of_a_subclass_are_not_called_for_its_memory() -> None:
 # --- ties
 
 
-def test_identity_tells_views_of_the_same_elements() -> None:
+def test_views_of_the_same_elements_have_the_same_identity() -> None:
     base = torch.arange(12.0)
     same = [base, base.detach(), base.view(12), torch.nn.Parameter(base)]
     assert len({PLAIN.identity(leaf) for leaf in same}) == 1
@@ -404,7 +404,7 @@ def test_identity_tells_views_of_the_same_elements() -> None:
     assert len({PLAIN.identity(leaf) for leaf in different}) == len(different)
 
 
-def test_identity_knows_no_ties_without_elements() -> None:
+def test_tensors_without_elements_have_no_identity() -> None:
     base = torch.ones(4)
     for leaf in (base[:0], base[4:], torch.empty(0), torch.empty(0, 3, device="meta")):
         assert PLAIN.identity(leaf) is None
@@ -417,7 +417,7 @@ def test_identity_of_meta_tensors_survives_a_state_dict() -> None:
     assert PLAIN.identity(tied) != PLAIN.identity(other)
 
 
-def test_same_memory() -> None:
+def test_same_memory_compares_addresses_and_dtypes() -> None:
     base = torch.arange(4.0)
     assert same_memory(base, base.detach())
     assert same_memory(torch.empty(0), torch.empty(0))
@@ -443,11 +443,11 @@ def test_build_uses_the_memory_of_the_array(dtype: torch.dtype) -> None:
     kept = weakref.ref(array)
     del array
     gc.collect()
-    assert kept() is not None, "the tensor keeps its memory"
-    assert_same_bits(elements_of(built), expected, "after the array was let go")
+    assert kept() is not None, "the tensor does not keep its memory alive"
+    assert_same_bits(elements_of(built), expected, "after the last reference to the array was deleted")
 
 
-def test_build_never_lends_memory_that_is_not_writable() -> None:
+def test_build_copies_arrays_that_are_not_writable() -> None:
     array = np.arange(4, dtype=np.float32)
     array.flags.writeable = False
     abstract = torch.empty(4)
@@ -523,7 +523,7 @@ def test_build_casts_to_the_requested_dtype(stored: str, asked: torch.dtype) -> 
         ("uint8", "torch.int4", torch.uint4, "cannot be cast"),
     ],
 )
-def test_a_cast_that_would_lose_the_meaning_is_refused(stored: str, kind: str, asked: torch.dtype, reason: str) -> None:
+def test_casts_without_a_meaning_are_refused(stored: str, kind: str, asked: torch.dtype, reason: str) -> None:
     if stored == "complex32" and not hasattr(ml_dtypes, stored):
         pytest.skip("an older ml_dtypes")
     array = np.zeros(4, ArraySpec((4,), stored).numpy_dtype)
@@ -546,7 +546,7 @@ def test_a_cast_that_would_lose_the_meaning_is_refused(stored: str, kind: str, a
         ("int4", "array", torch.int4),
     ],
 )
-def test_raw_bytes_are_handed_on(stored: str, kind: str, asked: torch.dtype) -> None:
+def test_raw_bytes_load_without_a_cast(stored: str, kind: str, asked: torch.dtype) -> None:
     array = np.arange(4, dtype=np.uint8).view(ArraySpec((4,), stored).numpy_dtype)
     built = PLAIN.build(torch.empty(4, dtype=asked), ArrayRecord(ArraySpec((4,), stored), kind), boxed(array))
     assert isinstance(built, torch.Tensor)
@@ -598,7 +598,7 @@ def test_fill_supports_inference_tensors() -> None:
         assert target.tolist() == [[1] * 3] * 2
 
 
-def test_fill_resolves_into_conjugated_views() -> None:
+def test_fill_conjugates_elements_for_conjugated_views() -> None:
     base = torch.zeros(2, dtype=torch.complex64)
     target = base.conj()
     assert PLAIN.destination(target, record_of(target), Box.whole((2,))) is None
@@ -618,7 +618,7 @@ def test_fill_cannot_change_tensors_without_elements() -> None:
     assert SUBCLASSES.fill(fake, record_of(meta), boxed(array)) is False
 
 
-def test_a_tensor_of_another_shape_is_no_destination() -> None:
+def test_a_tensor_of_another_shape_is_not_a_destination() -> None:
     target = torch.zeros(3)
     other = ArrayRecord(ArraySpec((4,), "float32"))
     assert PLAIN.destination(target, other, Box.whole((4,))) is None
@@ -627,14 +627,14 @@ def test_a_tensor_of_another_shape_is_no_destination() -> None:
 # --- which handler
 
 
-def test_every_tensor_has_a_handler() -> None:
+def test_handlers_of_tensor_types() -> None:
     assert leaf_handler_of_type(torch.Tensor) is leaf_handler_of_type(torch.nn.Parameter)
     assert isinstance(leaf_handler_of_type(torch.Tensor), TensorHandler)
     assert isinstance(leaf_handler_of_type(Tagged), SubclassHandler)
     assert leaf_handler_of_type(np.ndarray) is None
 
 
-def test_a_fake_tensor_is_an_abstract_leaf_only() -> None:
+def test_a_fake_tensor_is_only_an_abstract_leaf() -> None:
     with FakeTensorMode():
         fake = torch.empty(2, 3, dtype=torch.float8_e5m2)
     assert SUBCLASSES.describe(fake) == ArrayRecord(ArraySpec((2, 3), "float8_e5m2"), notes=FRAMEWORK)

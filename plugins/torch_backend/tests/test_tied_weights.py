@@ -1,4 +1,4 @@
-"""Tied weights, of which files of safetensors have one name: `save_pretrained` of transformers drops the others."""
+"""Loads of files that contain tied weights under only one name, like those of `save_pretrained` of transformers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ EMBEDDING, HEAD = "model.embed.weight", "head.weight"
 
 
 class LanguageModel(nn.Module):
-    """A language model whose head is its embedding, or a matrix of its own."""
+    """A language model whose head and embedding share their weight, or have separate weights."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
         self.model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "layer": nn.Linear(3, 3)})
         self.head = nn.Linear(3, 5, bias=False)
         if tied:
-            self.head.weight = self.model["embed"].weight  # type: ignore[assignment]  # a Parameter of a Module
+            self.head.weight = self.model["embed"].weight  # type: ignore[assignment]  # a Parameter
 
 
 def save_pretrained(model: nn.Module, directory: Path, *, without: str = HEAD) -> Path:
-    """Write what transformers writes: one name of each tied weight."""
+    """Write a file as transformers does, with one name of each tied weight."""
     directory.mkdir()
     state = {name: held.contiguous() for name, held in model.state_dict().items() if name != without}
     save_file(state, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+def same(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
 @pytest.mark.parametrize("without", [HEAD, EMBEDDING])
-def test_either_name_loads(tmp_path: Path, without: str) -> None:
+def test_files_with_either_name_load(tmp_path: Path, without: str) -> None:
     saved, target = LanguageModel(), LanguageModel()
     directory = save_pretrained(saved, tmp_path / "hf", without=without)
     for location in (directory, directory / "model.safetensors"):
@@ -58,16 +58,18 @@ def test_either_name_loads(tmp_path: Path, without: str) -> None:
 
 
 @pytest.mark.parametrize("without", [HEAD, EMBEDDING])
-def test_a_state_dict_is_filled(tmp_path: Path, without: str) -> None:
+def test_files_with_either_name_load_into_a_state_dict(tmp_path: Path, without: str) -> None:
     saved, target = LanguageModel(), LanguageModel()
     ckptcore.load_into(save_pretrained(saved, tmp_path / "hf", without=without), dict(target.state_dict()))
     assert same(target, saved)
-    with pytest.raises(TreeMismatchError, match="missing"):  # they are not tied, and have no memory
+    with pytest.raises(
+        TreeMismatchError, match="missing"
+    ):  # tensors on the meta device have no memory that could be tied
         ckptcore.load_into(tmp_path / "hf", dict(LanguageModel(tied=False).to("meta").state_dict()))
 
 
-def test_a_model_that_does_not_tie_them_is_refused(tmp_path: Path) -> None:
-    """Its head would stay random. It starts again only if the caller says so."""
+def test_a_model_with_separate_weights_is_refused(tmp_path: Path) -> None:
+    """The weight that is not stored would stay random. The load allows this only with missing="keep"."""
     target = LanguageModel(tied=False)
     head, embedding = target.head.weight.clone(), target.get_parameter(EMBEDDING).clone()
     for without, lacking in ((HEAD, HEAD), (EMBEDDING, EMBEDDING)):
@@ -84,7 +86,7 @@ def test_a_model_that_does_not_tie_them_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["ckptcore", "save_model"])
-def test_files_that_say_what_is_tied_load_into_both_models(tmp_path: Path, form: str) -> None:
+def test_files_that_record_ties_load_into_both_models(tmp_path: Path, form: str) -> None:
     saved: Any = LanguageModel()
     if form == "ckptcore":
         ckptcore.save(tmp_path / "c", saved)
@@ -97,7 +99,7 @@ def test_files_that_say_what_is_tied_load_into_both_models(tmp_path: Path, form:
         assert (target.head.weight is target.get_parameter(EMBEDDING)) == tied
 
 
-def test_two_weights_do_not_fit_into_one(tmp_path: Path) -> None:
+def test_two_stored_weights_are_refused_for_tied_weights(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", LanguageModel(tied=False))
     with pytest.raises(TreeMismatchError, match="one array in the target, but separate"):
         ckptcore.load_into(tmp_path / "c", LanguageModel())

@@ -1,16 +1,12 @@
-"""Jobs of processes that save a tree like TorchTitan's.
-
-Jobs of another size resume with the same losses.
-"""
+"""Jobs that save a tree of objects as TorchTitan does. Jobs of another size resume with the same losses."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from plugins.torch_backend.tests.conftest import Torchrun
 
 pytestmark = pytest.mark.system
 
@@ -18,15 +14,6 @@ PROGRAM = Path(__file__).with_name("titan_job.py")
 
 
 @pytest.mark.slow
-def test_another_world_size_resumes(tmp_path: Path) -> None:
-    for task, size in (("save", 4), ("load", 2)):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        done = subprocess.run(
-            [*command, str(PROGRAM), task, str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+def test_a_job_of_another_size_resumes(torchrun: Torchrun, tmp_path: Path) -> None:
+    torchrun(4, PROGRAM, "save", tmp_path)
+    torchrun(2, PROGRAM, "load", tmp_path)

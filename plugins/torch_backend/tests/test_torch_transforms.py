@@ -1,4 +1,4 @@
-"""Results of transforms load as tensors and shards of DTensors, and only the required parts are read."""
+"""Transformed arrays load as tensors and as shards of DTensors. Loads read only the required parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANK, RANKS = 2, 4
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A process group in which only this process exists."""
+    """A mesh of four ranks in which only this process exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     try:
         yield init_device_mesh("cpu", (RANKS,))
@@ -63,7 +63,7 @@ def test_module_is_filled_from_other_stored_names(tmp_path: Path) -> None:
 
 
 class _Alone:
-    """A coordinator of one process, for a simulated job."""
+    """A coordinator of one process, because the other ranks do not exist."""
 
     rank, size = 0, 1
 

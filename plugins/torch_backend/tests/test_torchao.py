@@ -1,4 +1,4 @@
-"""torchao: its optimizers and quantised models continue as they were, also in new objects that have no state yet."""
+"""Optimizers and quantised models of torchao resume exactly, even in new objects that have no state yet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = ("zarr3", "ocdbt", "dcp", "safetensors")
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizers compile their step, which takes a minute; they compute the same without it."""
+    """Replace torch.compile, which takes a minute. The optimizers of torchao compute the same results without it."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **options: function)
 
 
@@ -45,15 +45,15 @@ def job(optimizer: Any, seed: int, dtype: torch.dtype = torch.float32, **options
 
 def train(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    losses = []
     for _ in range(2):
         inputs = torch.randn(4, 64, generator=generator).to(model[0].weight.dtype)
         loss = model(inputs).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 QUICK = (
@@ -62,7 +62,7 @@ QUICK = (
     ("AdamFp8", torch.float32),
     ("AdamW8bit", torch.bfloat16),
 )
-"""One of each kind of state, and one whose parameters have another dtype. The others are slow."""
+"""Cases that are not marked as slow: one of each kind of state, and one with parameters of another dtype."""
 
 CASES = [
     pytest.param(name, dtype, marks=[] if (name, dtype) in QUICK else [pytest.mark.slow], id=f"{name}-{dtype}")
@@ -129,10 +129,10 @@ def test_another_optimizer_is_refused_before_anything_changes(
 
 
 def test_an_optimizer_of_unknown_tensors_loads_after_a_step(tmp_path: Path) -> None:
-    """As the error says: one step makes the tensors, and the load replaces what it changed."""
+    """The error gives this remedy: one step creates the tensors, and the load replaces all values that it changed."""
 
     class Own(torch.optim.Optimizer):
-        """Keeps its moments in 8 bits."""
+        """An optimizer that stores its moments in 8 bits."""
 
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, {"lr": lr})
@@ -184,8 +184,8 @@ def test_a_quantised_model_gets_its_weights(name: str, layout: str, tmp_path: Pa
     again = make(2)
     again.load_state_dict(ckptcore.load(tmp_path / "c", make(3)))
     names, _ = model[0].weight.__tensor_flatten__()
-    for one in (target, again):
-        for layer, original in zip(one, model, strict=True):
+    for loaded in (target, again):
+        for layer, original in zip(loaded, model, strict=True):
             for part in names:
                 held, expected = getattr(layer.weight, part), getattr(original.weight, part)
                 assert torch.equal(held.view(torch.uint8), expected.view(torch.uint8)), part

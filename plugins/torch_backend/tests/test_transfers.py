@@ -1,4 +1,4 @@
-"""Copies from a simulated device, whose copies run only when a thread waits for them."""
+"""Copies from a simulated device, which runs copies only when a thread waits for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = 64
 
 
 class LateDevice:
-    """A `SideStream` whose copies run only when a later event is waited for, as late as a device might."""
+    """A `SideStream` that runs copies as late as a device may: when a thread waits for a later event."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
@@ -61,7 +61,7 @@ class LateDevice:
 
 
 class _LateBuffer(torch.Tensor):
-    """Staging memory that delays asynchronous copies."""
+    """Staging memory that queues asynchronous copies."""
 
     device_of: LateDevice
 
@@ -77,9 +77,9 @@ class _LateBuffer(torch.Tensor):
         return part
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        assert non_blocking, "a staging buffer is copied to without waiting"
+        assert non_blocking, "copies to a staging buffer must be asynchronous"
         device = self.device_of
-        assert device.inside, "copies belong in the lane"
+        assert device.inside, "copies must run in the side stream"
         if device.broken is not None:
             raise device.broken
         target = self.as_subclass(torch.Tensor)
@@ -124,7 +124,7 @@ def test_a_copy_of_any_size_arrives_whole(count: int, buffers: int) -> None:
     assert copy.result() is target
     assert target.tolist() == source.tolist()
     assert device.buffers <= buffers
-    assert device.log.count("wait for the caller") == 1, "each copy is ordered after the caller's work, once"
+    assert device.log.count("wait for the caller") == 1, "each copy waits once for the work of the caller"
 
 
 def test_submitting_starts_and_does_not_wait() -> None:
@@ -132,7 +132,7 @@ def test_submitting_starts_and_does_not_wait() -> None:
     transfers = _transfers(device)
     copies = [transfers.submit(_source(SIZE, seed), _target(SIZE), transfers.now()) for seed in range(5)]
     assert "synchronize" not in device.log
-    assert device.log.count(f"copy {SIZE}") == 2, "as many as there are buffers have begun"
+    assert device.log.count(f"copy {SIZE}") == 2, "each of the 2 buffers has one running copy"
     for seed, copy in enumerate(copies):
         assert copy.result().tolist() == _source(SIZE, seed).tolist()
 
@@ -147,14 +147,14 @@ def test_small_copies_share_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_copies_are_awaited_in_any_order(order: int) -> None:
+def test_threads_may_wait_for_copies_in_any_order(order: int) -> None:
     device = LateDevice()
     transfers = _transfers(device)
     sizes = [1, 200, 3, SIZE, 5, 999, 0 + 7]
     copies = [transfers.submit(_source(size, size), _target(size), transfers.now()) for size in sizes]
     for size, copy in list(zip(sizes, copies, strict=True))[::order]:
         assert copy.result().tolist() == _source(size, size).tolist()
-        assert copy.result().tolist() == _source(size, size).tolist(), "a result can be asked for again"
+        assert copy.result().tolist() == _source(size, size).tolist(), "the second result differs"
 
 
 def test_buffers_are_used_again_by_the_next_save() -> None:
@@ -195,7 +195,7 @@ def test_source_tensor_is_referenced_until_its_copy_is_done() -> None:
     assert gone() is None
 
 
-def test_copy_without_references_is_dropped() -> None:
+def test_a_copy_that_nobody_waits_for_is_dropped() -> None:
     device = LateDevice()
     transfers = _transfers(device, 1)
     first = transfers.submit(_source(SIZE), _target(SIZE), transfers.now())
@@ -224,7 +224,7 @@ def test_device_error_reaches_only_the_threads_that_wait_for_the_copy() -> None:
     assert transfers.submit(_source(8), _target(8), transfers.now()).result().tolist() == _source(8).tolist()
 
 
-def test_many_threads_wait_at_once() -> None:
+def test_several_threads_wait_at_once() -> None:
     transfers = _transfers(LateDevice(), 2)
     sizes = [seed * 7 % 150 + 1 for seed in range(60)]
     copies = [transfers.submit(_source(size, size), _target(size), transfers.now()) for size in sizes]
@@ -253,7 +253,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
-def test_cuda_tensors_arrive_and_later_changes_do_not(dtype: torch.dtype) -> None:
+def test_copies_of_cuda_tensors_exclude_later_changes(dtype: torch.dtype) -> None:
     handler = TensorHandler()
     on_host = torch.arange(3_000_000).remainder(7).to(torch.float32).to(dtype).reshape(1500, 2000)
     expected = handler.view_on_host(on_host.t(), [Box.whole((2000, 1500))])[0].result().tobytes()
@@ -276,7 +276,7 @@ def test_cuda_tensors_are_built_and_filled() -> None:
     record = handler.describe(target)
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     box = Box.whole((2, 3))
-    assert handler.destination(target, record, box) is None  # type: ignore[arg-type]  # an array, by its leaf
+    assert handler.destination(target, record, box) is None  # type: ignore[arg-type]  # the leaf has an ArrayRecord
     assert handler.fill(target, record, [(box, array)]) is True
     assert target.tolist() == array.tolist()
     built = handler.build(target, record, [(box, array)])

@@ -1,4 +1,4 @@
-"""A job with a tree like TorchTitan's: every entry is an object with `state_dict` and `load_state_dict`.
+"""A job that saves a tree as TorchTitan does: every entry is an object with `state_dict` and `load_state_dict`.
 
 ``torchrun --nproc-per-node N titan_job.py TASK DIRECTORY``: TASK is ``save`` or ``load``.
 """
@@ -32,7 +32,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def meet(place: int) -> None:
-    """Check with a collective that every rank is in the same method of the same object."""
+    """Assert with a collective that all ranks are in the same method of the same object."""
     places: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(places, place)
     assert set(places) == {place}, f"the ranks are in different methods: {places}"
@@ -52,20 +52,20 @@ class ModelWrapper(Stateful):
 
 
 class OptimizersContainer(torch.optim.Optimizer, Stateful):
-    """An optimizer that contains other optimizers, whose states it saves by names of parameters."""
+    """An optimizer that contains other optimizers. It saves their states by names of parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in model.children()]
         super().__init__(list(model.parameters()), {"lr": 0.1})
 
-    def step(self) -> None:  # type: ignore[override]  # as there
+    def step(self) -> None:  # type: ignore[override]  # TorchTitan does this
         for optimizer in self.optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         meet(3)
-        parts = [get_optimizer_state_dict(self.model, one, options=FLAT) for one in self.optimizers]
+        parts = [get_optimizer_state_dict(self.model, inner, options=FLAT) for inner in self.optimizers]
         return {name: value for part in parts for name, value in part.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
 
 class SchedulersContainer(Stateful):
     def __init__(self, optimizers: OptimizersContainer) -> None:
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in optimizers.optimizers]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5) for inner in optimizers.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedulers[0].state_dict()
@@ -116,7 +116,7 @@ class TrainState(Stateful):
 
 
 def tree(seed: int) -> dict[str, Any]:
-    """Return a tree like TorchTitan's, with another order of keys on every second rank."""
+    """Return a tree of objects. Every second rank has another order of keys."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 10), torch.nn.Linear(10, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -132,7 +132,7 @@ def tree(seed: int) -> dict[str, Any]:
 
 
 def train(made: dict[str, Any]) -> None:
-    """Return the same batch on every rank, so that the loss does not depend on their number."""
+    """Run a training step. All ranks use the same batch, so that the loss does not depend on their number."""
     made["dataloader"].place += 10 + dist.get_rank()
     batch = torch.arange(8.0).reshape(2, 4)
     loss = made["model"].model(batch).square().mean()
@@ -144,7 +144,7 @@ def train(made: dict[str, Any]) -> None:
         scheduler.step()
     made["train_state"].step += 1
     made["train_state"].losses.append(loss.item())
-    made["train_state"].seconds = 0.25 * (1 + dist.get_rank())  # differs by rank
+    made["train_state"].seconds = 0.25 * (1 + dist.get_rank())  # differs between ranks
 
 
 def save(directory: Path, layout: str) -> None:
@@ -164,10 +164,10 @@ def save(directory: Path, layout: str) -> None:
 def load(directory: Path, layout: str) -> None:
     made = tree(1)
     if layout == "dcp":
-        train(made)  # one that was used
+        train(made)  # load into used objects
     ckptcore.load_into(directory / layout, made)
     if dist.get_rank() == 0:
-        shutil.rmtree(directory / layout)  # all have loaded
+        shutil.rmtree(directory / layout)  # the load ended on all ranks
     state = made["train_state"]
     assert (state.step, state.seconds, made["lr_scheduler"].schedulers[0].last_epoch) == (STEPS, 0.25, STEPS)
     assert made["dataloader"].place == STEPS * (10 + dist.get_rank())

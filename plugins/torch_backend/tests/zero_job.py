@@ -1,4 +1,7 @@
-"""A job that saves or resumes a ZeroRedundancyOptimizer: `zero_job.py save|load DIRECTORY LAYOUT`."""
+"""A job that saves or resumes a ZeroRedundancyOptimizer: ``zero_job.py TASK DIRECTORY LAYOUT``.
+
+TASK is ``save``, ``load`` or ``load stepped``. The last loads into objects that have made a step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random derived arrays, with NumPy's results and the stored elements that they need."""
+"""Random derived arrays, each with NumPy's result and the stored elements that it needs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Chain:
 
     Attributes:
         derivation: the derivation.
-        expected: the whole array, by NumPy.
-        origins: by element, numbers of the stored elements that it depends on, along the last axis;
-            -1 for none.
+        expected: the whole array, computed by NumPy.
+        origins: for each element, the numbers of the stored elements that it depends on, along the last axis.
+            Unused places are -1.
     """
 
     derivation: DerivedArray
@@ -49,7 +49,7 @@ class Chain:
 
 @st.composite
 def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain:
-    """Arrays of a checkpoint, split and joined in a few steps."""
+    """Generate an array that is split and joined in a few steps from arrays of a checkpoint."""
     firsts = np.cumsum([0, *[array.size for array in stored]])
     pool = [
         Chain(
@@ -69,23 +69,23 @@ def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain
 @st.composite
 def _step(draw: st.DrawFn, chain: Chain) -> Chain:
     """Apply one more step."""
-    one, array, origins = chain.derivation, chain.expected, chain.origins
+    derivation, array, origins = chain.derivation, chain.expected, chain.origins
     step = draw(st.sampled_from(["cut", "reshape", "permute", "pad", "stack", "concatenate", "cast", "average"]))
     axes = array.ndim
     if step == "cut":
         box = draw(boxes(array.shape))
-        return Chain(cut(one, box), array[box.slices], origins[box.slices])
+        return Chain(cut(derivation, box), array[box.slices], origins[box.slices])
     if step == "reshape":
         shape = draw(_shape_of(array.size))
-        return Chain(reshape(one, shape), array.reshape(shape), origins.reshape((*shape, origins.shape[-1])))
+        return Chain(reshape(derivation, shape), array.reshape(shape), origins.reshape((*shape, origins.shape[-1])))
     if step == "permute":
         order = draw(st.permutations(range(axes)))
-        return Chain(permute(one, order), array.transpose(order), origins.transpose((*order, axes)))
+        return Chain(permute(derivation, order), array.transpose(order), origins.transpose((*order, axes)))
     if step == "pad" and axes and array.size < 500:
         before, after = (draw(st.lists(st.integers(0, 2), min_size=axes, max_size=axes)) for _ in range(2))
         widths = list(zip(before, after, strict=True))
         padded = np.pad(array, widths, constant_values=array.dtype.type(1))
-        return Chain(pad(one, before, after, 1), padded, np.pad(origins, [*widths, (0, 0)], constant_values=-1))
+        return Chain(pad(derivation, before, after, 1), padded, np.pad(origins, [*widths, (0, 0)], constant_values=-1))
     if step in ("stack", "concatenate") and axes and array.size < 300:
         axis = draw(st.integers(0, axes - 1))
         box = draw(boxes(array.shape)) if step == "concatenate" else Box.whole(array.shape)
@@ -95,30 +95,32 @@ def _step(draw: st.DrawFn, chain: Chain) -> Chain:
         put = stack if step == "stack" else concatenate
         by_numpy = np.stack if step == "stack" else np.concatenate
         several = draw(
-            st.permutations([(one, array, origins), (cut(one, band), array[band.slices], origins[band.slices])])
+            st.permutations(
+                [(derivation, array, origins), (cut(derivation, band), array[band.slices], origins[band.slices])]
+            )
         )
         return Chain(
-            put([found[0] for found in several], axis),
-            by_numpy([found[1] for found in several], axis),
-            by_numpy([found[2] for found in several], axis),
+            put([parts[0] for parts in several], axis),
+            by_numpy([parts[1] for parts in several], axis),
+            by_numpy([parts[2] for parts in several], axis),
         )
     if step == "cast":
         dtype = draw(st.sampled_from(CASTS))
-        made = cast(one, dtype)
+        made = cast(derivation, dtype)
         with np.errstate(all="ignore"):
             return Chain(made, array.astype(made.spec.numpy_dtype), origins)
     if step == "average" and axes and array.dtype == np.float32:
         back = tuple(reversed(range(axes)))
         if array.shape == array.T.shape:
-            both = weighted_sum([one, permute(one, back)], [0.5, 2.0])
-            found = array * np.float32(0.5) + array.T * np.float32(2.0)
-            return Chain(both, found, np.concatenate([origins, origins.transpose((*back, axes))], -1))
+            both = weighted_sum([derivation, permute(derivation, back)], [0.5, 2.0])
+            expected = array * np.float32(0.5) + array.T * np.float32(2.0)
+            return Chain(both, expected, np.concatenate([origins, origins.transpose((*back, axes))], -1))
     return chain
 
 
 @st.composite
 def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
-    """A shape of that many elements."""
+    """Generate a shape with this number of elements."""
     shape: list[int] = []
     left = size
     while left > 1 and len(shape) < 4:
@@ -129,14 +131,14 @@ def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @dataclass
 class Counted:
-    """A layout whose reads are counted."""
+    """A layout that counts the elements that are read."""
 
-    opened: Checkpoint
+    checkpoint: Checkpoint
     plans: list[Sequence[ReadItem]] = field(default_factory=list)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the index of the layout, watched."""
-        return WatchedIndex(self.opened.layout.index(tree, state), self._read)
+        """Return the index of the layout, with counted reads."""
+        return WatchedIndex(self.checkpoint.layout.index(tree, state), self._read)
 
     def _read(
         self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore
@@ -145,7 +147,7 @@ class Counted:
         return store.read_boxes(index, items, buffers)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.opened.layout, name)
+        return getattr(self.checkpoint.layout, name)
 
     @property
     def elements(self) -> int:
@@ -155,8 +157,8 @@ class Counted:
 
 def open_counted(location: str) -> tuple[Checkpoint, Counted]:
     """Open a checkpoint whose reads are counted."""
-    opened = open_checkpoint(location, Context())
-    counted = Counted(opened)
-    # other attributes are the layout's
-    stored = StoredFormat(counted, opened.state)  # type: ignore[arg-type]
-    return dataclasses.replace(opened, stored=stored), counted
+    checkpoint = open_checkpoint(location, Context())
+    counted = Counted(checkpoint)
+    # `Counted` takes all other attributes from the layout
+    stored = StoredFormat(counted, checkpoint.state)  # type: ignore[arg-type]
+    return dataclasses.replace(checkpoint, stored=stored), counted

@@ -1,4 +1,4 @@
-"""Random chains of transforms of a random tree, with NumPy's results and the stored elements that they need."""
+"""Random chains of transforms of a random tree, with NumPy's results and the stored elements that each needs."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ OTHER, ADAPTER = "memory://transforms/chains-other", "memory://transforms/chains
 
 @dataclass(frozen=True)
 class Part:
-    """The expected array.
+    """The expected elements of an array, and their origins.
 
     Attributes:
-        elements: by NumPy.
-        origins: by element, along the last axis, numbers of the stored elements that it depends on;
-            -1 for none.
+        elements: the elements, computed by NumPy.
+        origins: for each element, the numbers of the stored elements that it depends on, along the last axis.
+            Unused places are -1.
     """
 
     elements: HostArray
@@ -60,23 +60,23 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
+        """The name of the dtype of the elements."""
         return self.elements.dtype.name
 
     def moved(self, move: Callable[[HostArray], HostArray]) -> Part:
-        """The same elements in another order. The function is called with arrays of any dtype."""
+        """Return the same elements in another order. `move` must accept arrays of any dtype."""
         if not self.elements.ndim:
             return Part(move(self.elements), self.origins)
         each = [move(self.origins[..., number]) for number in range(self.origins.shape[-1])]
         return Part(move(self.elements), np.stack(each, -1))
 
     def made(self, elements: HostArray) -> Part:
-        """An elementwise operation."""
+        """Return the result of an elementwise operation: new elements with the same origins."""
         return Part(elements, self.origins)
 
 
 Tree: TypeAlias = Mapping[str, Part]
-"""By the text of its path."""
+"""Expected arrays by the text of their paths."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Chain:
 
     Attributes:
         stored: the stored tree.
-        transforms: in order.
+        transforms: the transforms, in order.
         tree: the expected tree.
         others: other checkpoints to save, by location.
     """
@@ -97,7 +97,7 @@ class Chain:
     names: int = 0
 
     def name(self) -> str:
-        """A path that does not exist."""
+        """Return a path that is not in the tree."""
         self.names += 1
         return ("new/{}" if self.names % 2 else "n.{}").format(self.names)
 
@@ -114,7 +114,7 @@ class Chain:
 
 
 def begun(stored: Mapping[str, HostArray]) -> Chain:
-    """No transform yet."""
+    """Return a chain without transforms."""
     tree, first = {}, 0
     for path, array in stored.items():
         tree[path] = Part(array, (first + np.arange(array.size)).reshape((*array.shape, 1)))
@@ -166,7 +166,7 @@ def _cast(draw: st.DrawFn, chain: Chain, path: str) -> None:
         except TypeError:
             return
     if "float" in part.dtype and "float" not in dtype and not np.isfinite(part.elements.astype(np.float64)).all():
-        return  # their overflow depends on the processor
+        return  # the result of an overflow depends on the processor
     chain.change(path, Cast(exactly(path), dtype), part.made(elements))
 
 
@@ -258,7 +258,7 @@ def _apply(draw: st.DrawFn, chain: Chain, path: str) -> None:
         )
         return
     if part.elements.shape[0]:
-        first = Apply(exactly(path), lambda array: array[0], lambda told: AbstractArray(told.shape[1:], told.dtype))
+        first = Apply(exactly(path), lambda array: array[0], lambda spec: AbstractArray(spec.shape[1:], spec.dtype))
         chain.change(path, first, Part(part.elements[0], of_all[0]))
 
 
@@ -304,7 +304,7 @@ def _unstack(draw: st.DrawFn, chain: Chain, path: str) -> None:
 
 
 def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
-    """Append an array of the same shape, or one with another extent along the axis."""
+    """Stack or concatenate arrays that differ at most in their extent along one axis."""
     part = chain.tree[path]
     stacks = draw(st.booleans()) or not part.elements.ndim
     axis = draw(st.integers(0, part.elements.ndim if stacks else part.elements.ndim - 1))
@@ -315,32 +315,32 @@ def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
             shape[axis] = 0
         return array.dtype, shape
 
-    like = [other for other, found in chain.tree.items() if likeness(found.elements) == likeness(part.elements)]
+    like = [other for other, piece in chain.tree.items() if likeness(piece.elements) == likeness(part.elements)]
     chosen = draw(st.permutations(like))[: draw(st.integers(1, 3))]
-    if sum([chain.tree[one].elements.size for one in chosen]) > 600:
+    if sum([chain.tree[name].elements.size for name in chosen]) > 600:
         return
     members, new = chain.name(), chain.name()
-    parts = [chain.tree.pop(one) for one in chosen]
-    width = max([found.origins.shape[-1] for found in parts])
+    parts = [chain.tree.pop(name) for name in chosen]
+    width = max([piece.origins.shape[-1] for piece in parts])
     origins = [
         np.pad(
-            found.origins,
-            [*[(0, 0)] * (found.origins.ndim - 1), (0, width - found.origins.shape[-1])],
+            piece.origins,
+            [*[(0, 0)] * (piece.origins.ndim - 1), (0, width - piece.origins.shape[-1])],
             constant_values=-1,
         )
-        for found in parts
+        for piece in parts
     ]
-    table = {one: f"{members}.{number}" for number, one in enumerate(chosen)}
+    table = {name: f"{members}.{number}" for number, name in enumerate(chosen)}
     put = np.stack if stacks else np.concatenate
-    chain.tree[new] = Part(put([found.elements for found in parts], axis), put(origins, axis))
+    chain.tree[new] = Part(put([piece.elements for piece in parts], axis), put(origins, axis))
     chain.transforms.append(RenameTable(table))
     rank = part.elements.ndim + stacks
-    told = axis - rank * draw(st.integers(0, 1))
+    signed_axis = axis - rank * draw(st.integers(0, 1))
     if stacks:
-        chain.transforms.append(Stack(f"{members}.{{i}}", new, told))
+        chain.transforms.append(Stack(f"{members}.{{i}}", new, signed_axis))
     else:
-        sizes = [found.elements.shape[axis] for found in parts]
-        chain.transforms.append(Fuse(list(table.values()), new, told, sizes))
+        sizes = [piece.elements.shape[axis] for piece in parts]
+        chain.transforms.append(Fuse(list(table.values()), new, signed_axis, sizes))
 
 
 def _lora(draw: st.DrawFn, chain: Chain, path: str) -> None:
@@ -386,7 +386,7 @@ _STEPS: Sequence[Callable[[st.DrawFn, Chain, str], None]] = (
 
 @st.composite
 def chains(draw: st.DrawFn, stored: Mapping[str, HostArray], most: int = 6) -> Chain:
-    """Some transforms of a tree, given by the texts of its paths."""
+    """Generate transforms of a stored tree."""
     chain = begun(stored)
     if draw(st.integers(0, 4)) == 0 and not any(array.dtype.kind == "c" for array in stored.values()):
         _average(chain)
@@ -398,12 +398,12 @@ def chains(draw: st.DrawFn, stored: Mapping[str, HostArray], most: int = 6) -> C
 
 def _average(chain: Chain) -> None:
     chain.transforms.append(Average([OTHER]))
-    chain.others[OTHER] = chain.stored  # the mean of equal numbers is theirs, however it is rounded
+    chain.others[OTHER] = chain.stored  # the mean of equal numbers is the same number, however it is rounded
 
 
 @st.composite
 def _shapes_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
-    """A shape of that many elements."""
+    """Generate a shape with this number of elements."""
     if size == 0:
         return draw(st.sampled_from([(0,), (0, 3), (2, 0, 1)]))
     shape: list[int] = []
@@ -415,14 +415,14 @@ def _shapes_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 
 def save_beside(chain: Chain) -> None:
-    """Save the further checkpoints that a chain reads."""
+    """Save the other checkpoints that a chain reads."""
     for location, state in chain.others.items():
         ckptcore.save(location, state, overwrite="non-atomic")
 
 
 @st.composite
 def stored_trees(draw: st.DrawFn) -> Mapping[str, HostArray]:
-    """Small arrays of small integers, which all dtypes can represent, by the texts of their paths."""
+    """Generate small arrays by the texts of their paths. All dtypes can represent their elements, small integers."""
     tree = {}
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))

@@ -1,8 +1,9 @@
-"""Four processes of torchrun load quantised weights as DTensors on a 2 x 2 mesh: ``quantised_job.py DIRECTORY``;
-raises on a wrong result.
+"""A job of torchrun in which four processes load quantised weights as DTensors on a 2 x 2 mesh.
 
-The directory has ``fp8`` and ``mxfp4``, as Hugging Face's tools write them, and in ``expected.safetensors`` what those
-make of them.
+Run it as ``quantised_job.py DIRECTORY``. It raises an error if a result is wrong.
+
+The directory contains the checkpoints ``fp8`` and ``mxfp4``, as Hugging Face's tools write them, and the values that
+these tools restore, in ``expected.safetensors``.
 """
 
 # mypy: allow-untyped-calls
@@ -31,7 +32,7 @@ PLACEMENTS: list[tuple[Placement, Placement]] = [
 
 
 def _check(checkpoint: Path, name: str, whole: torch.Tensor, mesh: DeviceMesh, stored_bytes: int) -> None:
-    """Load one weight in every way; what all ranks read is what their shards take."""
+    """Load one weight with several placements. The ranks together read little more than their shards need."""
     for placements in PLACEMENTS:
         target = distribute_tensor(torch.zeros_like(whole), mesh, placements)
         expected = distribute_tensor(whole, mesh, placements).to_local()
@@ -45,7 +46,7 @@ def _check(checkpoint: Path, name: str, whole: torch.Tensor, mesh: DeviceMesh, s
             dist.all_reduce(read)
             copies = 4 * expected.numel() // whole.numel()
             if Shard(1) in placements:
-                copies *= 2  # rows are short: what lies between two parts of a column's shard is read with them
+                copies *= 2  # rows are short, so the bytes between two parts of a column shard are read too
             assert read.item() <= 1.1 * copies * stored_bytes, (placements, read, stored_bytes)
         ckptcore.load_into(checkpoint, {name: target}, transforms=[DequantizeAsConfigured()])
         assert torch.equal(target.to_local(), expected)

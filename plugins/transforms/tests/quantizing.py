@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints quantised as the tools of their formats do it, and the values these tools restore."""
+"""Quantised Hugging Face checkpoints as the tools of each format write them, and the values that the tools restore."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def minilm(layers: int = 1) -> dict[str, torch.Tensor]:
 
 
 def quantized(name: str) -> bool:
-    """Return True if the tools quantise a weight: matrices of layers, not tables."""
+    """Return True if the tools quantise a weight. They quantise matrices of layers, but no embedding tables."""
     return name.startswith("encoder.layer") and name.endswith(("dense.weight", "query.weight", "key.weight"))
 
 
 def fp8_blocks(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in float8, and scales of blocks; the last ones are cut off (DeepSeek-V3's README_WEIGHTS.md)."""
+    """Return values in float8 and scales of blocks. Edge blocks may be smaller (DeepSeek-V3: README_WEIGHTS.md)."""
     rows, columns = weight.shape
     grid = [-(-rows // block[0]), -(-columns // block[1])]
     values, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(grid)
@@ -52,19 +52,19 @@ def fp8_blocks(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[to
 
 
 def per_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in float8, and a scale for each row, as FBGEMM and compressed-tensors have them."""
+    """Return values in float8 and a scale for each row, as FBGEMM and compressed-tensors store them."""
     scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
     return (weight.float() / scales).to(torch.float8_e4m3fn), scales
 
 
 def per_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in float8, and one scale, as AutoFP8 has it."""
+    """Return values in float8 and one scale, as AutoFP8 stores them."""
     scale = weight.float().abs().max() / 448
     return (weight.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 def mxfp4_experts(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of experts (experts, outputs, inputs), as gpt-oss has them."""
+    """Return blocks and scales of experts as gpt-oss stores them. The axes of `weights`: experts, outputs, inputs."""
     experts, outputs, inputs = weights.shape
     groups = weights.float().reshape(experts, outputs, inputs // 32, 32)
     exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=2.0**-120))) - 2
@@ -76,7 +76,7 @@ def mxfp4_experts(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def publish(
     directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None, files: int = 1
 ) -> Path:
-    """Write tensors as Hugging Face's tools do: an index if there are several files, scales in separate files."""
+    """Write tensors as Hugging Face's tools do. Several files get an index, with scales in separate files."""
     directory.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors, key=lambda name: (name.endswith(("_inv", "_scale", "_scales")), name))
     share = -(-len(names) // files)

@@ -1,4 +1,4 @@
-"""Invalid arguments are refused when a transform is created, with the argument and the expected type."""
+"""Creating a transform with an invalid argument is an error that names the argument and the expected type."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import ckptcore
 from ckptcore import transforms
 
-t: Any = transforms  # users may pass these wrong types
+t: Any = transforms  # without types, because users may pass wrong types
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: t.Rename(3, "a"), r"Rename\(pattern=3\): expected a str, or a compiled regular expr"),
         (lambda: t.Rename(re.compile(b"a"), "a"), r"Rename\(pattern=.*expected a str, or a compiled regular expr"),
@@ -65,13 +65,13 @@ t: Any = transforms  # users may pass these wrong types
         (lambda: t.IfPresent(t.Drop), r"IfPresent\(.*expected a transform"),
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_refused(make: Callable[[], Any], told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_invalid_arguments_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         make()
 
 
 @pytest.mark.parametrize("given", [t.Drop("a"), "abc", [t.Drop], ["a"], 3])
-def test_what_is_no_list_of_transforms_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_a_list_of_transforms_is_refused(given: Any) -> None:
     ckptcore.save("memory://transforms/arguments", {"a": 1}, overwrite="non-atomic")
     for use in (
         lambda: ckptcore.load("memory://transforms/arguments", transforms=given),
@@ -87,7 +87,7 @@ def test_what_is_no_list_of_transforms_is_refused(given: Any) -> None:
             use()
 
 
-def test_dtypes_and_numbers_of_numpy_are_taken() -> None:
+def test_dtypes_and_numbers_of_numpy_are_accepted() -> None:
     assert t.Cast("a", ml_dtypes.bfloat16).dtype == "bfloat16" and t.Cast("a", "int4", np.int8).stored == "int8"
     assert t.Slice("a", np.int64(0), np.int32(3)).stop == 3 and t.Scale("a", np.float32(2)).factor == 2
 

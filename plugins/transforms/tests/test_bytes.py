@@ -1,6 +1,6 @@
-"""Every transform reads the requested part of its result and little more.
+"""To load a part of its result, a transform reads little more than the stored bytes of this part.
 
-Parts are the shards of one process, and of all devices.
+The parts are shards of one process and shards of all devices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ckptcore.results import LoadReport
 
 SIDE, RANK, SHARDS = 1024, 16, 8
 WHOLE = SIDE * SIDE * 4
-"""Bytes of one of the arrays."""
+"""Bytes of one whole float32 matrix."""
 
 FLOAT8, BFLOAT16 = dtype_from_name("float8_e4m3fn"), dtype_from_name("bfloat16")
 
@@ -59,7 +59,7 @@ QUANTIZED: dict[str, Any] = {
 }
 
 PACKED: Any = np.full((SIDE, SIDE // 32, 16), 0x22, np.uint8), np.full((SIDE, SIDE // 32), 126, np.uint8)
-"""Ones, times 2 ** -1."""
+"""MXFP4 blocks and scales. Each element is 1 times 2 ** -1."""
 
 OF_QUANTIZED = (SIDE * SIDE + 4 * 64) / WHOLE
 
@@ -68,9 +68,9 @@ QUIET = Context(durability="none", io=IOOptions(checksums=False))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Save four matrices, their adapter, and four other matrices.
+    """Save four matrices, an adapter for one of them, four other matrices, and quantised weights.
 
-    Without checksums, which would need reads of whole blocks.
+    No checksums are stored, because verifying them would need reads of whole blocks.
     """
     rng = np.random.default_rng(0)
     state = {f"l.{number}": rng.integers(0, 99, (SIDE, SIDE)).astype(np.float32) for number in range(4)}
@@ -85,7 +85,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         layout=ckptcore.SafetensorsLayout(standalone=True),
         context=QUIET,
     )
-    (directory / "quantised" / "checkpoint.json").unlink()  # the other files are those of Hugging Face's tools
+    (directory / "quantised" / "checkpoint.json").unlink()  # Hugging Face's tools write only the remaining files
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (directory / "quantised" / "config.json").write_text(json.dumps(config))
     return directory, state
@@ -96,8 +96,8 @@ def _stacked(state: dict[str, Any]) -> Any:
 
 
 CASES: dict[str, tuple[Any, Any, int, float, float]] = {
-    # By name: transforms that make w, the expected array, the axis of the shards, and the data read
-    # for all of w and for one eighth, in matrices.
+    # For each name: the transforms that make w, the expected array, the axis of the shards, and the data that a load
+    # reads for all of w and for one eighth of it, in matrices.
     "rename": (lambda d: [Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
     "table": (lambda d: [RenameTable({"l.0": "w", "l.1": "l.0"})], lambda s: s["l.0"], 0, 1, 1 / 8),
     "drop": (
@@ -210,10 +210,10 @@ CASES |= {
 }
 
 
-def test_every_transform_is_counted() -> None:
+def test_every_transform_has_a_case() -> None:
     import ckptcore_transforms
 
-    kinds = {type(one).__name__ for make, *_ in CASES.values() for one in make(Path())}
+    kinds = {type(transform).__name__ for make, *_ in CASES.values() for transform in make(Path())}
     assert {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")} - {
         "TreeTransform"
     } == kinds
@@ -239,7 +239,9 @@ def _loaded(
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 20])
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None) -> None:
+def test_a_load_reads_the_needed_bytes_only(
+    saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None
+) -> None:
     directory, state = saved
     make, expected, axis, of_all, of_one = CASES[name]
     whole, chain = expected(state), make(directory)
@@ -250,14 +252,14 @@ def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], nam
         location = directory / ("quantised" if name.startswith("dequantize") else "c")
         report = _loaded(location, whole, own, chain, load_bytes)
         assert report.bytes_read <= 1.1 * share * WHOLE
-        assert report.bytes_read >= 0.99 * share * WHOLE, "or this counts what is not read"
+        assert report.bytes_read >= 0.99 * share * WHOLE, "reads are not counted completely"
 
 
 @pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack", "dequantize"])
-def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Path, dict[str, Any]], name: str) -> None:
-    """Shards across the rows of stored arrays, with memory for one shard.
+def test_devices_of_one_process_share_reads(saved: tuple[Path, dict[str, Any]], name: str) -> None:
+    """The shards are cut across the rows of the stored arrays, and the memory is enough for one shard.
 
-    Separate reads would each read everything.
+    If each shard had its own read, each would read the whole array.
     """
     directory, state = saved
     make, expected, axis, of_all, _ = CASES[name]
@@ -269,7 +271,7 @@ def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Pa
     assert report.bytes_read <= 1.1 * of_all * WHOLE
 
 
-def test_casts_by_matching_do_not_read_again_either(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_devices_share_reads_of_casts_by_matching(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     boxes = Box.whole((SIDE, SIDE)).bands(1, SIDE // SHARDS)
     for chain in ([], [Scale("l.0", 2)]):
@@ -298,12 +300,12 @@ class _Counted:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    __hash__ = None  # type: ignore[assignment]  # that is what is tested
+    __hash__ = None  # type: ignore[assignment]  # a function without a hash must work too
 
     def __call__(self, array: Any) -> Any:
         with self._lock:
             self.calls += 1
-        return array + self.calls  # as a function with noise: boxes of two calls do not fit together
+        return array + self.calls  # each call returns other values, so boxes of two calls do not fit together
 
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 20])
@@ -327,7 +329,7 @@ def test_a_function_is_called_once_for_all_boxes(saved: tuple[Path, dict[str, An
     assert counted.calls == 2
 
 
-def test_layers_that_a_function_makes_are_called_for_once_each(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_function_is_called_once_for_each_stacked_layer(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     calls: list[float] = []
 
@@ -341,7 +343,7 @@ def test_layers_that_a_function_makes_are_called_for_once_each(saved: tuple[Path
     assert len(calls) == 4 and report.bytes_read <= 1.1 * 4 * WHOLE
 
 
-def test_an_abstract_array_reads_the_whole_once(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_load_of_a_whole_stack_reads_each_byte_once(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     report = LoadReport()
     loaded = ckptcore.load(

@@ -1,4 +1,4 @@
-"""Random chains of transforms of random trees equal NumPy on whole arrays, and read only required elements."""
+"""Random chains of transforms of random trees: results equal NumPy's, and only the required elements are read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LOCATION = "memory://transforms/chains"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-def test_every_transform_is_one_of_those_in_chains() -> None:
-    """Transforms of quantized weights have their own property tests in test_quantized.py and
+def test_chains_use_every_transform() -> None:
+    """Transforms of quantised weights are an exception. Their property tests are in test_quantized.py and
     test_dequantizing_parts.py.
     """
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}
     elsewhere = {name for name in kinds if name.startswith("Dequantize")}
     assert kinds - elsewhere - {"TreeTransform"} <= vars(plugins.transforms.tests.chains).keys(), (
-        "each that is imported there is used"
+        "chains.py does not use every transform"
     )
 
 
@@ -48,11 +48,11 @@ def _saved(data: st.DataObject) -> Chain:
 
 
 def _check_reading(data: st.DataObject) -> None:
-    """Load every array by the boxes of a random partition, and count the stored elements read."""
+    """Load each array in random boxes that cover it, and count the stored elements that are read."""
     chain = _saved(data)
-    opened, counted = open_counted(LOCATION)
+    checkpoint, counted = open_counted(LOCATION)
     load_bytes = data.draw(st.sampled_from([None, 1, 100]))
-    made = apply_transforms(opened, chain.transforms, Context(memory=MemoryOptions(load_bytes=load_bytes)))
+    made = apply_transforms(checkpoint, chain.transforms, Context(memory=MemoryOptions(load_bytes=load_bytes)))
     leaves = {path_text(path): leaf for leaf, path in enumerate(made.tree.paths)}
     assert sorted(leaves) == sorted(chain.tree)
     for path, part in chain.tree.items():
@@ -66,25 +66,27 @@ def _check_reading(data: st.DataObject) -> None:
         assert sorted(made.read(plan, buffers)) == list(range(len(parts)))
         for box, buffer in zip(parts, buffers, strict=True):
             assert buffer.tobytes() == part.elements[box.slices].tobytes()
-        assert counted.elements <= len(np.unique(part.origins[part.origins >= 0])), "what two boxes take is read once"
+        assert counted.elements <= len(np.unique(part.origins[part.origins >= 0])), (
+            "elements that two boxes need were read twice"
+        )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
-def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(data: st.DataObject) -> None:
+def test_boxes_equal_numpy_and_read_only_required_elements(data: st.DataObject) -> None:
     _check_reading(data)
 
 
 @pytest.mark.slow
 @settings(max_examples=4000, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
-def test_very_many_chains(data: st.DataObject) -> None:
+def test_many_chains(data: st.DataObject) -> None:
     _check_reading(data)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
-def test_shards_of_chains_are_loaded_in_every_way(data: st.DataObject) -> None:
+def test_shards_of_chains_load_into_every_kind_of_target(data: st.DataObject) -> None:
     chain = _saved(data)
     abstract: Any = ckptcore.metadata(LOCATION, transforms=chain.transforms).abstract
     target: Any = ckptcore.load(LOCATION, abstract, transforms=chain.transforms)

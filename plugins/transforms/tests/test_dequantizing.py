@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints load with the values of their own tools, or all mismatches are refused."""
+"""Quantised Hugging Face checkpoints load with the values that their own tools restore. Mismatches are errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _same(array: Any, tensor: torch.Tensor) -> bool:
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Return values times scales of blocks, as the format is described."""
+    """Multiply values by the scales of their blocks, as the description of the format says."""
     wide = scales.float()
     for axis, size in enumerate(block):
         wide = wide.repeat_interleave(size, axis)
@@ -76,7 +76,7 @@ def _quantized_minilm(quantize: Any, end: str) -> tuple[dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_blocks_of_float8_are_what_transformers_makes_of_them(files: int, tmp_path: Path) -> None:
+def test_blocks_of_float8_equal_those_of_transformers(files: int, tmp_path: Path) -> None:
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8, files)
     by_name: list[Transform] = [Dequantize("{name...}", "{name}_scale_inv", BLOCK)]
@@ -84,34 +84,37 @@ def test_blocks_of_float8_are_what_transformers_makes_of_them(files: int, tmp_pa
         loaded = ckptcore.load(tmp_path, transforms=chain)
         assert loaded.keys() == expected.keys()
         assert all(_same(loaded[name], expected[name]) for name in expected)
-    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
+    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # transformers has no types here
     name = "encoder.layer.0.intermediate.dense.weight"
     assert torch.equal(owner._dequantize_one(stored[name], stored[name + "_scale_inv"], torch.bfloat16), expected[name])
     worst = (expected[name].float() - minilm()[name].float()).abs().max()
-    assert 0 < worst < 0.07 * minilm()[name].float().abs().max(), "it is nearly the weight that was quantised"
+    assert 0 < worst < 0.07 * minilm()[name].float().abs().max(), "the result is not close to the original weight"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_what_torch_makes_of_quantised_checkpoints_has_the_same_bits(tmp_path: Path) -> None:
-    """Its reader knows blocks of 128 x 128. For MXFP4, torch 2.13's fills few columns: it plans with stored extents."""
+def test_a_load_has_the_same_bits_as_a_load_of_torch(tmp_path: Path) -> None:
+    """Torch's reader supports blocks of 128 x 128.
+
+    MXFP4 is not compared: the reader of torch 2.13 plans with the stored extents, so it fills only a few columns.
+    """
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8, files=2)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     reader = QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=torch.bfloat16)
     theirs = {name: torch.zeros(array.shape, dtype=torch.bfloat16) for name, array in loaded.items()}
-    dcp.load(theirs, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]  # it is public all the same
+    dcp.load(theirs, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]  # public, but not in `__all__`
     assert all(_same(loaded[name], theirs[name]) for name in expected)
 
 
-def test_blocks_that_the_end_of_an_axis_cuts_off(tmp_path: Path) -> None:
-    """DeepSeek-V3's kv_a_proj_with_mqa has 576 rows: the fifth block has 64."""
+def test_the_last_blocks_of_an_axis_may_be_smaller(tmp_path: Path) -> None:
+    """The array ``kv_a_proj_with_mqa`` of DeepSeek-V3 has 576 rows, so its fifth block has only 64."""
     weight = minilm()["embeddings.word_embeddings.weight"]  # 300 by 384
     values, scales = fp8_blocks(weight[:, :200].contiguous())
     assert scales.shape == (3, 2)
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, FP8)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert _same(loaded["a.weight"], _times(values, scales))
-    # Blocks of 100 rows would fit, too.
+    # The stored scales fit blocks of 100 rows as well.
     with pytest.raises(TransformError, match="do not determine the blocks"):
         ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale_inv")])
 
@@ -128,9 +131,9 @@ def test_compressed_tensors_and_fbgemm_have_a_scale_for_each_row(tmp_path: Path)
         loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
         assert loaded.keys() == expected.keys()
         assert all(_same(loaded[name], expected[name]) for name in expected)
-    # compressed-tensors computes in the dtype of its scales; of bfloat16 ones the products are exact in float32, and
-    # rounded as here
-    halved = {name: one.to(torch.bfloat16) if name.endswith("_scale") else one for name, one in stored.items()}
+    # compressed-tensors computes in the dtype of the scales. If they are bfloat16, the products are exact in float32,
+    # and are then rounded as they are here.
+    halved = {name: tensor.to(torch.bfloat16) if name.endswith("_scale") else tensor for name, tensor in stored.items()}
     publish(tmp_path, halved, None)
     loaded = ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale")])
     for name in filter(quantized, expected):
@@ -141,25 +144,25 @@ def test_one_scale_for_an_array_and_scales_of_activations(tmp_path: Path) -> Non
     stored, expected = _quantized_minilm(per_tensor, "_scale")
     for name in list(filter(quantized, stored)):
         stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
-    stored["other.input_scale"] = expected["other.input_scale"] = torch.tensor(1.0)  # of nothing that is quantised
+    stored["other.input_scale"] = expected["other.input_scale"] = torch.tensor(1.0)  # belongs to no quantised weight
     publish(tmp_path, stored, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert loaded.keys() == expected.keys()
     assert all(_same(loaded[name], expected[name]) for name in expected)
 
 
-def test_whole_numbers_of_compressed_tensors(tmp_path: Path) -> None:
+def test_integers_of_compressed_tensors(tmp_path: Path) -> None:
     weight = minilm()["encoder.layer.0.output.dense.weight"]
     scales = weight.float().abs().amax(1, keepdim=True) / 127
     stored = {"a.weight": torch.round(weight.float() / scales).to(torch.int8), "a.weight_scale": scales}
-    stored["a.mask"] = torch.ones(3, dtype=torch.int8)  # no weight
+    stored["a.mask"] = torch.ones(3, dtype=torch.int8)  # not a weight
     config = {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}
     publish(tmp_path, stored, {"format": "int-quantized", **config})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured("float32")])
     assert _same(loaded["a.weight"], stored["a.weight"].float() * scales) and loaded["a.mask"].dtype == np.int8
 
 
-def test_mxfp8_scales_are_bytes_of_exponents(tmp_path: Path) -> None:
+def test_mxfp8_scales_are_exponents(tmp_path: Path) -> None:
     weight = minilm()["encoder.layer.0.output.dense.weight"]
     exponents = torch.floor(torch.log2(weight.float().reshape(384, 48, 32).abs().amax(-1))) - 8
     values = (weight.float() / torch.exp2(exponents).repeat_interleave(32, 1)).to(torch.float8_e4m3fn)
@@ -172,12 +175,12 @@ def test_mxfp8_scales_are_bytes_of_exponents(tmp_path: Path) -> None:
 
 
 def _experts() -> torch.Tensor:
-    """Four experts of 192 outputs and 96 inputs."""
+    """Return four experts with 192 outputs and 96 inputs."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"]  # 1536 by 384
     return torch.stack([weight[:192, 96 * number : 96 * (number + 1)] for number in range(4)])
 
 
-def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_equal_those_of_transformers(tmp_path: Path) -> None:
     blocks, scales = mxfp4_experts(_experts())
     assert blocks.shape == (4, 192, 3, 16) and scales.shape == (4, 192, 3)
     layer = "model.layers.0.mlp.experts"
@@ -200,21 +203,24 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) 
     assert _same(loaded[f"{layer}.gate_up_proj"], expected.transpose(1, 2))
 
 
-def test_experts_of_two_numbers_in_a_byte_next_to_blocks_of_float8(tmp_path: Path) -> None:
-    """As in DeepSeek-V4: int8 of half the columns, ``.scale`` of powers of two (transformers' ``Fp8Dequantize``)."""
+def test_experts_in_4_bits_next_to_blocks_of_float8(tmp_path: Path) -> None:
+    """As in DeepSeek-V4, two numbers of 4 bits are in one int8, and each ``.scale`` is a power of two.
+
+    Transformers reads this format with ``Fp8Dequantize``.
+    """
     blocks, scales = mxfp4_experts(_experts()[:1])
     packed, of_packed = blocks[0].reshape(192, 48).view(torch.int8), scales[0].view(torch.float8_e8m0fnu)
     values, of_values = fp8_blocks(_experts()[0].contiguous())
     stored = {"e.w1.weight": packed, "e.w1.scale": of_packed, "a.wq.weight": values, "a.wq.scale": of_values}
     publish(tmp_path, stored, {**FP8, "scale_fmt": "ue8m0"})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
-    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
+    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # transformers has no types here
     assert sorted(loaded) == ["a.wq.weight", "e.w1.weight"]
     assert _same(loaded["e.w1.weight"], owner._dequantize_one(packed, of_packed, torch.bfloat16))
     assert _same(loaded["a.wq.weight"], _times(values, of_values))
 
 
-def test_what_is_made_is_transformed_like_any_array(tmp_path: Path) -> None:
+def test_dequantised_arrays_can_be_transformed(tmp_path: Path) -> None:
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8)
     chain: list[Transform] = [DequantizeAsConfigured("float32"), *bert_to_scanned()]
@@ -228,7 +234,7 @@ def test_what_is_made_is_transformed_like_any_array(tmp_path: Path) -> None:
     assert _same(part["q"], whole[:, 100:177])
 
 
-def test_a_plan_of_it_is_told_in_words_and_there_is_no_way_back() -> None:
+def test_dequantizing_is_described_and_has_no_inverse() -> None:
     chain: list[Transform] = [
         DequantizeAsConfigured(),
         Dequantize("{n...}", "{n}_scale_inv", (128, 128), "float32"),
@@ -239,12 +245,12 @@ def test_a_plan_of_it_is_told_in_words_and_there_is_no_way_back() -> None:
         "2. dequantise '{n...}' by the scales '{n}_scale_inv' of blocks of [128, 128] to float32\n"
         "3. dequantise MXFP4 '{n...}_blocks' by the scales '{n}_scales' to bfloat16 as '{n}'"
     )
-    for one in chain:
+    for transform in chain:
         with pytest.raises(TransformError, match="has no inverse, because the original values and scales are unknown"):
-            inverse([one])
+            inverse([transform])
 
 
-def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_one_error_lists_all_mismatches(tmp_path: Path) -> None:
     values, scales = fp8_blocks(minilm()["encoder.layer.0.output.dense.weight"])
     stored = {
         "good.weight": values, "good.weight_scale_inv": scales,
@@ -254,21 +260,21 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "alone.weight_scale_inv": scales,
     }  # fmt: skip
     publish(tmp_path, stored, FP8)
-    for one in (DequantizeAsConfigured(), Dequantize("{name...}", "{name}_scale_inv", BLOCK)):
+    for transform in (DequantizeAsConfigured(), Dequantize("{name...}", "{name}_scale_inv", BLOCK)):
         with pytest.raises(TransformError, match="4 arrays cannot be dequantised") as caught:
-            ckptcore.load(tmp_path, transforms=[one])
-        told = str(caught.value)
-        assert "good" not in told
+            ckptcore.load(tmp_path, transforms=[transform])
+        message = str(caught.value)
+        assert "good" not in message
         for expected in (
             r"bare.weight']: ",
             r"wrong.weight']: the scales are float32[3, 2]; expected [3, 12]",
             r"plain.weight']: bfloat16[384, 1536] is not quantised",
             r"alone.weight_scale_inv']: ",
         ):
-            assert expected in told
+            assert expected in message
 
 
-def test_an_error_lists_no_more_than_a_person_reads(tmp_path: Path) -> None:
+def test_an_error_lists_a_limited_number_of_arrays(tmp_path: Path) -> None:
     values, _ = per_row(torch.ones(2, 2))
     publish(tmp_path, {f"l.{number}.weight": values for number in range(100)}, FP8)
     with pytest.raises(TransformError, match="100 arrays cannot") as caught:
@@ -277,7 +283,7 @@ def test_an_error_lists_no_more_than_a_person_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"quant_method": "awq"}, "quant_method is 'awq'; expected one of fp8"),
         ({"bits": 4}, "quant_method is None"),
@@ -300,10 +306,10 @@ def test_an_error_lists_no_more_than_a_person_reads(tmp_path: Path) -> None:
         ({"format": "pack-quantized", "config_groups": {"g": {"weights": {}}}}, "the format 'pack-quantized'"),
     ],
 )  # fmt: skip
-def test_a_config_that_is_not_understood_is_refused(config: Any, told: str, tmp_path: Path) -> None:
+def test_an_unsupported_config_is_refused(config: Any, message: str, tmp_path: Path) -> None:
     values, scales = per_row(torch.ones(4, 4))
     publish(tmp_path, {"a.weight": values, "a.weight_scale": scales}, config)
-    with pytest.raises(TransformError, match=told) as caught:
+    with pytest.raises(TransformError, match=message) as caught:
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert "times scales of blocks, use Dequantize(values, scales, block); for MXFP4, Dequant" in str(caught.value)
     loaded = ckptcore.load(tmp_path, transforms=[Dequantize("{n...}.weight", "{n}.weight_scale", (1, 4), "float32")])
@@ -311,24 +317,31 @@ def test_a_config_that_is_not_understood_is_refused(config: Any, told: str, tmp_
     assert np.allclose(loaded["a.weight"], 1, atol=0.01)
 
 
-def test_all_that_a_config_has_wrong_is_listed(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_config_are_listed(tmp_path: Path) -> None:
     group = {"weights": {"num_bits": 3, "type": "float", "symmetric": False, "strategy": "x"}, "format": "y"}
     publish(tmp_path, {"a": torch.ones(2)}, {"config_groups": {"g": group, "h": 3}, "ignore": {}})
     with pytest.raises(TransformError) as caught:
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
-    for told in ("3 bits of 'float'", "not symmetric", "the strategy 'x'", "the format 'y'", "['h']", "ignore is {}"):
-        assert told in str(caught.value)
+    for message in (
+        "3 bits of 'float'",
+        "not symmetric",
+        "the strategy 'x'",
+        "the format 'y'",
+        "['h']",
+        "ignore is {}",
+    ):
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"quantization_config": NaN}', '{"a": 1, "a": 2}', "[" * 10000, ""])
-def test_a_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path) -> None:
     publish(tmp_path, {"a": torch.ones(2)}, None)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises((CorruptCheckpointError, TransformError), match=r"config\.json"):
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
-def test_a_config_may_have_what_python_writes_for_infinity(tmp_path: Path) -> None:
+def test_a_config_may_contain_infinity(tmp_path: Path) -> None:
     values, scales = fp8_blocks(torch.ones(4, 4))
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, None)
     (tmp_path / "config.json").write_text(
@@ -354,7 +367,7 @@ def test_a_checkpoint_without_a_config_is_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
-def test_modules_that_are_not_converted_stay_as_they_are(tmp_path: Path) -> None:
+def test_modules_listed_as_not_converted_stay_unchanged(tmp_path: Path) -> None:
     values, scales = fp8_blocks(torch.ones(4, 4))
     stored = {"a.weight": values, "a.weight_scale_inv": scales, "m.table.weight": values, "x.y.gate.weight": values}
     publish(tmp_path, stored, {**FP8, "modules_to_not_convert": ["m", "gate", "lm_head"]})
@@ -367,7 +380,7 @@ def test_modules_that_are_not_converted_stay_as_they_are(tmp_path: Path) -> None
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
-def test_scales_of_a_cache_go_where_the_config_has_them(tmp_path: Path) -> None:
+def test_scales_of_a_cache_are_dropped_if_the_config_names_a_cache_scheme(tmp_path: Path) -> None:
     values, scales = per_row(torch.ones(4, 4))
     group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
     stored = {"a.weight": values, "a.weight_scale": scales, "attn.k_scale": torch.ones(1)}
@@ -377,7 +390,7 @@ def test_scales_of_a_cache_go_where_the_config_has_them(tmp_path: Path) -> None:
     assert sorted(ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])) == ["a.weight"]
 
 
-def test_what_would_make_other_numbers_is_refused(tmp_path: Path) -> None:
+def test_zero_points_and_ambiguous_scales_are_refused(tmp_path: Path) -> None:
     values, scales = per_row(torch.ones(4, 4))
     group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
     stored = {"a.weight": values, "a.weight_scale": scales, "a.weight_zero_point": torch.ones(4, 1)}
@@ -389,21 +402,21 @@ def test_what_would_make_other_numbers_is_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
 
 
-def test_patterns_of_arrays_and_scales_have_the_same_fields(tmp_path: Path) -> None:
+def test_patterns_of_arrays_and_scales_must_have_the_same_fields(tmp_path: Path) -> None:
     publish(tmp_path, {"a": torch.ones(2)}, None)
-    for one in (
+    for transform in (
         Dequantize("{a}.{b}", "{a}_scale"),
         Dequantize("*.weight", "*.scale"),
         DequantizeMxfp4("{n}_blocks", "{m}_scales", "{n}"),
     ):
         with pytest.raises(TransformError, match="must have the same fields"):
-            ckptcore.load(tmp_path, transforms=[one])
+            ckptcore.load(tmp_path, transforms=[transform])
     with pytest.raises(TransformError, match="matches nothing"):
         ckptcore.load(tmp_path, transforms=[Dequantize("{n...}", "{n}_scale")])
 
 
-def test_stacks_of_quantised_arrays_are_made_of_one_recipe(tmp_path: Path) -> None:
-    """Scales that are stacked are for arrays that are stacked: a block is 1 along the axes before."""
+def test_stacked_arrays_are_dequantised_with_stacked_scales(tmp_path: Path) -> None:
+    """Stacked scales belong to stacked arrays. Along the axis of the stack, a block has the extent 1."""
     weights = [minilm()[f"encoder.layer.0.attention.self.{part}.weight"] for part in ("query", "key")]
     pairs = [fp8_blocks(weight) for weight in weights]
     stored = {f"e.{number}.w": values for number, (values, _) in enumerate(pairs)}
@@ -418,7 +431,7 @@ def test_stacks_of_quantised_arrays_are_made_of_one_recipe(tmp_path: Path) -> No
     assert _same(ckptcore.load(tmp_path, transforms=chain)["w"], expected)
 
 
-def test_who_asks_for_numbers_is_told_how_to_get_them(tmp_path: Path) -> None:
+def test_an_error_about_a_quantised_array_names_the_transform(tmp_path: Path) -> None:
     values, scales = fp8_blocks(torch.ones(4, 4))
     publish(tmp_path / "fp8", {"a.weight": values, "a.weight_scale_inv": scales}, FP8)
     blocks, of_blocks = mxfp4_experts(_experts())
@@ -435,7 +448,7 @@ def test_who_asks_for_numbers_is_told_how_to_get_them(tmp_path: Path) -> None:
     assert "quantised" not in str(caught.value)
 
 
-def test_a_cast_does_not_leave_scales_out(tmp_path: Path) -> None:
+def test_a_cast_does_not_ignore_scales(tmp_path: Path) -> None:
     values, scales = fp8_blocks(torch.ones(4, 4))
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": values}, FP8)
     matching = ckptcore.Matching(cast="safe", unexpected="ignore")
@@ -443,10 +456,12 @@ def test_a_cast_does_not_leave_scales_out(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match=r"(?s)is quantised: a cast would ignore its scales.*Dequantize"):
         ckptcore.load(tmp_path, wanted, matching=matching)
     both = {**wanted, "a.weight_scale_inv": AbstractArray((1, 1), "float32")}
-    assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), "who asks for both has both"
+    assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), (
+        "values and scales were both requested"
+    )
     alone = {"b.weight": AbstractArray((4, 4), "bfloat16")}
     assert (ckptcore.load(tmp_path, alone, matching=matching)["b.weight"] == 448).all(), (
-        "nothing says that it is quantised"
+        "an array without scales is not quantised"
     )
     numbers = ckptcore.load(
         tmp_path, wanted, matching=matching, transforms=[Dequantize("a.{n}", "a.{n}_scale_inv", BLOCK)]
@@ -454,7 +469,7 @@ def test_a_cast_does_not_leave_scales_out(tmp_path: Path) -> None:
     assert (numbers["a.weight"] == 1).all()
 
 
-def test_a_module_of_torch_is_filled_with_the_numbers(tmp_path: Path) -> None:
+def test_a_module_of_torch_gets_dequantised_weights(tmp_path: Path) -> None:
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8)
     name = "encoder.layer.0.intermediate.dense"

@@ -1,4 +1,4 @@
-"""A load of a part of a quantised weight reads only its values and scales, and has the bits of the whole."""
+"""Loads of parts of a quantised weight read only the values and scales of the part, and equal a slice of the whole."""
 
 # mypy: allow-untyped-calls
 
@@ -38,7 +38,7 @@ Published = tuple[Path, dict[str, HostArray]]
 
 
 def _array(tensor: torch.Tensor) -> HostArray:
-    """A tensor of bfloat16 as an array."""
+    """Return a tensor of bfloat16 as an array."""
     array: HostArray = tensor.contiguous().view(torch.int16).numpy().view(BFLOAT16)
     return array
 
@@ -50,7 +50,7 @@ def _whole(values: torch.Tensor, scales: torch.Tensor) -> HostArray:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Two experts of 2000 by 1536: the sixteenth block of rows is cut off."""
+    """Publish two experts of 2000 x 1536 elements. Their sixteenth block of rows is smaller than the others."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"].T.contiguous()  # 384 by 1536
     stored: dict[str, torch.Tensor] = {}
     whole: dict[str, HostArray] = {}
@@ -63,7 +63,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Eight experts of 1536 outputs and 384 inputs in MXFP4, as gpt-oss has them."""
+    """Publish eight experts with 1536 outputs and 384 inputs in MXFP4, as gpt-oss stores them."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"]
     blocks, scales = mxfp4_experts(torch.stack([weight * (number + 1) for number in range(8)]))
     stored = {"m.experts.up_blocks": blocks, "m.experts.up_scales": scales}
@@ -72,7 +72,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 
 def _boxes(shape: Sequence[int], axis: int, count: int) -> list[Box]:
-    """Shards of equal extents along an axis."""
+    """Return shards of equal extent along an axis."""
     step = shape[axis] // count
     whole = Box.whole(tuple(shape))
     return [
@@ -107,8 +107,8 @@ def test_a_rank_reads_its_rows_and_their_scales(fp8: Published, load_bytes: int 
         assert report.bytes_read <= 1.1 * (box.size + 4 * 12 * blocks)
 
 
-def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
-    """Rows of 256 KiB: what lies between the parts of one is left out."""
+def test_a_rank_reads_its_columns_only_if_rows_are_long(tmp_path: Path) -> None:
+    """Rows have 256 KiB, so the bytes between two parts of a column shard are not read."""
     values = torch.arange(16 << 18, dtype=torch.int64).remainder(120).to(torch.uint8).reshape(16, -1)
     scales = torch.rand(1, (1 << 18) // 128)
     publish(tmp_path, {"w.weight": values.view(torch.float8_e4m3fn), "w.weight_scale_inv": scales}, FP8)
@@ -123,7 +123,7 @@ def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> None:
-    """As large as gpt-oss in the axes that count: scales closer than 64 KiB are read together."""
+    """Experts are as large as those of gpt-oss, because scales that are closer than 64 KiB are read together."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.integers(0, 256, (4, 8192, 32, 16), dtype=np.uint8))
     scales = torch.from_numpy(rng.integers(100, 150, (4, 8192, 32), dtype=np.uint8))
@@ -136,12 +136,12 @@ def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> N
         loaded = ckptcore.load(location, wanted, transforms=[DequantizeAsConfigured()], report=report)
         assert loaded["m.experts.up"].shards[0].elements.tobytes() == whole[box.slices].tobytes()
         needed = box.size // 2 + box.size // 32
-        assert report.bytes_read <= 1.1 * needed, "and no neighbouring bytes"
+        assert report.bytes_read <= 1.1 * needed, "neighbouring bytes were read"
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_random_shardings_have_the_bits_of_the_whole(fp8: Published, experts: Published, data: st.DataObject) -> None:
+def test_random_shards_equal_slices_of_the_whole(fp8: Published, experts: Published, data: st.DataObject) -> None:
     location, expected = data.draw(st.sampled_from([fp8, experts]))
     name = data.draw(st.sampled_from(sorted(expected)))
     whole = expected[name]
@@ -174,7 +174,7 @@ def test_ranks_load_together(fp8: Published, reads: Any) -> None:
     job.run(load)
 
 
-def test_eight_devices_of_jax_get_their_shards_and_all_is_read_once(fp8: Published, experts: Published) -> None:
+def test_eight_devices_of_jax_get_their_shards_and_bytes_are_read_once(fp8: Published, experts: Published) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
     def abstract(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -200,7 +200,7 @@ def test_eight_devices_of_jax_get_their_shards_and_all_is_read_once(fp8: Publish
         assert report.bytes_read <= 1.1 * math.prod(whole.shape) * (1 / 2 + 1 / 32)
 
 
-def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
+def test_conversions_write_dequantised_weights(fp8: Published, tmp_path: Path) -> None:
     location, expected = fp8
     context = Context(memory=MemoryOptions(load_bytes=1 << 20), durability="none")
     ckptcore.copy(
@@ -211,8 +211,8 @@ def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
     assert all(loaded[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def test_one_part_of_an_open_checkpoint_of_ours_reads_its_blocks(tmp_path: Path) -> None:
-    """Blocks of 1 MiB are read whole: a quarter of 8 MiB is in three of them, and the scales in one."""
+def test_a_part_of_a_checkpoint_with_checksums_reads_whole_blocks(tmp_path: Path) -> None:
+    """Blocks of 1 MiB are read whole. A quarter of 8 MiB is in three blocks, and the scales are in one."""
     values = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8).reshape(4096, 2048) & np.uint8(0x77)
     scales = np.ones((32, 16), np.float32)
     state = {"w": values.view(dtype_from_name("float8_e4m3fn")), "w_scale": scales}

@@ -1,4 +1,4 @@
-"""Derived arrays equal NumPy on whole arrays, and read only required elements."""
+"""Derived arrays equal NumPy's results, and only the required stored elements are read."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def _saved(location: str, arrays: Sequence[HostArray] = STORED) -> str:
 def _tree(derivations: Sequence[DerivedArray]) -> TreeMetadata:
     return TreeMetadata(
         Node("list", tuple(range(len(derivations))), (LEAF,) * len(derivations)),
-        tuple([ArrayRecord(one.spec) for one in derivations]),
+        tuple([ArrayRecord(derivation.spec) for derivation in derivations]),
     )
 
 
-def _read(opened: Checkpoint, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
-    """Boxes, read in one plan."""
+def _read(checkpoint: Checkpoint, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
+    """Read boxes in one plan."""
     buffers = []
     for leaf, box in wanted:
-        record = opened.tree.leaves[leaf]
+        record = checkpoint.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         buffers.append(np.empty(box.shape, record.spec.numpy_dtype))
-    plan = plan_read(opened.tree, [(leaf, (box,)) for leaf, box in wanted])
-    assert sorted(opened.read(plan, buffers)) == list(range(len(wanted)))
+    plan = plan_read(checkpoint.tree, [(leaf, (box,)) for leaf, box in wanted])
+    assert sorted(checkpoint.read(plan, buffers)) == list(range(len(wanted)))
     return buffers
 
 
 def _made(location: str, derivation: DerivedArray, *, most_bytes: int | None = None) -> HostArray:
-    opened = open_checkpoint(location, Context())
-    derived = derive(opened, _tree([derivation]), {0: derivation}, most_bytes=most_bytes, values={})
+    checkpoint = open_checkpoint(location, Context())
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, most_bytes=most_bytes, values={})
     return _read(derived, [(0, Box.whole(derivation.spec.shape))])[0]
 
 
@@ -73,18 +73,18 @@ def location() -> str:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(location: str, data: st.DataObject) -> None:
-    opened, counted = open_counted(location)
-    found: list[Chain] = data.draw(st.lists(chains(STORED), min_size=1, max_size=3))
-    derivations = [chain.derivation for chain in found]
+def test_boxes_equal_numpy_and_read_only_required_elements(location: str, data: st.DataObject) -> None:
+    checkpoint, counted = open_counted(location)
+    drawn: list[Chain] = data.draw(st.lists(chains(STORED), min_size=1, max_size=3))
+    derivations = [chain.derivation for chain in drawn]
     derived = derive(
-        opened,
+        checkpoint,
         _tree(derivations),
         dict(enumerate(derivations)),
         most_bytes=data.draw(st.sampled_from([None, 1, 200])),
         values={},
     )
-    for leaf, chain in enumerate(found):
+    for leaf, chain in enumerate(drawn):
         assert chain.derivation.spec.shape == chain.expected.shape
         box = data.draw(boxes(chain.expected.shape))
         counted.plans.clear()
@@ -94,33 +94,33 @@ def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(location: st
         assert counted.elements <= chain.least(box)
 
 
-def test_a_box_of_very_many_runs_is_read_with_what_lies_between() -> None:
+def test_a_box_of_many_runs_is_read_with_the_bytes_between_them() -> None:
     array = np.arange(30000, dtype=np.int32).reshape(3, 10000)
     location = _saved("memory://derivations/runs", [array])
     of = Stored(ArraySpec(array.shape, "int32"), 0)
-    one = reshape(of, (3, 2500, 2, 2))
-    derived = derive(open_checkpoint(location, Context()), _tree([one]), {0: one}, values={})
+    derivation = reshape(of, (3, 2500, 2, 2))
+    derived = derive(open_checkpoint(location, Context()), _tree([derivation]), {0: derivation}, values={})
     box = Box((1, 3, 1, 0), (3, 2400, 2, 1))
     expected = array.reshape(3, 2500, 2, 2)[box.slices]
-    assert len(one.needed(box)) == 1 and (_read(derived, [(0, box)])[0] == expected).all()
-    across = permute(one, (3, 0, 2, 1))
+    assert len(derivation.needed(box)) == 1 and (_read(derived, [(0, box)])[0] == expected).all()
+    across = permute(derivation, (3, 0, 2, 1))
     derived = derive(open_checkpoint(location, Context()), _tree([across]), {0: across}, values={})
     assert (_read(derived, [(0, Box((0, 1, 1, 3), (1, 3, 2, 2400)))])[0] == expected.transpose(3, 0, 2, 1)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
 def test_many_boxes_in_one_plan(location: str, dtype: str) -> None:
-    opened = open_checkpoint(location, Context())
+    checkpoint = open_checkpoint(location, Context())
     of = Stored(ArraySpec((24, 10), "float32"), 0)
-    one = cast(permute(reshape(of, (4, 6, 10)), (2, 0, 1)), dtype)
-    derived = derive(opened, _tree([one]), {0: one}, most_bytes=64, values={})
+    derivation = cast(permute(reshape(of, (4, 6, 10)), (2, 0, 1)), dtype)
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, most_bytes=64, values={})
     wanted = [Box((a, b, 0), (a + 1, b + 2, 6)) for a, b in itertools.product(range(10), (0, 2))]
-    expected = STORED[0].reshape(4, 6, 10).transpose(2, 0, 1).astype(one.spec.numpy_dtype)
+    expected = STORED[0].reshape(4, 6, 10).transpose(2, 0, 1).astype(derivation.spec.numpy_dtype)
     for box, made in zip(wanted, _read(derived, [(0, box) for box in wanted]), strict=True):
         assert made.tobytes() == expected[box.slices].tobytes()
 
 
-def test_what_is_taken_apart_again_is_what_it_was() -> None:
+def test_cuts_of_joined_arrays_return_the_original_arrays() -> None:
     layers = [Stored(ArraySpec((24, 10), "float32"), leaf) for leaf in range(4)]
     for axis in range(3):
         stacked = stack(layers, axis)
@@ -133,63 +133,69 @@ def test_what_is_taken_apart_again_is_what_it_was() -> None:
     assert cut(fused, Box((30, 2), (40, 4))) == cut(layers[1], Box((6, 2), (16, 4)))
 
 
-def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
-    opened, counted = open_counted(location)
+def test_elements_are_read_into_the_buffer_without_a_copy(location: str) -> None:
+    checkpoint, counted = open_counted(location)
     rows = [cut(Stored(ArraySpec((24, 10), "float32"), 0), Box((row, 0), (row + 1, 10))) for row in (5, 2, 9)]
-    one = stack([reshape(row, (10,)) for row in rows], 0)
-    derived = derive(opened, _tree([one]), {0: one}, values={})
+    derivation = stack([reshape(row, (10,)) for row in rows], 0)
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, values={})
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
     plan = plan_read(derived.tree, [(0, (Box.whole((3, 10)),))])
-    (fill,) = derived.derived._fills(one, [BoxOutput(0, Box.whole((3, 10)), buffer)])
+    (fill,) = derived.derived._fills(derivation, [BoxOutput(0, Box.whole((3, 10)), buffer)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert list(derived.read(plan, [buffer])) == [0]
     assert (buffer == STORED[0][[5, 2, 9]]).all() and counted.elements == 30
 
 
-def test_two_who_want_the_same_box_have_it_read_once() -> None:
-    opened, counted = open_counted(_saved("memory://derivations/once"))
+def test_arrays_that_need_the_same_box_share_one_read() -> None:
+    checkpoint, counted = open_counted(_saved("memory://derivations/once"))
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     total = computed([of], lambda array: array.sum(0), ArraySpec((10,), "float32"))
-    derived = derive(opened, _tree([total, of]), {0: total, 1: of}, values={})
+    derived = derive(checkpoint, _tree([total, of]), {0: total, 1: of}, values={})
     made = _read(derived, [(0, Box((0,), (5,))), (0, Box((5,), (10,))), (1, Box.whole((24, 10)))])
     assert counted.elements == 240
     assert (np.concatenate(made[:2]) == STORED[0].sum(0)).all() and (made[2] == STORED[0]).all()
 
 
-def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> None:
+def test_large_arrays_are_computed_in_pieces(tmp_path: Path) -> None:
     array = np.arange(8 << 20, dtype=np.int32).reshape(2048, -1)
     ckptcore.save(tmp_path / "c", [array])
-    opened = open_checkpoint(tmp_path / "c", Context())
+    checkpoint = open_checkpoint(tmp_path / "c", Context())
     of = Stored(ArraySpec(array.shape, "int32"), 0)
-    one = cast(of, "float32")
-    derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20, values={})
+    derivation = cast(of, "float32")
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, most_bytes=16 << 20, values={})
     assert isinstance(derived.derived, Derived)
     out = np.empty(array.shape, np.float32)
-    fills = derived.derived._fills(one, [BoxOutput(0, Box.whole(array.shape), out)])
+    fills = derived.derived._fills(derivation, [BoxOutput(0, Box.whole(array.shape), out)])
     assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
     assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
-    assert opened.store.bytes_read <= 1.1 * array.nbytes
-    across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20, values={})
+    assert checkpoint.store.bytes_read <= 1.1 * array.nbytes
+    across = derive(
+        checkpoint,
+        _tree([permute(derivation, (1, 0))]),
+        {0: permute(derivation, (1, 0))},
+        most_bytes=16 << 20,
+        values={},
+    )
     assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
-    assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the contiguous axis
+    assert checkpoint.store.bytes_read <= 2.2 * array.nbytes  # cut along the contiguous axis
 
 
-def test_a_layer_of_a_stack_that_is_too_large_is_cut_itself() -> None:
+def test_a_large_layer_of_a_stack_is_cut_into_pieces() -> None:
     shape = (8192, 8192)
     ckptcore.save(
         "memory://derivations/layers", [np.zeros(shape, np.int8), np.ones(shape, np.int8)], overwrite="non-atomic"
     )
-    opened = open_checkpoint("memory://derivations/layers", Context())
-    one = cast(stack([Stored(ArraySpec(shape, "int8"), number) for number in range(2)], 0), "int16")
-    derived = derive(opened, _tree([one]), {0: one}, most_bytes=20 << 20, values={}).derived
+    checkpoint = open_checkpoint("memory://derivations/layers", Context())
+    derivation = cast(stack([Stored(ArraySpec(shape, "int8"), number) for number in range(2)], 0), "int16")
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, most_bytes=20 << 20, values={}).derived
     assert isinstance(derived, Derived)
-    out = np.empty(one.spec.shape, np.int16)
-    fills = derived._fills(one, [BoxOutput(0, Box.whole(out.shape), out)])
+    out = np.empty(derivation.spec.shape, np.int16)
+    fills = derived._fills(derivation, [BoxOutput(0, Box.whole(out.shape), out)])
     assert len(fills) == 8 and max(fill.held_bytes for fill in fills) <= 20 << 20
 
 
-def test_pieces_are_all_of_an_array_and_no_larger_than_they_are_to_be() -> None:
+def test_pieces_cover_an_array_and_have_a_limited_size() -> None:
     for shape in (
         (),
         (0,),
@@ -210,36 +216,38 @@ def test_pieces_are_all_of_an_array_and_no_larger_than_they_are_to_be() -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_sums_are_computed_with_little_memory(merged: bool) -> None:
-    """In float32 a whole array would be twice as large as the stored one, and several are in memory at once."""
+    """A whole array in float32 would be twice as large as the stored array, and a sum would need several of them."""
     shape = (4096, 2048)
     base, up, down = [
         Stored(ArraySpec(of, "bfloat16"), number) for number, of in enumerate((shape, (4096, 4), (4, 2048)))
     ]
-    one = merge_low_rank(base, up, down, 2) if merged else weighted_sum([base, base], [1, 2])
-    parts = [np.ones(part.spec.shape, part.spec.numpy_dtype) for part in one.inputs]
+    derivation = merge_low_rank(base, up, down, 2) if merged else weighted_sum([base, base], [1, 2])
+    parts = [np.ones(part.spec.shape, part.spec.numpy_dtype) for part in derivation.inputs]
     out = np.empty(shape, base.spec.numpy_dtype)
     tracemalloc.start()
     try:
-        one.make(Box.whole(shape), parts, out)
+        derivation.make(Box.whole(shape), parts, out)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (out == (9 if merged else 3)).all() and most <= 14 << 20 < out.nbytes
 
 
-def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:
+def test_pieces_of_a_stack_are_whole_layers(tmp_path: Path) -> None:
     state = {f"l.{layer}": np.full((2048, 1024), layer, np.int32) for layer in range(4)}
     ckptcore.save(tmp_path / "c", state, context=Context(durability="none"))
     spec = ArraySpec((2048, 1024), "int32")
-    one = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 0)
-    opened = open_checkpoint(tmp_path / "c", Context())
-    made = derive(opened, _tree([one]), {0: one}, values={}).derived
+    derivation = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 0)
+    checkpoint = open_checkpoint(tmp_path / "c", Context())
+    made = derive(checkpoint, _tree([derivation]), {0: derivation}, values={}).derived
     assert made is not None
     assert [box.start[0] for box in made.pieces(0, 9 << 20)] == [0, 1, 2, 3]
     assert [box.stop[0] for box in made.pieces(0, 16 << 20)] == [2, 4]
     across = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 1)
-    made = derive(opened, _tree([across]), {0: across}, values={}).derived
-    assert made is not None and made.pieces(0, 9 << 20) == [Box.whole((1024, 4, 2048))], "each would read every layer"
+    made = derive(checkpoint, _tree([across]), {0: across}, values={}).derived
+    assert made is not None and made.pieces(0, 9 << 20) == [Box.whole((1024, 4, 2048))], (
+        "each piece would read every layer"
+    )
     chain: list[Transform] = [Stack("l.{i}", "w"), Transpose("w")]
     context = Context(memory=MemoryOptions(load_bytes=24 << 20), durability="none")
     ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors", transforms=chain, context=context)
@@ -249,11 +257,11 @@ def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:
 def test_adapters_are_merged_and_arrays_averaged_by_boxes() -> None:
     rng = np.random.default_rng(0)
     base, up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 12), (16, 3), (3, 12)))
-    opened, counted = open_counted(_saved("memory://derivations/lora", [base, up, down]))
+    checkpoint, counted = open_counted(_saved("memory://derivations/lora", [base, up, down]))
     stored = [Stored(ArraySpec(array.shape, "float32"), leaf) for leaf, array in enumerate((base, up, down))]
     merged = merge_low_rank(stored[0], stored[1], stored[2], 0.5)
     mean = weighted_sum([merged, stored[0]], [0.25, 0.75], "float64")
-    derived = derive(opened, _tree([merged, mean]), {0: merged, 1: mean}, values={})
+    derived = derive(checkpoint, _tree([merged, mean]), {0: merged, 1: mean}, values={})
     box = Box((2, 4), (6, 12))
     (made,) = _read(derived, [(0, box)])
     assert np.allclose(made, (base + 0.5 * up @ down)[box.slices], rtol=1e-6)
@@ -262,21 +270,21 @@ def test_adapters_are_merged_and_arrays_averaged_by_boxes() -> None:
     assert made.dtype == np.float64 and np.allclose(made, (base + 0.125 * up @ down)[box.slices], rtol=1e-5)
 
 
-def test_arrays_of_several_checkpoints_are_put_together() -> None:
+def test_arrays_of_several_checkpoints_are_combined() -> None:
     first, second = _saved("memory://derivations/first"), _saved("memory://derivations/second", [STORED[0] + 1])
-    opened, other = open_checkpoint(first, Context()), open_checkpoint(second, Context())
+    checkpoint, other = open_checkpoint(first, Context()), open_checkpoint(second, Context())
     spec = ArraySpec((24, 10), "float32")
-    one = weighted_sum([Stored(spec, 0), Stored(spec, 0, 1)], [0.5, 0.5])
-    derived = derive(opened, _tree([one]), {0: one}, additional=[other], values={})
+    derivation = weighted_sum([Stored(spec, 0), Stored(spec, 0, 1)], [0.5, 0.5])
+    derived = derive(checkpoint, _tree([derivation]), {0: derivation}, additional=[other], values={})
     assert (_read(derived, [(0, Box.whole(spec.shape))])[0] == STORED[0] + 0.5).all()
 
 
 def test_a_derived_checkpoint_can_be_derived_again() -> None:
-    opened = open_checkpoint(_saved("memory://derivations/again"), Context())
+    checkpoint = open_checkpoint(_saved("memory://derivations/again"), Context())
     for shape in ((24, 10), (10, 24), (24, 10)):
-        one = permute(Stored(ArraySpec(shape, "float32"), 0), (1, 0))
-        opened = derive(opened, _tree([one]), {0: one}, values={})
-    assert (_read(opened, [(0, Box.whole((10, 24)))])[0] == STORED[0].T).all()
+        derivation = permute(Stored(ArraySpec(shape, "float32"), 0), (1, 0))
+        checkpoint = derive(checkpoint, _tree([derivation]), {0: derivation}, values={})
+    assert (_read(checkpoint, [(0, Box.whole((10, 24)))])[0] == STORED[0].T).all()
 
 
 def test_constants_and_empty_arrays() -> None:
@@ -290,30 +298,30 @@ def test_constants_and_empty_arrays() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda one: reshape(one, (7,)),
-        lambda one: cut(one, Box((0, 0), (25, 10))),
-        lambda one: cut(one, Box((0,), (2,))),
-        lambda one: permute(one, (0, 0)),
-        lambda one: concatenate([one, cast(one, "int8")], 0),
-        lambda one: concatenate([], 0),
-        lambda one: concatenate([one], 2),
-        lambda one: stack([one, reshape(one, (10, 24))], 0),
-        lambda one: pad(one, (1,), (0,), 0),
-        lambda one: pad(cast(one, "int8"), (1, 1), (0, 0), 300),
-        lambda one: pad(cast(one, "int4"), (1, 1), (0, 0), 0.5),
-        lambda one: cast(cast(one, "complex64"), "float32"),
-        lambda one: cast(one, "S3"),
-        lambda one: weighted_sum([one], [1.0, 2.0]),
-        lambda one: merge_low_rank(one, one, one, 1.0),
-        lambda one: constant(one.spec, np.zeros(3)),
+        lambda derivation: reshape(derivation, (7,)),
+        lambda derivation: cut(derivation, Box((0, 0), (25, 10))),
+        lambda derivation: cut(derivation, Box((0,), (2,))),
+        lambda derivation: permute(derivation, (0, 0)),
+        lambda derivation: concatenate([derivation, cast(derivation, "int8")], 0),
+        lambda derivation: concatenate([], 0),
+        lambda derivation: concatenate([derivation], 2),
+        lambda derivation: stack([derivation, reshape(derivation, (10, 24))], 0),
+        lambda derivation: pad(derivation, (1,), (0,), 0),
+        lambda derivation: pad(cast(derivation, "int8"), (1, 1), (0, 0), 300),
+        lambda derivation: pad(cast(derivation, "int4"), (1, 1), (0, 0), 0.5),
+        lambda derivation: cast(cast(derivation, "complex64"), "float32"),
+        lambda derivation: cast(derivation, "S3"),
+        lambda derivation: weighted_sum([derivation], [1.0, 2.0]),
+        lambda derivation: merge_low_rank(derivation, derivation, derivation, 1.0),
+        lambda derivation: constant(derivation.spec, np.zeros(3)),
     ],
 )
-def test_what_does_not_fit_is_refused(make: object) -> None:
+def test_invalid_operations_are_refused(make: object) -> None:
     with pytest.raises(ValueError):
         make(Stored(ArraySpec((24, 10), "float32"), 0))  # type: ignore[operator]  # a lambda
 
 
-def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
+def test_an_error_in_a_function_names_the_array(location: str) -> None:
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     with pytest.raises(TransformError, match=r"\[0\] could not be computed.*ZeroDivisionError"):
         _made(location, computed([of], lambda array: 1 // 0, of.spec))
@@ -321,8 +329,8 @@ def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
         _made(location, computed([of], lambda array: array.T, of.spec))
 
 
-def test_a_tree_that_is_not_what_is_made_is_refused() -> None:
-    opened = open_checkpoint(_saved("memory://derivations/refused"), Context())
+def test_a_tree_that_does_not_match_its_arrays_is_refused() -> None:
+    checkpoint = open_checkpoint(_saved("memory://derivations/refused"), Context())
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     with pytest.raises(TransformError, match="is declared as"):
-        derive(opened, _tree([of]), {0: cast(of, "int8")}, values={})
+        derive(checkpoint, _tree([of]), {0: cast(of, "int8")}, values={})

@@ -54,7 +54,7 @@ def _array(*shape: int) -> Any:
 
 
 def _layers() -> dict[str, Any]:
-    """Names of other software, in one dict."""
+    """Return arrays in one dict, named as other software names them."""
     named = {"embed.weight": _array(10, 4), "norm": _array(4)}
     for number in range(3):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
@@ -84,7 +84,7 @@ _ONE_WAY: list[Transform] = [
 
 
 @pytest.mark.parametrize("transform", _ONE_WAY)
-def test_what_cannot_be_undone_says_so(transform: Transform) -> None:
+def test_a_transform_without_an_inverse_raises_an_error(transform: Transform) -> None:
     for one_way in (transform, IfPresent(transform)):
         with pytest.raises(TransformError, match="has no inverse"):
             inverse([one_way])
@@ -117,19 +117,21 @@ _INVERTIBLE: list[Transform] = [
 ]
 
 
-def test_every_transform_is_described_and_taken_back_or_says_that_nothing_does() -> None:
+def test_every_transform_has_a_distinct_description_and_a_case_here() -> None:
     kinds = {getattr(ckptcore_transforms, name) for name in ckptcore_transforms.__all__}
     listed = [*_INVERTIBLE, *_ONE_WAY]
-    assert {type(one) for one in listed} == {kind for kind in kinds if hasattr(kind, "inverse")} - {TreeTransform}
+    assert {type(transform) for transform in listed} == {kind for kind in kinds if hasattr(kind, "inverse")} - {
+        TreeTransform
+    }
     lines = describe(listed).splitlines()
-    assert len(lines) == len(listed) == len(set(lines)), "each says what it does, as no other does"
+    assert len(lines) == len(listed) == len(set(lines)), "two descriptions are equal"
     for line, transform in zip(lines, listed, strict=True):
         written = [value for value in _texts(transform) if value.isalpha()]
-        assert all(value in line for value in written), "with what it was given"
+        assert all(value in line for value in written), "an argument is missing in the description"
 
 
 def _texts(transform: Transform) -> list[str]:
-    """The texts in a transform: patterns, paths and dtypes."""
+    """Return the texts in a transform: patterns, paths and dtypes."""
     if isinstance(transform, IfPresent):
         return _texts(transform.transform)
     fields = [getattr(transform, field.name) for field in dataclasses.fields(transform)]  # type: ignore[arg-type]
@@ -138,12 +140,12 @@ def _texts(transform: Transform) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(picked=st.lists(st.sampled_from(_INVERTIBLE), min_size=1, max_size=5))
-def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
+def test_inverses_restore_the_tree(picked: list[Transform]) -> None:
     state = _layers()
     location = f"memory://transforms/inverses-{next(_numbers)}"
     ckptcore.save(location, state)
     applied: list[Transform] = []
-    for transform in picked:  # transforms that fit their input
+    for transform in picked:  # apply only the transforms that fit the tree
         try:
             ckptcore.metadata(location, transforms=[*applied, transform])
         except TransformError:
@@ -156,8 +158,8 @@ def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
     assert_same_tree({name: back[name] for name in state}, state)
     both = ckptcore.load(location, transforms=[*applied, *inverse(applied)])
     assert_same_tree({name: both[name] for name in state}, state)
-    if any(isinstance(one, Pad) for one in applied):
-        return  # a slice does not know that it removes a padding
+    if any(isinstance(step, Pad) for step in applied):
+        return  # the inverse of a padding is a slice, which has no inverse
     again = inverse(inverse(applied))
     assert_same_tree(ckptcore.load(location, transforms=again), made)
     assert inverse(inverse(again)) == again and len(describe(again).splitlines()) == len(applied)

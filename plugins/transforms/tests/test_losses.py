@@ -1,4 +1,4 @@
-"""Transforms do not lose data silently: dropped data, overflow and guesses are errors."""
+"""Transforms do not lose data silently. Dropped data, overflow and ambiguous matches are errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _load(state: Any, *transforms: Transform) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("state", "transform", "told"),
+    ("state", "transform", "message"),
     [
         ({"a": 1, "b": 2}, Rename("a", ""), "<root> would be both a leaf and a container of b"),
         ({"a": 1}, Default("", 3), "<root> would be both a leaf and a container of a"),
@@ -66,18 +66,18 @@ def _load(state: Any, *transforms: Transform) -> Any:
         ),
     ],
 )
-def test_nothing_goes_or_is_guessed(state: Any, transform: Transform, told: str) -> None:
-    with pytest.raises(TransformError, match=told):
+def test_lost_or_ambiguous_data_is_an_error(state: Any, transform: Transform, message: str) -> None:
+    with pytest.raises(TransformError, match=message):
         _load(state, transform)
 
 
-def test_a_key_without_text_is_a_key() -> None:
+def test_an_empty_key_is_a_key() -> None:
     assert _load({"a": 1}, Rename("a", "b//c")) == {"b": {"": {"c": 1}}}
     assert _load({"a": {"": {"b": 1}, "c": 2}}, Rename("a/{rest...}", "d/{rest}")) == {"d": {"": {"b": 1}, "c": 2}}
     assert _load({"a": 5}, Rename("a", "")) == 5 and _load(5, Rename("", "a")) == {"a": 5}
 
 
-def test_the_axes_that_count_from_the_end_are_taken_back() -> None:
+def test_negative_axes_have_inverses() -> None:
     state = {"w": np.arange(6).reshape(2, 3)}
     for transform in (Unstack("w", "l.{i}", -1), SplitAxis("w", -1, (3, 1)), MergeAxes("w", -2, (2, 3))):
         assert_same_tree(_load(state, transform, *inverse([transform])), state)
@@ -86,7 +86,7 @@ def test_the_axes_that_count_from_the_end_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "transform", "told"),
+    ("array", "transform", "message"),
     [
         (np.array([100], np.int8), Scale("w", 2), r"200 is out of range for int8 \(-128 to 127\)"),
         (np.array([1], np.uint8), Scale("w", -1), "-1 is out of range for uint8"),
@@ -101,26 +101,26 @@ def test_the_axes_that_count_from_the_end_are_taken_back() -> None:
         (np.ones(2, np.int32), Pad("w", 3, value=0.5), "float64 values are not cast to int32"),
     ],
 )
-def test_nothing_wraps_or_becomes_infinite(array: Any, transform: Transform, told: str) -> None:
-    with pytest.raises(TransformError, match=told):
+def test_overflow_is_an_error(array: Any, transform: Transform, message: str) -> None:
+    with pytest.raises(TransformError, match=message):
         _load({"w": array}, transform)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", ["bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex64"])
-def test_zeros_are_padded_quietly(dtype: str) -> None:
+def test_padding_with_zeros_gives_no_warning(dtype: str) -> None:
     array = np.ones(2, ckptcore.AbstractArray((), dtype).dtype)
     padded = _load({"w": array}, Pad("w", 3))["w"]
-    assert padded.dtype == array.dtype and [complex(one) for one in padded] == [1, 1, 0]
+    assert padded.dtype == array.dtype and [complex(element) for element in padded] == [1, 1, 0]
 
 
-def test_what_was_infinite_stays_so() -> None:
+def test_infinite_elements_stay_infinite() -> None:
     loaded = _load({"w": np.array([np.inf, np.nan, 2], np.float16)}, Scale("w", 2))["w"]
-    assert [str(one) for one in loaded] == ["inf", "nan", "4.0"]
+    assert [str(element) for element in loaded] == ["inf", "nan", "4.0"]
 
 
 @pytest.mark.parametrize(
-    ("first", "other", "told"),
+    ("first", "other", "message"),
     [
         ({"w": ONES}, {"w": ONES, "v": ONES}, "has v, unlike the first checkpoint"),
         ({"w": ONES, "ids": np.ones(2, int)}, {"w": ONES}, "lacks ids, unlike the first checkpoint"),
@@ -128,8 +128,8 @@ def test_what_was_infinite_stays_so() -> None:
         ({"w": (ONES * 60000).astype("f2")}, {"w": (ONES * -60000).astype("f2")}, "180000.0 is out of range"),
     ],
 )
-def test_an_average_is_one_of_the_same_tree(first: Any, other: Any, told: str) -> None:
-    with pytest.raises(TransformError, match=told):
+def test_an_average_of_different_trees_is_an_error(first: Any, other: Any, message: str) -> None:
+    with pytest.raises(TransformError, match=message):
         _load(first, Average([_save(other)], [2, -1]))
     with pytest.raises(TransformError, match="expected 2 weights"):
         _load(first, Average([_save(other)], [1, -1]))

@@ -1,4 +1,4 @@
-"""The memory of a load besides its result is within the configured limit, for every computation."""
+"""A load needs no more memory in addition to its result than the configured limit, for every computation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROWS, COLUMNS = 8192, 4096
 LOAD_BYTES = 32 * MIB
 
 SLACK_BYTES = 16 * MIB
-"""The buffers of 4 MiB of some threads, and pieces in float32 that are computed at a time."""
+"""Memory in addition to the limit: buffers of 4 MiB for each thread, and pieces in float32 that are being computed."""
 
-# A separate process, so that its memory is independent. The peak is reset before each load.
+# The loads run in a separate process, so that the tests do not add to its memory. It resets the peak before each load.
 PROGRAM = """
 import gc
 import json
@@ -57,22 +57,22 @@ def loads(place):
     }
 
 
-def told(name):
+def status_bytes(name):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
 
-found = {}
-for place in (small, large):  # what modules and threads take is there the second time
+extra_bytes = {}
+for place in (small, large):  # in the second round, the memory of modules and threads is already allocated
     for name, (location, abstract, options) in loads(place).items():
         gc.collect()
         with open("/proc/self/clear_refs", "w") as peak:
             peak.write("5")
-        before = told("VmRSS:")
+        before = status_bytes("VmRSS:")
         loaded = ckptcore.load(location, abstract, context=context, **options)
-        found[name] = told("VmHWM:") - before - sum(array.nbytes for array in loaded.values())
+        extra_bytes[name] = status_bytes("VmHWM:") - before - sum(array.nbytes for array in loaded.values())
         del loaded
-print(json.dumps(found))
+print(json.dumps(extra_bytes))
 """
 
 
@@ -92,8 +92,8 @@ def _save(directory: Path, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_load_holds_as_much_as_it_is_given_next_to_its_result(tmp_path: Path) -> None:
-    """Two arrays of 64 MiB, each larger than the limit."""
+def test_the_memory_of_a_load_is_limited(tmp_path: Path) -> None:
+    """Load two arrays of 64 MiB, each larger than the limit."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -105,6 +105,6 @@ def test_a_load_holds_as_much_as_it_is_given_next_to_its_result(tmp_path: Path) 
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    held = {name: round(nbytes / MIB) for name, nbytes in json.loads(done.stdout).items()}
-    assert max(held.values()) <= (LOAD_BYTES + SLACK_BYTES) // MIB, held
-    assert held["as it is"] <= SLACK_BYTES // MIB, "what is only moved is read into its place"
+    extra_mib = {name: round(nbytes / MIB) for name, nbytes in json.loads(done.stdout).items()}
+    assert max(extra_mib.values()) <= (LOAD_BYTES + SLACK_BYTES) // MIB, extra_mib
+    assert extra_mib["as it is"] <= SLACK_BYTES // MIB, "renamed arrays are not read directly into their buffers"

@@ -1,4 +1,4 @@
-"""The core without this distribution: a load with transforms is an error that names it, and other loads work."""
+"""The core without this distribution. A load with transforms raises an error that names it; other loads work."""
 
 from __future__ import annotations
 

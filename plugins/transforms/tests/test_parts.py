@@ -1,4 +1,4 @@
-"""Parts of results of transforms equal NumPy's, and read only the required parts of stored arrays."""
+"""Parts of transformed arrays equal NumPy's, and a load reads only the required parts of stored arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def _shards(shape: tuple[int, ...], dtype: Any, boxes: list[Box]) -> ShardedArra
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Layers of 4 MiB, as other software names them; without checksums, for which whole blocks would be read."""
+    """Save layers of 4 MiB, named as other software names them.
+
+    No checksums are stored, because verifying them would need reads of whole blocks.
+    """
     rng = np.random.default_rng(0)
     state = {f"layers.{layer}.w": rng.integers(0, 99, (ROWS, COLUMNS), np.int32) for layer in range(LAYERS)}
     location = tmp_path_factory.mktemp("layers")
@@ -55,9 +58,11 @@ CHAINS: list[tuple[list[Transform], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("chain", "expected"), CHAINS, ids=lambda one: str(one)[:40] if isinstance(one, list) else "")
+@pytest.mark.parametrize(
+    ("chain", "expected"), CHAINS, ids=lambda value: str(value)[:40] if isinstance(value, list) else ""
+)
 @pytest.mark.parametrize("load_bytes", [None, 4 << 20])
-def test_a_rank_reads_what_its_rows_take(
+def test_a_rank_reads_only_what_its_rows_need(
     stored: tuple[Path, dict[str, Any]], chain: list[Transform], expected: Any, load_bytes: int | None
 ) -> None:
     location, state = stored
@@ -81,7 +86,7 @@ def test_a_rank_reads_what_its_rows_take(
     assert report.bytes_read <= 1.1 * box.size * 4
 
 
-def test_a_share_of_the_experts_is_all_that_is_read(tmp_path: Path) -> None:
+def test_only_the_requested_experts_are_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     experts = {f"e.{number}.w": rng.integers(0, 99, (512, 512), np.int32) for number in range(32)}
     ckptcore.save(tmp_path / "c", experts)
@@ -93,12 +98,12 @@ def test_a_share_of_the_experts_is_all_that_is_read(tmp_path: Path) -> None:
         report=report,
     )
     assert all((loaded["w"].shards[0].elements[place] == experts[f"e.{8 + place}.w"]).all() for place in range(4))
-    assert report.bytes_read <= 5 << 20, "and the rest of the blocks at both ends"
+    assert report.bytes_read <= 5 << 20, "more than the blocks of the four experts was read"
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_random_shardings_get_what_numpy_makes_of_all(data: st.DataObject) -> None:
+def test_random_shards_equal_slices_of_the_result_of_numpy(data: st.DataObject) -> None:
     rng = np.random.default_rng(3)
     state = {f"l.{layer}.{name}": rng.normal(size=(6, 4)).astype(np.float32) for layer in range(3) for name in "qkv"}
     location = "memory://transforms/random-parts"
@@ -155,7 +160,7 @@ def test_ranks_with_different_transforms_are_refused(stored: tuple[Path, dict[st
     job.run(load)
 
 
-def test_the_way_back_is_sharded_too(stored: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_inverses_load_only_the_required_shards(stored: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     location, state = stored
     chain: list[Transform] = [Stack("layers.{i}.w", "w"), Split("w", ["low", "high"], axis=1)]
     ckptcore.save(
@@ -171,7 +176,7 @@ def test_the_way_back_is_sharded_too(stored: tuple[Path, dict[str, Any]], tmp_pa
     assert report.bytes_read <= 1.1 * half.size * 4
 
 
-def test_nothing_of_what_is_left_out_is_read(stored: tuple[Path, dict[str, Any]]) -> None:
+def test_rows_outside_a_slice_are_not_read(stored: tuple[Path, dict[str, Any]]) -> None:
     location, state = stored
     report = LoadReport()
     names = list(itertools.islice(state, 1, None))

@@ -52,7 +52,7 @@ class Negate:
 
 
 class Loses:
-    """A transform whose result lacks a declared array."""
+    """A transform whose tree declares an array that it does not return."""
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
         before = tree.finish()
@@ -76,7 +76,7 @@ def test_a_transform_of_another_package_is_applied(tmp_path: Path) -> None:
     assert transforms.describe([Negate()]) == "1. negate all arrays"
 
 
-def test_it_can_be_between_those_of_this_package(tmp_path: Path) -> None:
+def test_a_transform_of_another_package_can_be_between_ours(tmp_path: Path) -> None:
     state = _saved(tmp_path / "c")
     chain: list[Transform] = [
         transforms.Rename("l.{i}.w", "m.{i}.w"),
@@ -94,7 +94,7 @@ def test_a_tree_without_its_arrays_is_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c", transforms=[Loses()])
 
 
-def test_what_has_no_inverse_says_so() -> None:
+def test_a_transform_without_an_inverse_raises_an_error() -> None:
     with pytest.raises(
         TransformError, match="negate all arrays: this transform has no inverse, because Negate has no method inverse"
     ):

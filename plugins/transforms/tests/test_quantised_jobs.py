@@ -1,4 +1,4 @@
-"""Quantised weights load as DTensors in a job, each process its own shards, with the bits of the whole."""
+"""Quantised weights load as DTensors in a job. Each process loads its own shards, equal to slices of the whole."""
 
 # mypy: allow-untyped-calls
 
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("quantised_job.py")
 
 @pytest.mark.slow
 def test_processes_of_torchrun_load_dtensors(tmp_path: Path) -> None:
-    """448 rows: the fourth block of 128 is cut off, and quarters begin in the middle of others."""
+    """The arrays have 448 rows. The fourth block of 128 rows is smaller, and shards begin in the middle of blocks."""
     generator = torch.Generator().manual_seed(0)
     values, scales = fp8_blocks(torch.randn(448, 2048, generator=generator))
     name = "fp8.weight"

@@ -1,4 +1,4 @@
-"""Remedies in error texts of transforms: each is followed as the text says, and its result must be right."""
+"""Remedies in the errors of transforms. Each test follows the text of an error, and checks the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATE = {"a": EIGHT, "b": FOUR, "c": np.arange(3.0), "a.x": EIGHT, "{d}": FOUR}
 
 
 def refused(call: Callable[[], object], text: str, error: type[Exception] = TransformError) -> str:
-    """Return the message of an error, which has a text."""
+    """Return the message of the error that a call raises. The message must contain the text."""
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
@@ -97,7 +97,7 @@ def test_a_transform_that_does_not_fit(
     assert np.array_equal(loaded, expected)
 
 
-def test_a_field_names_the_parts_that_wildcards_confuse(tmp_path: Path) -> None:
+def test_a_field_replaces_wildcards_that_match_several_parts(tmp_path: Path) -> None:
     location = checkpoint(tmp_path, {f"{layer}.{part}": FOUR + layer for layer in range(2) for part in "qk"})
     refused(
         lambda: ckptcore.load(location, transforms=[Fuse(["*.q", "*.k"], "qk")]), "use fields such as {name} instead"
@@ -107,8 +107,8 @@ def test_a_field_names_the_parts_that_wildcards_confuse(tmp_path: Path) -> None:
     assert np.array_equal(loaded["qk.1"], np.concatenate([FOUR + 1, FOUR + 1]))
 
 
-def test_sizes_are_not_advised_for_arrays_that_do_not_fit(tmp_path: Path) -> None:
-    """With other extents or axes, no sizes would help."""
+def test_an_error_suggests_no_sizes_for_arrays_that_cannot_be_joined(tmp_path: Path) -> None:
+    """No sizes can help if other extents or the number of axes differ."""
     location = checkpoint(tmp_path)
     for axis in (0, 1):
         text = refused(lambda: ckptcore.load(location, transforms=[Fuse(["a", "c"], "x", axis)]), "be concatenated")  # noqa: B023
@@ -130,7 +130,7 @@ def test_sizes_are_not_advised_for_arrays_that_do_not_fit(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_inverses_of_what_the_text_says_to_set(
+def test_an_option_that_an_error_names_gives_an_inverse(
     tmp_path: Path, transform: Transform, advice: str, right: Transform
 ) -> None:
     refused(lambda: inverse([transform]), advice)
@@ -159,7 +159,7 @@ def test_inverses_of_what_the_text_says_to_set(
     ],
 )
 def test_arguments_of_another_type(tmp_path: Path, make: Callable[[], object], expected: str, right: Transform) -> None:
-    """The text says which type is accepted, and it is."""
+    """The error names an accepted type, and a value of this type works."""
     refused(make, expected, TypeError)
     loaded = ckptcore.load(checkpoint(tmp_path), transforms=[right])
     assert np.array_equal(loaded.get("b", loaded.get("x")), FOUR)
@@ -182,7 +182,7 @@ def test_names_and_options_of_maps() -> None:
 
 
 def test_zero_points_are_never_ignored(tmp_path: Path) -> None:
-    """The text for an unsupported quantization_config names Dequantize, which must not ignore data either."""
+    """The error for an unsupported ``quantization_config`` names `Dequantize`, which must not ignore data either."""
     values, scales = np.array([[1, 2], [3, 4]], "int8"), np.array([[2], [4]], "float32")
     stored = {"a.weight": values, "a.weight_scale": scales}
     transforms = [Dequantize("{n...}.weight", "{n}.weight_scale", dtype="float32")]

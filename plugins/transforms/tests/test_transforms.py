@@ -1,4 +1,4 @@
-"""Transforms change loaded trees as documented, and refuse what does not fit."""
+"""Transforms change loaded trees as documented, and raise errors if they do not fit a tree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _array(*shape: int, dtype: str = "float32") -> Any:
 
 
 def _layers(count: int = 3) -> dict[str, Any]:
-    """Names of other software in one dict."""
+    """Return arrays in one dict, named as other software names them."""
     named = {"embed.weight": _array(10, 4)}
     for number in range(count):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
@@ -66,7 +66,7 @@ def _load(state: object, *transforms: Transform, abstract: Any = None) -> Any:
         ckptcore.delete(location)
 
 
-def test_leaves_are_renamed_by_their_fields() -> None:
+def test_leaves_are_renamed_by_the_fields_of_a_pattern() -> None:
     state = _layers(1)
     assert_same_tree(
         _load(
@@ -82,7 +82,7 @@ def test_leaves_are_renamed_by_their_fields() -> None:
     )
 
 
-def test_keys_that_stay_keep_their_types_and_containers() -> None:
+def test_unchanged_keys_keep_their_types_and_containers() -> None:
     state = {"model": [{"w": 1, "b": (2, {})}, {"w": 3, "b": (4, {})}], 7: {"a/b": 5}}
     assert _load(state, Rename("model/{rest...}", "params/{rest}"), Rename("7/{rest...}", "seven/{rest}")) == {
         "params": state["model"],
@@ -93,11 +93,11 @@ def test_keys_that_stay_keep_their_types_and_containers() -> None:
     assert _load({"l.0": 1, "l.1": 2}, Rename("l.{i}", "l/{i:d}")) == {"l": [1, 2]}
 
 
-def test_a_table_lets_two_change_places() -> None:
+def test_a_table_can_swap_two_names() -> None:
     assert _load({"a": 1, "b": 2, "c": 3}, RenameTable({"a": "b", "b": "a"})) == {"b": 1, "a": 2, "c": 3}
 
 
-def test_what_was_tied_is_tied() -> None:
+def test_tied_arrays_stay_tied() -> None:
     table = _array(5, 3)
     loaded = _load({"embed": table, "head": table}, Rename("head", "lm_head"), Cast("*", "float64"))
     assert loaded["embed"] is loaded["lm_head"]
@@ -204,7 +204,7 @@ def test_checkpoints_are_averaged(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "0", transforms=[Average(others)])
 
 
-def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Path) -> None:
+def test_replacing_an_averaged_checkpoint_during_the_load_is_an_error(tmp_path: Path) -> None:
     for name in "ab":
         ckptcore.save(tmp_path / name, {"w": _array(4), "v": _array(4)})
 
@@ -217,7 +217,7 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("transform", "told"),
+    ("transform", "message"),
     [
         (Rename("embed.wieght", "x"), "'embed.wieght' matches nothing.*'embed.weight'"),
         (Rename("layers.{i}.q.weight", "w"), "two leaves would have the path w"),
@@ -253,12 +253,12 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
         (Default("x", object()), "no installed plugin handles"),
     ],
 )
-def test_what_does_not_fit_is_an_error(transform: Transform, told: str) -> None:
-    with pytest.raises(TransformError, match=told):
+def test_a_transform_that_does_not_fit_the_tree_is_an_error(transform: Transform, message: str) -> None:
+    with pytest.raises(TransformError, match=message):
         _load({**_layers(), "step": 3}, transform)
 
 
-def test_layers_that_are_missing_are_told() -> None:
+def test_an_error_names_a_missing_layer() -> None:
     state = _layers()
     del state["layers.1.q.weight"]
     with pytest.raises(
@@ -267,37 +267,37 @@ def test_layers_that_are_missing_are_told() -> None:
         _load(state, Stack("layers.{i}.{rest...}", "layers/{rest}"))
 
 
-def test_an_array_is_not_taken_apart_into_very_many() -> None:
+def test_the_number_of_unstacked_parts_is_limited() -> None:
     with pytest.raises(TransformError, match="has 70000 parts; expected 1 to 65536"):
         _load({"w": np.zeros((70000, 0), np.int8)}, Unstack("w", "w/{i}"))
 
 
-def test_what_may_be_missing_is_passed_over() -> None:
+def test_if_present_ignores_missing_arrays() -> None:
     state = _layers(1)
     loaded = _load(state, IfPresent(Drop("lm_head.weight")), IfPresent(Fuse(["a", "b"], "c")))
     assert_same_tree(loaded, state)
 
 
-def test_what_transforms_make_is_matched() -> None:
+def test_matching_applies_to_transformed_arrays() -> None:
     with pytest.raises(TreeMismatchError, match="missing: w is not stored"):
         _load({"w": _array(2)}, Rename("w", "v"), abstract={"w": AbstractArray((2,), "float32")})
     with pytest.raises(TreeMismatchError, match=r"float64\[2\] is stored"):
         _load({"w": _array(2)}, Cast("w", "float64"), abstract={"w": AbstractArray((2,), "float32")})
 
 
-def test_what_is_refused_and_not_there_changes_nothing() -> None:
+def test_refuse_changes_nothing_if_no_leaf_matches() -> None:
     refuse = Refuse("**.inv_freq")
     assert_same_tree(_load(_layers(1), refuse), _layers(1))
     assert inverse([refuse]) == [refuse] and describe([refuse]) == "1. expect nothing at '**.inv_freq'"
 
 
-def test_a_plan_is_told_before_anything_runs() -> None:
+def test_transforms_are_described_without_a_load() -> None:
     assert describe([Stack("l.{i}", "l"), IfPresent(Drop(re.compile("opt.*"))), Cast("*", "bfloat16")]) == (
         "1. stack 'l.{i}' along axis 0 as 'l'\n2. drop /opt.*/, if present\n3. cast '*' to bfloat16"
     )
 
 
-def test_attributes_are_matched_by_their_names() -> None:
+def test_patterns_match_attributes_by_their_names() -> None:
     state = {"opt": Point(_array(2), _array(3))}
     loaded = _load(
         state, Rename("opt/x", "opt/z"), Drop("opt/y"), abstract={"opt": {"z": AbstractArray((2,), "float32")}}

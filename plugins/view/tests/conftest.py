@@ -50,9 +50,16 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def damage(file: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.fixture
 def documents() -> Callable[..., Load]:
-    """Returns a function that loads the documents of a location."""
+    """Return a function that loads the documents of a location."""
 
     def of(location: object, **options: Any) -> Load:
         viewed = Viewed(str(location), default_context(), **options)

@@ -1,4 +1,4 @@
-"""Budgets of documents: if a number in a checkpoint or request doubles, the work and the memory about double."""
+"""Budgets of documents. When a number in a checkpoint or request doubles, work and memory grow at most 2.3 times."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, Chunk
 
 _GROWTH: Final = 2.3
 _CALLS: Final = 2_000
-"""Calls that any document takes, however small the checkpoint is."""
+"""Function calls that every document needs, even for a tiny checkpoint."""
 
 _BYTES: Final = 256 << 10
 
 
 def calls_of(call: Callable[[], object]) -> int:
-    """Return the number of calls of functions, also of those in C."""
+    """Return the number of function calls, including functions in C."""
     count = 0
 
     def trace(frame: object, event: str, argument: object) -> None:
@@ -51,7 +51,7 @@ def calls_of(call: Callable[[], object]) -> int:
 
 
 def bytes_of(call: Callable[[], object]) -> int:
-    """Return the peak of memory."""
+    """Return the peak memory of a call."""
     gc.collect()
     tracemalloc.start(1)
     try:
@@ -62,13 +62,13 @@ def bytes_of(call: Callable[[], object]) -> int:
 
 
 def assert_linear(make: Callable[[int], Callable[[], object]], sizes: tuple[int, int, int]) -> None:
-    """Fail if the calls or the memory of what `make` returns for a size grow faster than the size."""
+    """Fail if function calls or memory grow faster than the size. `make` returns the function to measure for a size."""
     attempts = [make(size) for size in sizes]
     for attempt in attempts:
-        attempt()  # caches that do not depend on the size
+        attempt()  # fill caches, whose cost does not depend on the size
     for measure, least in ((calls_of, _CALLS), (bytes_of, _BYTES)):
-        found = [max(measure(attempt), least) for attempt in attempts]
-        assert found[1] <= _GROWTH * found[0] and found[2] <= _GROWTH * found[1], (measure.__name__, found)
+        costs = [max(measure(attempt), least) for attempt in attempts]
+        assert costs[1] <= _GROWTH * costs[0] and costs[2] <= _GROWTH * costs[1], (measure.__name__, costs)
 
 
 # --- numbers in notes and requests, without a checkpoint
@@ -105,8 +105,8 @@ def test_shardings(notes: str) -> None:
     assert_linear(NOTES[notes], (1024, 2048, 4096))
 
 
-def test_an_axis_that_is_named_often_is_refused() -> None:
-    """A root of 13 kB made the viewer work for minutes."""
+def test_an_axis_that_is_named_many_times_is_refused() -> None:
+    """The viewer once worked for minutes on such a root of 13 kB."""
     assert sharding_of(ArrayRecord(ArraySpec((4,), "int8"), notes=_named({"x": 4096}, [["x"] * 3000]))) is None
     assert calls_of(_shards(_named({"x": 4096}, [["x"] * 3000]))) < 20_000
 
@@ -126,7 +126,7 @@ INDICES: Final[Mapping[str, Callable[[int], str]]] = {
 
 @pytest.mark.parametrize("form", INDICES)
 def test_indices(form: str) -> None:
-    """Regular expressions are one call, so the longest text that is read must be short, and its form simple."""
+    """A regular expression counts as one call, so the parser must refuse long texts and use simple expressions."""
 
     def parse(text: str) -> None:
         try:
@@ -143,7 +143,7 @@ def test_indices(form: str) -> None:
 
 
 class _Grid:
-    """An index of chunks of one element, which counts the chunks that it made."""
+    """An index of chunks with one element each. Counts the chunks that it made."""
 
     def __init__(self, count: int) -> None:
         self.made = 0
@@ -164,12 +164,12 @@ def test_chunks() -> None:
     assert_linear(lambda n: lambda: _chunk_document(_Grid(n), Request()), (4096, 8192, 16384))
     for count, shown, is_all in ((1 << 16, 1 << 16, True), ((1 << 16) + 1, 1 << 16, False), (1 << 40, 1 << 16, False)):
         grid = _Grid(count)
-        found = _chunk_document(grid, Request())
-        assert (found["count"], found["is_all"]) == (shown, is_all)
+        document = _chunk_document(grid, Request())
+        assert (document["count"], document["is_all"]) == (shown, is_all)
         assert grid.made <= (1 << 16) + 1
 
 
-def test_the_work_stops_when_the_client_is_gone() -> None:
+def test_listing_chunks_stops_when_the_client_disconnects() -> None:
     grid = _Grid(1 << 40)
     with pytest.raises(CancelledError):
         _chunk_document(grid, Request({}, lambda: grid.made >= 5_000))
@@ -189,7 +189,9 @@ def test_the_work_stops_when_the_client_is_gone() -> None:
         ("checkpoint", {"at": "1"}),
     ],
 )
-def test_no_document_is_made_for_a_client_that_is_gone(name: str, parameters: dict[str, str], tmp_path: Path) -> None:
+def test_no_document_is_made_after_the_client_disconnects(
+    name: str, parameters: dict[str, str], tmp_path: Path
+) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"w": np.ones(4)})
         checkpointer.save(2, {"w": np.zeros(4), "b": 1})
@@ -202,7 +204,7 @@ def test_no_document_is_made_for_a_client_that_is_gone(name: str, parameters: di
 
 
 def forged(directory: Path, change: Callable[[Any], None]) -> Path:
-    """Save a checkpoint, and change its root."""
+    """Save a checkpoint, and change its root. Return the location."""
     ckptcore.save(directory, {"w": np.arange(4.0)})
     root: Any = json.loads((directory / "checkpoint.json").read_bytes())
     change(root)

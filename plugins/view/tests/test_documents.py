@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing.far_storage import FarStorage
+from ckptcore_testing.faulty_storage import with_storage
 from ckptcore_view.documents import DOCUMENTS, BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.elements import format_index, parse_index
 from ckptcore_view.viewed import OTHER, Viewed
@@ -20,6 +22,8 @@ from orbax.checkpoint import v1 as orbax
 from safetensors.numpy import save_file
 
 import ckptcore
+from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import dtype_from_name
@@ -40,14 +44,14 @@ def leaf(tree: Any, name: str) -> int:
 def test_a_checkpoint(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
     assert load("view")["kind"] == "tree"
-    found = load("checkpoint", at="")
-    assert (found["kind"], found["layout"], found["problems"]) == ("tree", "safetensors", [])
-    assert found["totals"]["arrays"] == 5
-    assert found["totals"]["values"] == 2
-    assert found["files"]["files"][0][0] == "model.safetensors"
-    assert json.loads(found["custom"]) == {"note": "for tests"}
-    assert found["digest"] == ckptcore.metadata(checkpoint).digest
-    assert {"describe", "write"} <= {event["phase"] for event in found["timeline"]}
+    document = load("checkpoint", at="")
+    assert (document["kind"], document["layout"], document["problems"]) == ("tree", "safetensors", [])
+    assert document["totals"]["arrays"] == 5
+    assert document["totals"]["values"] == 2
+    assert document["files"]["files"][0][0] == "model.safetensors"
+    assert json.loads(document["custom"]) == {"note": "for tests"}
+    assert document["digest"] == ckptcore.metadata(checkpoint).digest
+    assert {"describe", "write"} <= {event["phase"] for event in document["timeline"]}
 
 
 def test_a_tree_with_folded_names(checkpoint: Path, documents: Documents) -> None:
@@ -61,22 +65,27 @@ def test_a_tree_with_folded_names(checkpoint: Path, documents: Documents) -> Non
     assert list(tree["tied"].values()) == ["model['layers.0.weight']"]
 
 
-def test_no_array_is_read_before_it_is_looked_at(checkpoint: Path) -> None:
+def test_an_array_is_read_only_for_its_statistics(checkpoint: Path) -> None:
     viewed = Viewed(str(checkpoint), default_context())
     for name in ("view", "checkpoint", "tree"):
         document_of(viewed, name, Request({"at": ""}))
     document_of(viewed, "array", Request({"at": "", "leaf": "0"}))
-    assert viewed.read("", lambda opened: opened.checkpoint.store.bytes_read) == 0
+    assert viewed.read("", lambda tree: tree.checkpoint.store.bytes_read) == 0
     document_of(viewed, "statistics", Request({"at": "", "leaf": "1"}))
-    read = viewed.read("", lambda opened: opened.checkpoint.store.bytes_read)
+    read = viewed.read("", lambda tree: tree.checkpoint.store.bytes_read)
     assert 0 < read < 64 * 48 * 4 * 3
 
 
 def test_an_array_with_its_chunk(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
-    found = load("array", at="", leaf=leaf(load("tree", at=""), "cube"))
-    assert (found["path"], found["dtype"], found["shape"], found["nbytes"]) == ("cube", "int16", [2, 3, 4], 48)
-    (chunk,) = found["chunks"]["chunks"]
+    document = load("array", at="", leaf=leaf(load("tree", at=""), "cube"))
+    assert (document["path"], document["dtype"], document["shape"], document["nbytes"]) == (
+        "cube",
+        "int16",
+        [2, 3, 4],
+        48,
+    )
+    (chunk,) = document["chunks"]["chunks"]
     assert (chunk["key"], chunk["nbytes"], chunk["stored"]) == ("model.safetensors", 48, "raw")
     data = (checkpoint / chunk["key"]).read_bytes()[chunk["start"] : chunk["start"] + chunk["nbytes"]]
     assert np.frombuffer(data, np.int16).tolist() == [1] * 24
@@ -84,10 +93,10 @@ def test_an_array_with_its_chunk(checkpoint: Path, documents: Documents) -> None
 
 def test_statistics(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
-    found = load("statistics", at="", leaf=leaf(load("tree", at=""), "cube"))
-    assert (found["elements"], found["minimum"], found["maximum"], found["mean"]) == (24, 1.0, 1.0, 1.0)
-    assert sum(found["histogram"]["counts"]) == 24
-    json.dumps(found, allow_nan=False)
+    document = load("statistics", at="", leaf=leaf(load("tree", at=""), "cube"))
+    assert (document["elements"], document["minimum"], document["maximum"], document["mean"]) == (24, 1.0, 1.0, 1.0)
+    assert sum(document["histogram"]["counts"]) == 24
+    json.dumps(document, allow_nan=False)
 
 
 def test_elements(checkpoint: Path, documents: Documents) -> None:
@@ -113,7 +122,7 @@ def test_elements(checkpoint: Path, documents: Documents) -> None:
         ("[None]", "not an index"),
     ],
 )
-def test_an_index_that_is_wrong(index: str, message: str, checkpoint: Path, documents: Documents) -> None:
+def test_an_invalid_index_is_refused(index: str, message: str, checkpoint: Path, documents: Documents) -> None:
     with pytest.raises(BadRequestError, match=message):
         documents(checkpoint)("elements", at="", leaf=0, index=index)
 
@@ -131,7 +140,7 @@ def test_too_many_axes_and_elements(tmp_path: Path, documents: Documents) -> Non
 def test_indices_as_text(text: str) -> None:
     array = np.arange(60).reshape(6, 10)
     index = parse_index(text)
-    assert np.array_equal(array[index], eval(f"array{text if text != '[]' else '[()]'}"))  # our own text
+    assert np.array_equal(array[index], eval(f"array{text if text != '[]' else '[()]'}"))  # text from this test
     assert parse_index(format_index(index)) == index
 
 
@@ -160,31 +169,34 @@ def test_differences(tmp_path: Path, checkpoint: Path, documents: Documents) -> 
     changed["step"] = 6
     ckptcore.save(tmp_path / "other", changed)
     load = documents(checkpoint, other=str(tmp_path / "other"))
-    found = load("differences", at="", other=OTHER)
-    assert {(one["path"], one["kind"]) for one in found["differences"]} == {("step", "values"), ("cube", "shape")}
-    assert [pair["path"] for pair in found["pairs"]][-1] == "model/head"
-    one = load("difference", at="", other=OTHER, leaf=found["pairs"][-1]["leaf"])
-    assert (one["differing"], one["largest"], one["norm"]) == (1, 2.0, 2.0)
-    assert one["worst"][0]["index"] == [3, 4]
+    document = load("differences", at="", other=OTHER)
+    assert {(entry["path"], entry["kind"]) for entry in document["differences"]} == {
+        ("step", "values"),
+        ("cube", "shape"),
+    }
+    assert [pair["path"] for pair in document["pairs"]][-1] == "model/head"
+    entry = load("difference", at="", other=OTHER, leaf=document["pairs"][-1]["leaf"])
+    assert (entry["differing"], entry["largest"], entry["norm"]) == (1, 2.0, 2.0)
+    assert entry["worst"][0]["index"] == [3, 4]
     assert load("difference", at="", other=OTHER, leaf=0)["differing"] == 0
 
 
 def test_a_run(run: Path, documents: Documents) -> None:
     load = documents(run)
     assert load("view")["kind"] == "run"
-    found = load("run")
-    assert [(one["step"], one["state"]) for one in found["steps"]] == [
+    document = load("run")
+    assert [(entry["step"], entry["state"]) for entry in document["steps"]] == [
         (10, "committed"), (20, "committed"), (30, "committed"),
     ]  # fmt: skip
-    assert found["steps"][0]["metrics"] == {"loss": 0.1}
-    assert found["steps"][0]["seconds"] >= found["steps"][0]["blocked"] >= 0
-    assert [one["step"] for one in load("run", last=2)["steps"]] == [20, 30]
+    assert document["steps"][0]["metrics"] == {"loss": 0.1}
+    assert document["steps"][0]["seconds"] >= document["steps"][0]["blocked"] >= 0
+    assert [entry["step"] for entry in load("run", last=2)["steps"]] == [20, 30]
     assert load("run", last=2)["older"] == 1
 
 
-def test_what_a_policy_keeps(run: Path, documents: Documents) -> None:
-    found = documents(run)("run", policy="latest_n=1,best_n=1:loss:max")
-    assert [(one["kept"], one["reasons"]) for one in found["steps"]] == [
+def test_the_steps_that_a_policy_keeps(run: Path, documents: Documents) -> None:
+    document = documents(run)("run", policy="latest_n=1,best_n=1:loss:max")
+    assert [(entry["kept"], entry["reasons"]) for entry in document["steps"]] == [
         (True, ["the best 1 by loss (max)"]),
         (False, []),
         (True, ["the latest 1"]),
@@ -205,10 +217,10 @@ def test_damaged_and_unfinished_steps(run: Path, documents: Documents) -> None:
     (run / "10" / "model.safetensors").unlink()
     (run / "20" / "checkpoint.json").write_bytes(b"{")
     (run / ".40.0123456789abcdef.ckptcore").mkdir()
-    found = documents(run)("run")
-    assert [one["state"] for one in found["steps"]] == ["incomplete", "corrupt", "committed"]
-    assert "model.safetensors" in found["steps"][0]["error"]
-    assert found["leftovers"] == [".40.0123456789abcdef.ckptcore"]
+    document = documents(run)("run")
+    assert [entry["state"] for entry in document["steps"]] == ["incomplete", "corrupt", "committed"]
+    assert "model.safetensors" in document["steps"][0]["error"]
+    assert document["leftovers"] == [".40.0123456789abcdef.ckptcore"]
     assert documents(run / "10")("checkpoint", at="")["problems"] == [
         ["model.safetensors", "model.safetensors is missing"]
     ]
@@ -225,8 +237,8 @@ def test_several_checkpointables(tmp_path: Path, documents: Documents) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state(), "notes": Notes()})
     load = documents(tmp_path / "c")
     assert load("view")["kind"] == "checkpointables"
-    found = load("checkpoint", at="")
-    assert [(one["name"], one["places"], one["kind"]) for one in found["checkpointables"]] == [
+    document = load("checkpoint", at="")
+    assert [(entry["name"], entry["places"], entry["kind"]) for entry in document["checkpointables"]] == [
         ("model", ["model"], "tree"),
         ("notes", ["notes"], "files"),
     ]
@@ -234,7 +246,7 @@ def test_several_checkpointables(tmp_path: Path, documents: Documents) -> None:
     assert load("statistics", at="model", leaf=0)["zeros"] == 1
 
 
-def test_a_checkpoint_that_was_replaced(checkpoint: Path, documents: Documents) -> None:
+def test_a_replaced_checkpoint_is_read_again(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
     assert load("statistics", at="", leaf=0)["maximum"] == 64 * 48 - 1
     ckptcore.save(checkpoint, state(2.0), overwrite=True)
@@ -254,9 +266,9 @@ def test_every_layout(layout: str, tmp_path: Path, documents: Documents) -> None
     ckptcore.save(tmp_path / "c", {"w": np.arange(5000.0).reshape(100, 50)}, layout=layout)
     load = documents(tmp_path / "c")
     assert load("checkpoint", at="")["layout"] == layout
-    found = load("array", at="", leaf=0)
-    assert found["chunks"]["count"] >= 1
-    assert all(chunk["key"] or chunk["stored"] == "inline" for chunk in found["chunks"]["chunks"])
+    document = load("array", at="", leaf=0)
+    assert document["chunks"]["count"] >= 1
+    assert all(chunk["key"] or chunk["stored"] == "inline" for chunk in document["chunks"]["chunks"])
     assert load("statistics", at="", leaf=0)["maximum"] == 4999.0
     assert load("elements", at="", leaf=0, index="[2, 3:5]")["rows"] == [[103.0, 104.0]]
 
@@ -280,15 +292,15 @@ def test_a_checkpoint_of_torch(tmp_path: Path, documents: Documents) -> None:
 def test_a_checkpoint_of_orbax(tmp_path: Path, documents: Documents) -> None:
     orbax.save(tmp_path / "c", {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}})
     load = documents(tmp_path / "c")
-    found = load("checkpoint", at="")
-    place = found["checkpointables"][0]["places"][0] if found["kind"] == "checkpointables" else ""
+    document = load("checkpoint", at="")
+    place = document["checkpointables"][0]["places"][0] if document["kind"] == "checkpointables" else ""
     assert load("statistics", at=place, leaf=0)["maximum"] == 5.0
 
 
 def test_memory_storage(documents: Documents) -> None:
     ckptcore.save("memory://viewer/run/10", {"x": np.ones(3)})
     load = documents("memory://viewer/run")
-    assert [one["step"] for one in load("run")["steps"]] == [10]
+    assert [entry["step"] for entry in load("run")["steps"]] == [10]
     assert load("statistics", at="10", leaf=0)["norm"] == pytest.approx(3**0.5)
 
 
@@ -299,7 +311,7 @@ def test_places_outside_the_location_are_refused(place: str, run: Path, document
             documents(run)(name, at=place)
 
 
-def test_wrong_parameters(checkpoint: Path, documents: Documents) -> None:
+def test_invalid_parameters_are_refused(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
     with pytest.raises(BadRequestError, match="no document"):
         load("secrets")
@@ -312,7 +324,7 @@ def test_wrong_parameters(checkpoint: Path, documents: Documents) -> None:
     assert "secrets" not in DOCUMENTS
 
 
-def test_a_read_stops_if_the_client_has_left(checkpoint: Path) -> None:
+def test_a_read_stops_if_the_client_has_disconnected(checkpoint: Path) -> None:
     viewed = Viewed(str(checkpoint), default_context())
     with pytest.raises(CancelledError):
         document_of(viewed, "statistics", Request({"at": "", "leaf": "0"}, lambda: True))
@@ -356,7 +368,7 @@ def test_bytes_and_times_of_any_kind(tmp_path: Path, documents: Documents) -> No
     assert shown == {"b": [["\\xff\\xfe", "a"]], "t": [["0", "1"]], "d": [["1970-01-01", "1970-01-02"]]}
 
 
-def test_numbers_of_arrays_are_those_of_one_version(checkpoint: Path, documents: Documents) -> None:
+def test_numbers_of_arrays_are_refused_after_a_replacement(checkpoint: Path, documents: Documents) -> None:
     load = documents(checkpoint)
     version = load("tree", at="")["version"]
     numbered = [name for name in ("array", "statistics", "elements") if load(name, at="", leaf=0, version=version)]
@@ -367,7 +379,7 @@ def test_numbers_of_arrays_are_those_of_one_version(checkpoint: Path, documents:
             load(name, at="", leaf=0, version=version)
 
 
-def test_differences_are_those_of_the_present_checkpoints(
+def test_differences_change_when_a_checkpoint_is_replaced(
     checkpoint: Path, tmp_path: Path, documents: Documents
 ) -> None:
     ckptcore.save(tmp_path / "other", state())
@@ -382,8 +394,8 @@ def test_a_single_file_has_no_other_files(tmp_path: Path, documents: Documents) 
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "letter.txt").write_text("secret")
     size = (tmp_path / "model.safetensors").stat().st_size
-    found = documents(tmp_path / "model.safetensors")("checkpoint", at="")
-    assert found["files"] == {"count": 1, "nbytes": None, "files": [["model.safetensors", size, False]]}
+    document = documents(tmp_path / "model.safetensors")("checkpoint", at="")
+    assert document["files"] == {"count": 1, "nbytes": None, "files": [["model.safetensors", size, False]]}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -400,9 +412,9 @@ def test_secrets_in_locations_are_hidden(tmp_path: Path, documents: Documents) -
     ckptcore.save(tmp_path / "a?token=SECRET", {"w": np.ones(3)})
     ckptcore.save(tmp_path / "b?token=SECRET", {"w": np.zeros(3)})
     load = documents(tmp_path / "a?token=SECRET", other=str(tmp_path / "b?token=SECRET"))
-    found = [load("view"), load("checkpoint", at=""), load("differences", at="", other=OTHER)]
-    assert "token=***" in json.dumps(found)
-    assert "SECRET" not in json.dumps(found)
+    loaded = [load("view"), load("checkpoint", at=""), load("differences", at="", other=OTHER)]
+    assert "token=***" in json.dumps(loaded)
+    assert "SECRET" not in json.dumps(loaded)
 
 
 def test_tied_arrays_are_counted_once(tmp_path: Path, documents: Documents) -> None:
@@ -414,24 +426,27 @@ def test_tied_arrays_are_counted_once(tmp_path: Path, documents: Documents) -> N
     assert (part["arrays"], part["parameters"]) == (totals["arrays"], totals["parameters"]) == (1, 100)
 
 
-def test_a_running_save_is_not_said_to_be_deleted(run: Path, documents: Documents) -> None:
+def test_no_step_has_a_decision_without_a_policy(run: Path, documents: Documents) -> None:
     load = documents(run)
     assert load("run", policy="  ")["policy"] is None
     assert {step["kept"] for step in load("run", policy="  ")["steps"]} == {None}
 
 
-def test_steps_in_object_stores_are_read_again_after_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_view.documents.run._is_remote", lambda steps: True)
-    viewed = Viewed(str(run), default_context(), policy="latest_n=1")
+def test_steps_in_object_stores_are_read_again_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FarStorage()
+    context = with_storage(ckptcore.Context(), "far", lambda url, _: subdirectory(storage, url.removeprefix("far://")))
+    for step in (10, 20, 30):
+        ckptcore.save(f"far://run/{step}", state(), context=context)
+    viewed = Viewed("far://run", context, policy="latest_n=1")
 
     def created() -> Any:
         return document_of(viewed, "run", Request({"policy": "latest_n=1"}))["steps"]
 
     first = created()
-    ckptcore.save(run / "10", state(), overwrite=True)
-    with monkeypatch.context() as patched:
-        patched.setattr("ckptcore_view.documents.run.plan_deletions", None)  # nothing is decided again
-        assert created() == first
+    ckptcore.save("far://run/10", state(), overwrite="non-atomic", context=context)
+    storage.forget()
+    assert created() == first
+    assert not {f"run/{step}/{ROOT_KEY}" for step in (10, 20)} & {request.key for request in storage.requests}
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert created()[0]["created"] > first[0]["created"]

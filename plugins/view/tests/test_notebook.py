@@ -39,20 +39,20 @@ class Parsed(HTMLParser):
 
 
 def test_an_open_checkpoint_and_its_metadata(checkpoint: Path) -> None:
-    with ckptcore.open(checkpoint) as opened:
-        parsed = Parsed(opened._repr_html_() or "")
-        assert opened.bytes_read == 0
+    with ckptcore.open(checkpoint) as open_checkpoint:
+        parsed = Parsed(open_checkpoint._repr_html_() or "")
+        assert open_checkpoint.bytes_read == 0
     assert "float32[64, 48], 12.3 kB" in parsed.text
     assert "3,288 parameters" in parsed.text
-    assert (opened._repr_html_() or "").count("closed") == 1
+    assert (open_checkpoint._repr_html_() or "").count("closed") == 1
     assert Parsed(ckptcore.metadata(checkpoint)._repr_html_() or "").text == parsed.text
 
 
 def test_a_part_and_an_array(checkpoint: Path) -> None:
-    with ckptcore.open(checkpoint) as opened:
-        assert "layers.0.weight" in Parsed(opened["model"]._repr_html_()).text
-        assert "int16[2, 3, 4]" in Parsed(opened["cube"]._repr_html_()).text
-        assert opened.bytes_read == 0
+    with ckptcore.open(checkpoint) as open_checkpoint:
+        assert "layers.0.weight" in Parsed(open_checkpoint["model"]._repr_html_()).text
+        assert "int16[2, 3, 4]" in Parsed(open_checkpoint["cube"]._repr_html_()).text
+        assert open_checkpoint.bytes_read == 0
 
 
 def test_several_checkpointables(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     name = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;'\""
     ckptcore.save(tmp_path / "a", {name: np.ones(3), "v": name}, metadata={"note": name})
     ckptcore.save(tmp_path / "b", {name: np.zeros(3), "v": "x"})
-    with ckptcore.open(tmp_path / "a") as opened:
+    with ckptcore.open(tmp_path / "a") as open_checkpoint:
         shown = [
-            opened._repr_html_(),
-            opened[(name,)]._repr_html_(),
+            open_checkpoint._repr_html_(),
+            open_checkpoint[(name,)]._repr_html_(),
             DIFF(tmp_path / "a", tmp_path / "b")._repr_html_(),
         ]
     for html in shown:

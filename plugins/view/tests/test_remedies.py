@@ -1,4 +1,4 @@
-"""Remedies in the errors of the viewer: each is followed as the text says, and shows the requested data."""
+"""Remedies in the errors of the viewer. Each test follows the text of an error, and gets the requested data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from plugins.view.tests.conftest import Load, state
         (0, "[x]", "expected integers and ranges, such as [0, 0:64, ::8]", "[0, 0:64, ::8]", [2, 1]),
     ],
 )
-def test_indices(
+def test_a_corrected_index(
     tmp_path: Path, documents: Callable[..., Load], leaf: int, index: str, text: str, instead: str, shape: list[int]
 ) -> None:
     ckptcore.save(tmp_path / "c", {"cube": np.ones((2, 2, 2)), "large": np.ones((300, 300))})
@@ -35,12 +35,14 @@ def test_indices(
     with pytest.raises(BadRequestError) as caught:
         load("elements", at="", leaf=leaf, index=index)
     assert text in str(caught.value)
-    found = load("elements", at="", leaf=leaf, index=instead)
-    assert found["shape"] == shape
-    assert found["rows"][0][0] == 1.0
+    elements = load("elements", at="", leaf=leaf, index=instead)
+    assert elements["shape"] == shape
+    assert elements["rows"][0][0] == 1.0
 
 
-def test_another_checkpoint(tmp_path: Path, checkpoint: Path, documents: Callable[..., Load]) -> None:
+def test_a_corrected_location_of_the_other_checkpoint(
+    tmp_path: Path, checkpoint: Path, documents: Callable[..., Load]
+) -> None:
     ckptcore.save(tmp_path / "other", {**state(), "step": 6})
     with pytest.raises(CheckpointNotFoundError, match="no other checkpoint to compare with: use --compare"):
         documents(checkpoint)("tree", at="//other")
@@ -48,7 +50,7 @@ def test_another_checkpoint(tmp_path: Path, checkpoint: Path, documents: Callabl
     assert compared("tree", at="//other")["leaves"] == compared("tree", at="")["leaves"]
 
 
-def test_a_page_of_a_checkpoint_that_was_replaced(checkpoint: Path, documents: Callable[..., Load]) -> None:
+def test_reloading_the_page_of_a_replaced_checkpoint(checkpoint: Path, documents: Callable[..., Load]) -> None:
     load = documents(checkpoint)
     version = load("tree", at="")["version"]
     ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0)}, overwrite=True)

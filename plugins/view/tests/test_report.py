@@ -20,14 +20,14 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
-from plugins.view.tests.conftest import state
+from plugins.view.tests.conftest import damage, state
 
 
 def documents_of(report: Path) -> dict[str, Any]:
     """Return the documents of a report."""
-    found = re.search(r'id="documents">([^<]*)<', report.read_text())
-    assert found is not None
-    documents: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    match = re.search(r'id="documents">([^<]*)<', report.read_text())
+    assert match is not None
+    documents: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(match[1])))
     return documents
 
 
@@ -84,26 +84,34 @@ def test_a_report_names_its_host_time_and_version(run: Path, tmp_path: Path) -> 
     assert datetime.datetime.fromisoformat(made["time"]).tzinfo is not None
 
 
-def test_older_steps_are_in_a_report_of_a_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_steps_are_in_a_report_of_a_run(run: Path, tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", run)
     documents = documents_of(tmp_path / "report.html")
     assert {"tree\nat=10", "array\nat=10\nleaf=0", "tree\nat=20"} <= documents.keys()
     assert documents["statistics\nat=10\nleaf=0"] == {"same": "statistics\nat=10\nleaf=0\nof=30"}
-    monkeypatch.setattr("ckptcore_view.report._MAX_ROWS", 0)
-    write_report(tmp_path / "report.html", run)
-    assert "checkpoint\nat=20" not in documents_of(tmp_path / "report.html")
+
+
+def test_a_report_has_a_limited_number_of_rows_of_older_steps(tmp_path: Path) -> None:
+    for step, rows in ((10, 1), (20, 20_000), (30, 1)):
+        ckptcore.save(tmp_path / "run" / str(step), {str(row): [] for row in range(rows)})
+    write_report(tmp_path / "report.html", tmp_path / "run")
+    documents = documents_of(tmp_path / "report.html")
+    assert "checkpoint\nat=20" in documents
+    assert "checkpoint\nat=10" not in documents
 
 
 def test_a_report_of_a_folder_of_runs(run: Path, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "single", state())
     write_report(tmp_path / "report.html", tmp_path)
     documents = documents_of(tmp_path / "report.html")
-    assert [one["name"] for one in documents["runs"]["runs"]] == ["run", "single"]
+    assert [run_entry["name"] for run_entry in documents["runs"]["runs"]] == ["run", "single"]
     assert {"run\nat=run", "tree\nat=run/30", "tree\nat=run/10", "tree\nat=single"} <= documents.keys()
     assert "statistics" not in names(documents)
 
 
-def test_the_arrays_of_all_steps_count(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_limit_counts_the_arrays_of_all_steps(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nbytes = ckptcore.metadata(run / "30").nbytes
     for limit, is_read in ((3 * nbytes, True), (3 * nbytes - 1, False)):
         monkeypatch.setattr("ckptcore_view.report._READ_BYTES", limit)
@@ -118,7 +126,7 @@ def test_a_report_of_several_checkpointables(tmp_path: Path) -> None:
     assert {"checkpoint\nat=model", "tree\nat=model", "checkpoint\nat=rng"} <= documents.keys()
 
 
-def test_a_comparison(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_report_with_a_comparison(checkpoint: Path, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "other", state(3.0))
     write_report(tmp_path / "report.html", checkpoint, compare=tmp_path / "other")
     documents = documents_of(tmp_path / "report.html")
@@ -127,13 +135,10 @@ def test_a_comparison(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_arrays_are_errors_in_the_report(checkpoint: Path, tmp_path: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(checkpoint / "model.safetensors")
     write_report(tmp_path / "report.html", checkpoint)
     documents = documents_of(tmp_path / "report.html")
-    assert any("model.safetensors" in str(one.get("error")) for one in documents.values())
+    assert any("model.safetensors" in str(document.get("error")) for document in documents.values())
 
 
 def test_a_failed_report_leaves_the_old_file(tmp_path: Path) -> None:
@@ -179,9 +184,9 @@ def test_errors_of_the_command(tmp_path: Path, run: Path) -> None:
         (["--out", "CHECKPOINT/model.safetensors"], "would be in a checkpoint"),
     ],
 )
-def test_options_that_do_not_fit(arguments: list[str], text: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_combinations_of_options(arguments: list[str], text: str, checkpoint: Path, tmp_path: Path) -> None:
     names = {"OUT": str(tmp_path / "report.html")}
-    given = [names.get(one, one).replace("CHECKPOINT", str(checkpoint)) for one in arguments]
+    given = [names.get(argument, argument).replace("CHECKPOINT", str(checkpoint)) for argument in arguments]
     result = view(checkpoint, *given)
     assert result.exit_code == 2, result.output
     assert text in " ".join(result.stderr.replace("│", "").split())
@@ -190,7 +195,7 @@ def test_options_that_do_not_fit(arguments: list[str], text: str, checkpoint: Pa
     assert len(list(checkpoint.iterdir())) == 2
 
 
-def test_patterns_without_an_array(checkpoint: Path, tmp_path: Path) -> None:
+def test_patterns_that_match_no_array(checkpoint: Path, tmp_path: Path) -> None:
     result = view(checkpoint, "--out", tmp_path / "report.html", "--arrays", "cube", "--arrays", "nothing")
     assert result.exit_code == 3
     assert "has no array that matches 'nothing'" in result.stderr
@@ -208,7 +213,9 @@ def test_a_report_of_one_file_does_not_replace_it(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", tmp_path / "model.safetensors")
 
 
-def test_all_arrays_together_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_limit_counts_all_checkpointables_and_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {name: {"w": np.ones(10)} for name in "abc"})
     for location, compare in (("c", None), ("c", "c")):
         for limit, is_read in ((240 * (2 if compare else 1), True), (239 * (2 if compare else 1), False)):
@@ -222,5 +229,7 @@ def test_steps_with_several_checkpointables_are_compared_by_name(tmp_path: Path)
     ckptcore.save_checkpointables(tmp_path / "other", {"a": {"w": np.ones(3)}, "b": {"w": np.ones(3)}})
     write_report(tmp_path / "r.html", tmp_path / "run", compare=tmp_path / "other")
     documents = documents_of(tmp_path / "r.html")
-    found = {part: documents[f"difference\nat=1/{part}\nother=//other/{part}\nleaf=0"]["differing"] for part in "ab"}
-    assert found == {"a": 0, "b": 3}
+    differing = {
+        part: documents[f"difference\nat=1/{part}\nother=//other/{part}\nleaf=0"]["differing"] for part in "ab"
+    }
+    assert differing == {"a": 0, "b": 3}

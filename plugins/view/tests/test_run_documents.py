@@ -24,20 +24,20 @@ OWNER = Path(".ckptcore/owner/owner.json")
 
 
 def save(run: Path, steps: range, value: Any = 1.0, **metrics: float) -> None:
-    """Save steps in one process: one owner of the run."""
+    """Save steps as one job, which owns the run meanwhile."""
     with ckptcore.Checkpointer(run) as checkpointer:
         for step in steps:
             checkpointer.save(step, {"w": value}, metrics=metrics or {"loss": 1 / step})
 
 
 def kill(run: Path) -> None:
-    """Leave the record of the owner as a killed process leaves it: not released."""
+    """Mark the record of the owner as not released, as a killed process leaves it."""
     record = json.loads((run / OWNER).read_bytes())
     (run / OWNER).write_text(json.dumps({**record, "released": False}))
 
 
 def trainer_run(run: Path, **state: Any) -> Path:
-    """A run as the Trainer of Hugging Face saves it."""
+    """Create a run as the Trainer of Hugging Face saves it."""
     history = [{"step": step, "epoch": step / 10, "loss": 1 / step, "learning_rate": 1e-3} for step in range(1, 21)]
     history += [{"step": 10, "eval_loss": 0.5}, {"step": 20, "eval_loss": 0.7, "eval_runtime": 3.0}]
     for step in (10, 20):
@@ -62,9 +62,9 @@ def test_a_run_that_was_killed_and_not_resumed(tmp_path: Path, documents: Docume
     save(tmp_path, range(10, 12))
     kill(tmp_path)
     (tmp_path / ".12.0123456789abcdef.ckptcore").mkdir()
-    found = documents(tmp_path)("run")
-    assert [(event["kind"], event["step"]) for event in found["events"]] == [("death", 11), ("unfinished", 12)]
-    assert found["is_running"] is False
+    document = documents(tmp_path)("run")
+    assert [(event["kind"], event["step"]) for event in document["events"]] == [("death", 11), ("unfinished", 12)]
+    assert document["is_running"] is False
 
 
 def test_a_step_that_was_saved_again(tmp_path: Path, documents: Documents) -> None:
@@ -96,21 +96,21 @@ def test_the_best_step(
     with ckptcore.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, {"w": 1}, metrics={name: values[step - 1] for name, values in metrics.items()})
-    found = documents(tmp_path)("run", policy=policy)["best"]
-    assert (found and (found["metric"], found["step"])) == best
+    document = documents(tmp_path)("run", policy=policy)["best"]
+    assert (document and (document["metric"], document["step"])) == best
 
 
-def test_what_the_trainer_logged(tmp_path: Path, documents: Documents) -> None:
-    found = documents(trainer_run(tmp_path / "run"))("run")
-    assert sorted(found["log"]) == ["eval_loss", "learning_rate", "loss"]
-    assert found["log"]["loss"][-1] == [20, 0.05]
-    assert found["steps"][-1]["metrics"] == {"loss": 0.05, "learning_rate": 1e-3, "eval_loss": 0.7}
-    assert found["best"] == {"metric": "eval_loss", "mode": "min", "step": 10, "value": 0.5, "by": "the Trainer"}
+def test_the_log_of_the_trainer(tmp_path: Path, documents: Documents) -> None:
+    document = documents(trainer_run(tmp_path / "run"))("run")
+    assert sorted(document["log"]) == ["eval_loss", "learning_rate", "loss"]
+    assert document["log"]["loss"][-1] == [20, 0.05]
+    assert document["steps"][-1]["metrics"] == {"loss": 0.05, "learning_rate": 1e-3, "eval_loss": 0.7}
+    assert document["best"] == {"metric": "eval_loss", "mode": "min", "step": 10, "value": 0.5, "by": "the Trainer"}
 
 
-def test_the_best_step_that_was_logged(tmp_path: Path, documents: Documents) -> None:
-    found = documents(trainer_run(tmp_path / "run", best_metric=None))("run")["best"]
-    assert (found["metric"], found["step"], found["by"]) == ("eval_loss", 10, "")
+def test_the_best_step_by_the_log_of_the_trainer(tmp_path: Path, documents: Documents) -> None:
+    document = documents(trainer_run(tmp_path / "run", best_metric=None))("run")["best"]
+    assert (document["metric"], document["step"], document["by"]) == ("eval_loss", 10, "")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_best_step_that_was_logged(tmp_path: Path, documents: Documents) -> 
         {"log_history": [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf")}]},
     ],
 )
-def test_odd_logs_are_left_out(state: Mapping[str, Any], tmp_path: Path, documents: Documents) -> None:
+def test_malformed_logs_are_ignored(state: Mapping[str, Any], tmp_path: Path, documents: Documents) -> None:
     assert documents(trainer_run(tmp_path / "run", **state))("run")["log"] == {}
 
 
@@ -150,7 +150,7 @@ def test_a_folder_of_runs(tmp_path: Path, documents: Documents) -> None:
     assert load("checkpoint", at="a/2")["metrics"] == {"loss": 0.5}
 
 
-def test_parameters_and_optimizer_states_are_counted_apart(tmp_path: Path) -> None:
+def test_parameters_and_optimizer_states_are_counted_separately(tmp_path: Path) -> None:
     w = np.ones((4, 3), np.float32)
     value = {
         "params": {"w": w.copy(), "ids": np.ones(2, np.int64)},
@@ -164,7 +164,7 @@ def test_parameters_and_optimizer_states_are_counted_apart(tmp_path: Path) -> No
     assert [array["nbytes"] for array in summary["largest"]] == [48, 48, 48, 48, 48, 16]
 
 
-def test_the_states_of_an_optimizer_alone(tmp_path: Path, documents: Documents) -> None:
+def test_optimizer_states_are_counted_in_their_own_checkpointable(tmp_path: Path, documents: Documents) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": {"w": np.ones(3)}, "optimizer": {"step": np.ones(2)}})
     load = documents(tmp_path / "c")
     roles = [load("checkpoint", at=place)["summary"]["roles"] for place in ("", "model", "optimizer")]

@@ -1,4 +1,4 @@
-"""The server: who may ask, and what it answers."""
+"""The server: access control and answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 import ckptcore
 from ckptcore.context import default_context
+from plugins.view.tests.conftest import damage
 
 TOKEN = "a-token"
 
@@ -65,7 +66,7 @@ def test_other_hosts_are_refused(host: str, client: TestClient) -> None:
     assert client.get(f"/{TOKEN}/documents/view", headers={"Host": host}).status_code == 400
 
 
-def test_nothing_is_stored_and_no_referrer_is_sent(client: TestClient) -> None:
+def test_pages_are_not_cached_and_send_no_referrer(client: TestClient) -> None:
     for path in ("", "app.js", "documents/view"):
         headers = client.get(f"/{TOKEN}/{path}").headers
         assert headers["cache-control"] == "no-store"
@@ -90,10 +91,7 @@ def test_errors_are_documents(document: str, status: int, text: str, client: Tes
 
 
 def test_damage_is_an_error(checkpoint: Path, client: TestClient) -> None:
-    file = checkpoint / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(checkpoint / "model.safetensors")
     answer = client.get(f"/{TOKEN}/documents/statistics?at=&leaf=7")
     assert answer.status_code == 500
     assert "model.safetensors" in answer.json()["error"]
@@ -129,7 +127,7 @@ def test_names_that_utf8_cannot_encode(tmp_path: Path) -> None:
     assert client.get(f"/{TOKEN}/documents/tree?at=").json()["names"][1] == "\ud800x"
 
 
-def test_a_defect_is_an_answer_and_no_traceback(
+def test_a_bug_is_reported_in_the_answer_without_a_traceback(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> Document:
@@ -149,10 +147,10 @@ def test_reads_stop_when_the_server_ends(checkpoint: Path) -> None:
 
 
 def test_the_browser_gets_the_token_from_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Path] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(Path(url.removeprefix("file://"))))
+    files: list[Path] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: files.append(Path(url.removeprefix("file://"))))
     with _redirect("http://127.0.0.1:80/a-token/"):
-        [file] = opened
+        [file] = files
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert "url=http://127.0.0.1:80/a-token/" in file.read_text()
     assert not file.exists()

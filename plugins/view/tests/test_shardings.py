@@ -24,38 +24,38 @@ def record(shape: tuple[int, ...], notes: Any = None, cuts: Any = None) -> Array
 @pytest.mark.parametrize(
     "spec", [("data", "model"), ("data",), (None, ("data", "model")), (("model", "data"),), (), (None, "model")]
 )
-def test_the_shards_of_a_named_sharding_are_those_of_jax(spec: tuple[Any, ...]) -> None:
+def test_the_shards_of_a_named_sharding_equal_those_of_jax(spec: tuple[Any, ...]) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    found = sharding_of(record((16, 24), notes_of(sharding)))
+    described = sharding_of(record((16, 24), notes_of(sharding)))
     expected: dict[tuple[Any, ...], set[str]] = {}
     for device, index in sharding.devices_indices_map((16, 24)).items():
         ranges = tuple([part.indices(extent)[:2] for part, extent in zip(index, (16, 24), strict=True)])
         expected.setdefault(ranges, set()).add(str(device.id))
-    assert found is not None
-    assert found.owner == "device"
+    assert described is not None
+    assert described.owner == "device"
     assert {
-        tuple(zip(box.start, box.stop, strict=True)): set(owners) for box, owners in found.shards.items()
+        tuple(zip(box.start, box.stop, strict=True)): set(owners) for box, owners in described.shards.items()
     } == expected
 
 
 def test_devices_in_another_order() -> None:
     mesh = Mesh(np.array(jax.devices()[:4])[::-1], ("x",))
-    found = sharding_of(record((4,), notes_of(NamedSharding(mesh, PartitionSpec("x")))))
-    assert found is not None
-    assert list(found.shards.values()) == [["3"], ["2"], ["1"], ["0"]]
+    described = sharding_of(record((4,), notes_of(NamedSharding(mesh, PartitionSpec("x")))))
+    assert described is not None
+    assert list(described.shards.values()) == [["3"], ["2"], ["1"], ["0"]]
 
 
 def test_a_single_device() -> None:
-    found = sharding_of(record((4,), notes_of(jax.sharding.SingleDeviceSharding(jax.devices()[2]))))
-    assert found is not None
-    ((box, owners),) = found.shards.items()
+    described = sharding_of(record((4,), notes_of(jax.sharding.SingleDeviceSharding(jax.devices()[2]))))
+    assert described is not None
+    ((box, owners),) = described.shards.items()
     assert box == Box((0,), (4,))
     assert "2" in owners[0]
 
 
 class FakeMesh(DeviceMesh):
-    """A mesh without processes: only its shape and names are noted."""
+    """A mesh without processes. The notes need only its shape and the names of its axes."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.__dict__.update(_mesh=np.arange(int(np.prod(shape))).reshape(shape), _mesh_dim_names=None)
@@ -79,16 +79,16 @@ def test_a_dtensor() -> None:
 
 
 def test_a_dtensor_that_is_sharded_twice_along_one_axis() -> None:
-    found = sharding_of(record((10,), {"dtensor": sharding_notes(FakeMesh((2, 2)), [Shard(0), Shard(0)])}))
-    assert found is not None
-    assert [(box.start[0], box.stop[0]) for box in found.shards] == [(0, 3), (3, 5), (5, 8), (8, 10)]
+    described = sharding_of(record((10,), {"dtensor": sharding_notes(FakeMesh((2, 2)), [Shard(0), Shard(0)])}))
+    assert described is not None
+    assert [(box.start[0], box.stop[0]) for box in described.shards] == [(0, 3), (3, 5), (5, 8), (8, 10)]
 
 
 def test_boundaries_without_owners() -> None:
-    found = sharding_of(record((4, 6), cuts=((2,), (3,))))
-    assert found is not None
-    assert found.owner == ""
-    assert list(found.shards) == [
+    described = sharding_of(record((4, 6), cuts=((2,), (3,))))
+    assert described is not None
+    assert described.owner == ""
+    assert list(described.shards) == [
         Box((0, 0), (2, 3)),
         Box((0, 3), (2, 6)),
         Box((2, 0), (4, 3)),
@@ -115,5 +115,5 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("notes", HOSTILE, ids=str)
-def test_notes_that_make_no_sense_are_ignored(notes: Any) -> None:
+def test_invalid_notes_are_ignored(notes: Any) -> None:
     assert sharding_of(record((4,), notes)) is None

@@ -1,10 +1,10 @@
-"""Writes a pipeline with variants, with diffusers and transformers. Run by hand; tests only read it.
+"""Write a pipeline with variants, using diffusers and transformers. Run by hand; tests only read the result.
 
     python generate.py
 
-Needs diffusers, which is not a dependency of the tests. `pipeline` is what ``save_pretrained`` writes: each model as it
-is, and as the variant fp16; the variants of `unet` and `text_encoder` are in several files. `older_variant` is a model
-with the names that diffusers 0.29 gave to a variant in several files.
+Needs diffusers, which is not a dependency of the tests. ``save_pretrained`` writes the directory `pipeline`: each model
+without a variant, and as the variant fp16. The variants of `unet` and `text_encoder` are in several files.
+`older_variant` is a model with the names that diffusers 0.29 gave to a variant in several files.
 """
 
 from __future__ import annotations

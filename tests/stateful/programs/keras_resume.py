@@ -1,4 +1,4 @@
-"""A program that saves a model of Keras, loads it into a new one, and trains both on: prints what it compared."""
+"""Save a model of Keras, load it into a new one, and continue to train both. Prints the compared values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS = INPUTS.sum(axis=1, keepdims=True)
 
 
 def make(seed: int, name: str = "out") -> Any:
-    """A compiled model that made no step."""
+    """Return a compiled model that is not trained yet."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     layers = [
@@ -34,23 +34,23 @@ def make(seed: int, name: str = "out") -> Any:
 
 
 def train(model: Any, epochs: int) -> None:
-    """Some steps, always the same."""
+    """Train for some epochs with fixed data."""
     model.fit(INPUTS, TARGETS, batch_size=4, epochs=epochs, shuffle=False, verbose=0)
 
 
 def bits(model: Any) -> dict[str, bytes]:
-    """Every variable."""
-    found = {variable.path: variable for variable in (*model.variables, *model.optimizer.variables)}
-    return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in found.items()}
+    """Return the bytes of every variable."""
+    variables = {variable.path: variable for variable in (*model.variables, *model.optimizer.variables)}
+    return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in variables.items()}
 
 
 def _arrays(tree: Any) -> list[Any]:
-    """The arrays of a state tree."""
+    """Return the arrays of a state tree."""
     return [keras.ops.convert_to_numpy(leaf) for leaf in keras.tree.flatten(tree)]
 
 
 def main(directory: str) -> None:
-    """Save, load, train on."""
+    """Save, load, continue to train, and compare."""
     model = make(0)
     assert type(installed_plugins().dispatch(model).checkpointable) is StateTreeHandler
     train(model, 2)

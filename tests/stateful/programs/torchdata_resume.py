@@ -1,4 +1,4 @@
-"""A program that saves torchdata loaders half-way and resumes with new ones: prints the correct cases."""
+"""Save torchdata loaders before their end, and resume with new ones. Prints the cases that are correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ckptcore
 
 
 class Counting(torch.utils.data.IterableDataset[int]):
-    """A data set with a state of its own."""
+    """A data set with a state."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -25,23 +25,23 @@ class Counting(torch.utils.data.IterableDataset[int]):
             yield self.position
 
     def state_dict(self) -> dict[str, int]:
-        """Its position."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take it back."""
+        """Restore the position."""
         self.position = state["position"]
 
 
 def mapped(workers: int) -> Any:
-    """Shuffled, with a generator of its own."""
+    """Return a loader that shuffles with its own generator."""
     generator = torch.Generator().manual_seed(3)
     numbers: Any = list(range(40))
     return StatefulDataLoader(numbers, batch_size=2, shuffle=True, num_workers=workers, generator=generator)
 
 
 def iterable(workers: int) -> Any:
-    """A data set that keeps its own position."""
+    """Return a loader of a data set with a state."""
     return StatefulDataLoader(Counting(), batch_size=2, num_workers=workers)
 
 
@@ -60,9 +60,9 @@ def main(directory: str) -> None:
                 handle.result()
                 other = make(workers)
                 ckptcore.load_into(f"{directory}/{name}", {"data": other})
-                found = [batch.tolist() for batch in other]
-                assert found == expected, (name, found, expected)
-                assert found, name
+                resumed = [batch.tolist() for batch in other]
+                assert resumed == expected, (name, resumed, expected)
+                assert resumed, name
                 print(name)
 
 

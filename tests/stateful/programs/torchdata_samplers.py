@@ -1,6 +1,7 @@
-"""A program whose runs are killed and resumed with each sampler, and compared with runs that were not killed.
+"""Kill and resume a run with each sampler, and compare it with a run that was not killed.
 
-Prints a line for each sampler and step of the kill: equal batches, equal random numbers, number of warnings.
+Prints a line for each sampler and step at which the run was killed: whether batches are equal, whether random numbers
+are equal, and the number of warnings.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import ckptcore
 
 STEPS = 15
 KILLED_AT = (3, 8)
-"""Steps of the kill: in the first epoch of 6 batches, and in the second."""
+"""Steps at which runs are killed: one in the first epoch, which has 6 batches, and one in the second."""
 
 NUMBERS: Any = list(range(12))
 
 
 def seeded() -> torch.Generator:
-    """The generator of a sampler."""
+    """Return a generator for a sampler."""
     return torch.Generator().manual_seed(3)
 
 
 def loader(sampler: Any) -> Any:
-    """A loader with a generator of its own."""
+    """Return a loader with its own generator."""
     return StatefulDataLoader(NUMBERS, batch_size=2, sampler=sampler, generator=torch.Generator())
 
 
@@ -55,19 +56,19 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Count(logging.Handler):
-    """Counts warnings."""
+    """A handler that counts warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.found = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One more."""
+        """Count a warning."""
         self.found += 1
 
 
 def train(name: str, directory: Path, *, killed_at: int | None) -> None:
-    """Run to the end, or until the process kills itself; what the steps saw is in a file."""
+    """Train to the end, or until the process kills itself. Write the batches and random numbers to a file."""
     torch.manual_seed(0)
     count = Count()
     logging.getLogger("ckptcore.torch").addHandler(count)
@@ -94,7 +95,7 @@ def train(name: str, directory: Path, *, killed_at: int | None) -> None:
 
 
 def process(name: str, directory: Path, *, killed_at: int | None) -> None:
-    """Train in a process of its own, and wait for its end."""
+    """Train in a new process, and wait for its end."""
     child = os.fork()
     if child == 0:
         try:
@@ -107,8 +108,8 @@ def process(name: str, directory: Path, *, killed_at: int | None) -> None:
 
 def main(directory: Path) -> None:
     """Compare runs with each loader."""
-    warnings.simplefilter("ignore", UserWarning)  # torchdata calls what PyTorch deprecates
-    torch.set_num_threads(1)  # the processes are forked
+    warnings.simplefilter("ignore", UserWarning)  # torchdata calls deprecated functions of PyTorch
+    torch.set_num_threads(1)  # forked processes must not have other threads
     for name in LOADERS:
         (directory / name).mkdir()
         process(name, directory, killed_at=None)
@@ -119,7 +120,7 @@ def main(directory: Path) -> None:
             resumed = json.loads((directory / name / "seen").read_text())
             assert len(resumed) == STEPS - step, name
             batches, numbers = (
-                [one[part] for one in resumed] == [one[part] for one in whole[step:]] for part in (0, 1)
+                [batch[part] for batch in resumed] == [batch[part] for batch in whole[step:]] for part in (0, 1)
             )
             logged = json.loads((directory / name / "warnings").read_text())
             print(f"{name} {step}: {batches} {numbers} {logged}")

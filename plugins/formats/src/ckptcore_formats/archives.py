@@ -1,10 +1,10 @@
 """Zip and tar archives as read-only storages. A location such as ``model.zip!/policy.pth`` names a member.
 
-Members without compression are read by byte ranges of the archive. Each other member is decompressed into a temporary
-file at its first read. An archive cannot choose the name of a file that is written.
+Uncompressed members are read directly from the archive. Each compressed member is decompressed into a temporary file
+when it is first read. Names in an archive are never used as names of written files.
 
 Supported headers of tar archives: POSIX ustar and pax (IEEE Std 1003.1, ``pax``), and the long names of GNU tar.
-Every number and name is hostile until it has been checked.
+Numbers and names in an archive are untrusted, and are checked before use.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _READ_BYTES: Final = 1 << 16
 
 
 class TarMember(NamedTuple):
-    """A member.
+    """A member of a tar archive.
 
     Attributes:
         name: its name.
         start: offset of its content in the archive, in bytes.
         nbytes: its length.
-        problem: what it is instead of a file, such as a link; empty for a file. Directories are not listed.
+        problem: description of a member that is not a regular file, such as a link; empty for a regular file.
+            Directories are not listed.
     """
 
     name: str
@@ -96,6 +97,8 @@ def read_members(fetch: Callable[[int, int], bytes], size: int, key: str) -> Ite
         nbytes = nbytes if length < 0 else length
         if kind not in _REGULAR:
             problem = _LINKS.get(kind, _SPECIAL.get(kind, "of an unknown kind"))
+            # As in `tarfile`: links, devices, directories and pipes have no content, even if their header states a
+            # size.
             nbytes = nbytes if problem not in _LINKS.values() and kind not in (b"3", b"4", b"5", b"6") else 0
         else:
             problem = ""
@@ -117,7 +120,10 @@ def _has_checksum(header: bytes) -> bool:
 
 
 def _number(field: bytes, key: str, position: int) -> int:
-    """Return a number: octal digits, or big endian if the highest bit is set, as GNU tar writes large ones."""
+    """Decode octal digits, or a big-endian binary number.
+
+    GNU tar writes large numbers in binary, with the highest bit set.
+    """
     if field[0] & 0x80:
         number = int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
     else:
@@ -175,7 +181,7 @@ _MARK: Final = "!"
 
 
 def open_archive(storage: StorageBackend, key: str, display: str) -> StorageBackend:
-    """Return an archive as a storage, in which the keys of members begin with ``NAME!/``. Reads nothing yet.
+    """Return a storage that contains the members of an archive. Their keys begin with ``NAME!/``. Reads nothing yet.
 
     Args:
         storage: the storage with the archive.
@@ -226,7 +232,7 @@ class _ArchiveStorage(StorageBackend):
         return content.read(start, stop) if start < stop else b""
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
-        """Return a member. Its tag is constant, because an archive is only read."""
+        """Return a member and a constant tag, because archives are read-only."""
         return self.get(key), self._key
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
@@ -311,7 +317,7 @@ class _ArchiveStorage(StorageBackend):
         try:
             return self._members_after(head, size)
         except (CorruptCheckpointError, InvalidLocationError):
-            # Tested after the error, because a complete archive may have the name of a part.
+            # Check this only after an error, because a complete archive may also have the name of a part.
             if (part := part_of_archive(head, self._key)) is None:
                 raise
             raise InvalidLocationError(f"{self._display} is {part}, by naming a member of it") from None
@@ -333,7 +339,7 @@ class _ArchiveStorage(StorageBackend):
             name = self._key.rpartition("/")[2].rpartition(".")[0] or "content"
             return self._named([(name, _Content(length, fetch))])
         if self._fetch(max(0, size - _ZIP_END_BYTES), size)[:4] == b"PK\x05\x06":
-            return self._of_zip(size)  # the last part of a split zip, which begins with any byte: raises an error
+            return self._of_zip(size)  # the last part of a split zip may begin with any byte: raises an error
         raise InvalidLocationError(
             f"{self._display} is not a zip or tar archive, so that nothing in it can be named: load it by its own "
             "location"
@@ -344,7 +350,9 @@ class _ArchiveStorage(StorageBackend):
 
     def _of_tar(self, fetch: Callable[[int, int], bytes], size: int) -> Mapping[str, _Content]:
         members = read_members(fetch, size, self._key)
-        return self._named([(one.name, _Content(one.nbytes, _range(fetch, one.start), one.problem)) for one in members])
+        return self._named(
+            [(member.name, _Content(member.nbytes, _range(fetch, member.start), member.problem)) for member in members]
+        )
 
     def _of_zip(self, size: int) -> Mapping[str, _Content]:
         members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
@@ -361,7 +369,7 @@ class _ArchiveStorage(StorageBackend):
         return _Content(member.size, _Inflated(member, self._fetch, self._key).read)
 
     def _named(self, members: Sequence[tuple[str, _Content]]) -> Mapping[str, _Content]:
-        """Return the members by key. Leave out members whose name leads out of the archive."""
+        """Return the members by key. Skip members whose name is absolute or is not a valid key."""
         contents: dict[str, _Content] = {}
         for name, content in members:
             parts = [part for part in name.split("/") if part not in ("", ".")]

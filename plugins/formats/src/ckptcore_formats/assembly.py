@@ -48,16 +48,16 @@ from ckptcore.planning import ChunkColumns, ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
 
 PLACES: Final = "places"
-"""Key under which the state contains the `LocationColumns` of whole tensors."""
+"""Key of the `LocationColumns` of whole tensors in the state."""
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 _MAX_RUNS: Final = 1 << 12
-"""Maximum number of C-order runs into which a piece in another order is divided."""
+"""Maximum number of C-order runs into which a tensor in another order is divided."""
 _WEIGHTS: Final = re.compile(
     r".*\.safetensors(\.index\.json)?|(pytorch_model|adapter_model|diffusion_pytorch_model)"
     r"(-[0-9]+-of-[0-9]+|\.[A-Za-z0-9]+)?\.bin(\.index\.json)?|consolidated[.0-9]*\.pth|\.metadata",
     re.ASCII,
 )
-"""Pattern of files with the weights of a model. Other files, such as ``training_args.bin``, belong to the program."""
+"""Pattern of file names of model weights. Does not match other files of a training, such as ``training_args.bin``."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
@@ -96,7 +96,7 @@ class Part:
         return {key.name if isinstance(key, Attribute) else key: child for key, child in self.items()}
 
     def plain(self) -> Any:
-        """Return nested dicts and tuples of the leaves."""
+        """Return the leaves in nested dicts and tuples."""
         if not isinstance(self.skeleton, Node):
             leaf = self.leaves[0]
             return leaf.values if isinstance(leaf, Column) else leaf
@@ -115,7 +115,7 @@ class Part:
 
     @property
     def tensor(self) -> StoredTensor | None:
-        """The tensor, if the part is one."""
+        """The tensor, if the part is a tensor; else None."""
         leaf = self.leaves[0] if not isinstance(self.skeleton, Node) else None
         return leaf if isinstance(leaf, StoredTensor) else None
 
@@ -142,7 +142,7 @@ class PartReader:
         return Part(key, content.skeleton, content.leaves, content.storages)
 
     def read(self, key: str) -> Part:
-        """Read a file that, according to its name, ``torch.save`` wrote.
+        """Read a file whose name says that ``torch.save`` wrote it.
 
         Raises:
             CorruptCheckpointError: it is not a torch.save file.
@@ -155,7 +155,7 @@ class PartReader:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of an array, whose elements are in a storage, in C order.
+    """A box of an array. Its elements are contiguous in a storage, in C order.
 
     Attributes:
         box: the box.
@@ -209,7 +209,7 @@ Entry: TypeAlias = "Part | Branch | Divided | Refused | str | list[Entry] | Mapp
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements in C order in an object: all elements of a stored tensor.
+    """All elements of a stored tensor. They are contiguous in one object, in C order.
 
     Attributes:
         spec: the dtype, and the number of elements as the only axis.
@@ -265,7 +265,7 @@ def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: s
 
 
 def has_weights(names: Iterable[str]) -> bool:
-    """Return True if one of these files has the weights of a model in a format that another layout reads."""
+    """Return True if one of these file names is that of model weights, which another layout reads."""
     return any(_WEIGHTS.fullmatch(name) for name in names)
 
 
@@ -339,7 +339,7 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     state: dict[str, JSON] = {
         **chunks.to_json(),
         "storage": storage_of,
-        "storages": [[one.key, one.start, one.stop, one.crc] for one in storages],
+        "storages": [[storage.key, storage.start, storage.stop, storage.crc] for storage in storages],
         PLACES: columns.to_json(),
     }
     return Inspection(tree, state, writer, files=files)
@@ -380,10 +380,12 @@ _SLAB_BYTES: Final = 1 << 24
 
 
 class _AssembledIndex(ChunkTable):
-    """Index of an assembled tree: a table of pieces, and whole tensors, which it reads as a `NativeReader`."""
+    """Index of an assembled tree. It has a table of pieces, and reads whole tensors as a `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
-        """Read the state of `inspection_of`. A root may name this layout, with any state.
+        """Read the state that `inspection_of` built.
+
+        It is untrusted, because a root can name this layout with any state.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
@@ -416,7 +418,7 @@ class _AssembledIndex(ChunkTable):
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
         """Verify the CRC-32 of the storages of an array. Return the objects that have storages without a CRC-32.
 
-        A storage contains elements of many arrays, so it is read again here, but only once per index.
+        A storage can contain several arrays. So this method reads each storage as a whole, once per index.
 
         Raises:
             ChecksumError: a checksum differs.

@@ -1,4 +1,4 @@
-"""Files that are compressed as a whole: they are decompressed into a temporary file."""
+"""Decompression of files that are compressed as a whole, into temporary files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _CODECS: Final = (
 def codec_of(head: bytes) -> Codec | None:
     """Return the method of compression of a file with these first bytes, or None."""
     for codec in _CODECS:
-        # A header of zlib, read as a big endian number of two bytes, is a multiple of 31 (RFC 1950).
+        # The first two bytes of zlib data, as a big-endian number, are a multiple of 31 (RFC 1950).
         if head.startswith(codec.magic) and (codec.name != "zlib" or int.from_bytes(head[:2], "big") % 31 == 0):
             return codec
     return None
@@ -83,7 +83,7 @@ def most_content_bytes(size: int) -> int:
 
 
 def decompressed_head(codec: Codec, head: bytes, nbytes: int) -> bytes:
-    """Return the first bytes of the content, as far as `head` has them; empty if it is damaged."""
+    """Decompress `head`, the first bytes of a file, to at most `nbytes` bytes. Return no bytes if it is damaged."""
     try:
         return codec.make().decompress(head, nbytes)
     except codec.errors:

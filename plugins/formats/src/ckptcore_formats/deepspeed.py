@@ -1,11 +1,11 @@
-"""The layout `deepspeed`: checkpoints of DeepSpeed with any stage of ZeRO, and universal ones. Read-only.
+"""The layout `deepspeed`: DeepSpeed checkpoints of any ZeRO stage, and universal checkpoints. Read-only.
 
 Formats (DeepSpeed 0.14.5, 0.16.9 and 0.19.8: ``runtime/engine.py``, ``runtime/zero``,
 ``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``).
 ZeRO 1 and 2: the parameters of a group are one flat vector, and each process saves a slice of it.
-ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
-the model file. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
-"param_groups": [...], ...}, ...}``, with the rest of the state next to these keys.
+ZeRO 3: each process saves its slices of all parameters, one after another. The names and shapes are in the model file.
+The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}}, "param_groups": [...], ...}, ...}``, with
+the rest of the state next to these keys.
 
 Universal checkpoints do not depend on the parallelism of the job. They have a file for each parameter and state:
 ``ds_to_universal.py`` writes ``zero/NAME/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``,
@@ -67,10 +67,10 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
         (values if kind == _WEIGHT else states.setdefault(name, {}))[name if kind == _WEIGHT else kind] = lost
     optimizer: dict[Key, Entry] = {"state": dict(states)}
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
-        found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
-        groups = found.get("param_groups")
+        optimizer_state = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
+        groups = optimizer_state.get("param_groups")
         optimizer["param_groups"] = [] if groups is None else named_groups([groups], [*map(list, weights.groups)])
-        optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
+        optimizer.update([(key, part) for key, part in optimizer_state.items() if key not in PARTITIONS])
     module = weights.module({**values, **weights.frozen_in_slices(models)})
     return {"module": module, "optimizer": optimizer, **rest_of(models)}
 
@@ -80,9 +80,9 @@ def _missing(
 ) -> Iterator[tuple[str, str]]:
     """Yield the parameter name and the kind of state of each missing file.
 
-    Every trained parameter must have a weight. If another parameter has the same states and more, the additional
-    states are missing. Parameters with unrelated states are valid: an optimizer such as Muon combines several
-    optimizers, which have different states.
+    Every trained parameter must have a weight. If another parameter has the same states and additional ones, the
+    additional states count as missing. Parameters with unrelated states are valid: an optimizer such as Muon combines
+    several optimizers, which have different states.
     """
     kinds = sorted({frozenset(state) for state in states.values()}, key=len, reverse=True)
     for name in dict.fromkeys([*trained, *map(str, states)]):
@@ -96,11 +96,11 @@ def _missing(
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:
     """Yield the parameter name, the kind of state and the key of each parameter file."""
-    for found in store.list_names(f"{directory}{name}"):
-        if found.endswith("/") and depth < _MAX_DEPTH:
-            yield from _files(store, directory, name + found, depth + 1)
-        elif name and found.endswith(_SUFFIX):
-            yield name[:-1], found.removesuffix(_SUFFIX), f"{directory}{name}{found}"
+    for child in store.list_names(f"{directory}{name}"):
+        if child.endswith("/") and depth < _MAX_DEPTH:
+            yield from _files(store, directory, name + child, depth + 1)
+        elif name and child.endswith(_SUFFIX):
+            yield name[:-1], child.removesuffix(_SUFFIX), f"{directory}{name}{child}"
 
 
 def _value(part: Part, shape: tuple[int, ...] | None, path: str) -> Entry:
@@ -164,17 +164,17 @@ class DeepSpeedLayout(AssembledLayout):
         if has_weights(names):
             return None  # other software, such as the Trainer, wrote it, and another layout reads it
         if not _is_checkpoint(names):
-            found = _named_by_pointer(store, names)
-            if found is None or not _is_checkpoint(names := store.list_names(found)):
+            latest = _named_by_pointer(store, names)
+            if latest is None or not _is_checkpoint(names := store.list_names(latest)):
                 return None
-            directory = found
+            directory = latest
         reader = PartReader(store)
         tree = _Directory.of(reader, directory, names).tree()
         own = [directory + name for name in names if _is_own(name)]
         return inspection_of(tree, "DeepSpeed", {*reader.keys, *own})
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that DeepSpeed writes. Empty if they belong to several steps, so to several checkpoints."""
+        """Return the files that DeepSpeed wrote, or none if there are several steps: each step is a checkpoint."""
         own = [key for key in keys if _is_own_key(key.split("/"))]
         return own if len({key.partition("/")[0] for key in own if "/" in key} - {"zero"}) < 2 else ()
 
@@ -184,7 +184,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_own_key(parts: Sequence[str]) -> bool:
-    """Return True for the parts of the key of a file in the directory of a step, or in its parent directory."""
+    """Return True if DeepSpeed writes files with this key, relative to a step's directory or to its parent."""
     *directories, name = parts
     return "zero" in directories[:2] or (len(directories) < 2 and (name in _OTHERS or _is_own(name)))
 
@@ -194,7 +194,7 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 
 
 def _named_by_pointer(store: ReadStore, names: Sequence[str]) -> str | None:
-    """Return the directory that ``latest`` names, with a slash after it."""
+    """Return the directory that ``latest`` names, with a trailing slash, or None if it does not exist."""
     for pointer in _POINTERS:
         if pointer in names:
             name = store.get(pointer, 0, _MAX_POINTER).decode("utf-8", "replace").strip() + "/"

@@ -33,7 +33,7 @@ _MODEL_KEYS: Final = frozenset(
 
 
 def named(part: Part) -> dict[str, Part]:
-    """Return the children with text as key."""
+    """Return the children whose keys are text."""
     return {key: child for key, child in part.children().items() if isinstance(key, str)}
 
 
@@ -51,7 +51,7 @@ def _merged(states: Sequence[Mapping[Key, Part]], without: Collection[Key]) -> M
 
 
 def _shape(value: object, key: str, path: str) -> tuple[int, ...]:
-    """Return a shape of a pickle."""
+    """Check and return a shape from a pickle."""
     is_shape = isinstance(value, tuple) and all(type(extent) is int and 0 <= extent < 1 << 62 for extent in value)
     if is_shape and isinstance(value, tuple) and len(value) <= 64 and ArraySpec(value, "complex128").is_possible:
         return value
@@ -155,7 +155,9 @@ class Weights:
                 )
         for name, entry in (*frozen.items(), *weights.items()):
             entries.setdefault(name, entry)
-        entries.update({name: entries[one] for name, one in shared.items() if isinstance(one, str) and one in entries})
+        entries.update(
+            {name: entries[other] for name, other in shared.items() if isinstance(other, str) and other in entries}
+        )
         return entries
 
 
@@ -246,7 +248,7 @@ class Zero:
         return groups
 
     def _place(self) -> Mapping[str, tuple[int, int]]:
-        """Return the group and the first element of each parameter in the flat vector.
+        """Return the group of each parameter, and the position of its first element in the flat vector.
 
         With ZeRO 3, the groups of a process form one vector, and the returned group is that of the first element.
 
@@ -313,7 +315,7 @@ class Zero:
     def states(self) -> Mapping[Key, Entry]:
         """Return the states of the optimizer by the name of the parameter."""
         by_rank = [self._states_of(rank) for rank in range(self.processes)]
-        found: dict[Key, dict[Key, Entry]] = {
+        states_by_name: dict[Key, dict[Key, Entry]] = {
             name: {} for name, (group, _) in self._positions.items() if any(states[group] for states in by_rank)
         }
         kinds = dict.fromkeys([kind for states in by_rank for state in states for kind in state])
@@ -322,12 +324,12 @@ class Zero:
             if all(self._is_partition(parts, group) for group, parts in enumerate(zip(*in_groups, strict=True))):
                 template = f"optimizer/state/{{}}/{kind}"
                 for name, entry in self._arrays(in_groups, template).items():
-                    found[name][kind] = entry
+                    states_by_name[name][kind] = entry
                 continue
             for name, (group, _) in self._positions.items():
                 if held := [part for parts in in_groups if (part := parts[group]) is not None]:
-                    found[name][kind] = self._of_group(held, kind)
-        return dict(found)
+                    states_by_name[name][kind] = self._of_group(held, kind)
+        return dict(states_by_name)
 
     def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
         """Return True if a state of a group has one value per weight element, or if no process has the state.
@@ -388,8 +390,8 @@ class Zero:
     def param_groups(self) -> Entry:
         """Return the groups of the optimizer, with the names of their parameters."""
         key = _STATE_3 if self.stage == 3 else _STATE_12
-        found = [state[key].children() for state in self._states if key in state]
-        groups = [each["param_groups"] for each in found if "param_groups" in each]
+        optimizer_states = [state[key].children() for state in self._states if key in state]
+        groups = [each["param_groups"] for each in optimizer_states if "param_groups" in each]
         names: list[list[str]] = [[] for _ in self._flat[0]]
         for name, (group, _) in self._positions.items():
             names[min(group, len(names) - 1)].append(name)
@@ -455,8 +457,8 @@ class _Vectors:
                     self._expect(runs, self._sizes, path)
                     made = [Vector(each, path) for each in runs]
                 else:
-                    # Do not compare the size of the last process with elements: its states may have padding that its
-                    # weights lack.
+                    # Do not check the size of the last process that has elements, because its states may have padding
+                    # that its weights lack.
                     row = [stored_run(parts[group], path) for parts in self._groups]
                     sizes = [each[group] for each in self._sizes]
                     last = max([rank for rank, size in enumerate(sizes) if size], default=0)

@@ -38,7 +38,7 @@ def stored_run(part: Part | None, path: str) -> Run:
 
 
 class Vector:
-    """Runs one after another, as one flat vector.
+    """A flat vector that consists of several runs, in order.
 
     Attributes:
         runs: the runs.

@@ -1,7 +1,7 @@
 """The layout `hdf5`: HDF5 files, and weights and models of Keras (``.weights.h5``, ``.keras``, ``.weights.json``).
 
-A ``.keras`` file is a zip with ``model.weights.h5``. Elements in one byte range are read directly. Elements in chunks,
-which may be compressed, are read by the HDF5 library, which reads the file through the storage.
+A ``.keras`` file is a zip with ``model.weights.h5``. Datasets in one byte range are read directly. The HDF5 library
+reads other datasets, such as compressed chunks, through the storage.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _has_weights(store: ReadStore, key: str) -> bool:
 
 
 def _shards(store: ReadStore, key: str) -> Sequence[str] | None:
-    """Return the files that an index of Keras lists, or None if it is something else.
+    """Return the files that an index of Keras lists, or None if the file is not such an index.
 
     Raises:
         CorruptCheckpointError: it lists a file of another directory, or a missing file.
@@ -162,8 +162,8 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
     """Return the tree of one or more files. `entry` is the file that the user named."""
     files = [_read_file(store, key) for key in keys]
     leaves: list[_Found] = []
-    skeleton = _flattened(_merged([_nested(one) for one in files], entry), leaves)
-    records: list[LeafRecord] = [leaf_record(one.leaf) for one in leaves]
+    skeleton = _flattened(_merged([_nested(file) for file in files], entry), leaves)
+    records: list[LeafRecord] = [leaf_record(leaf) for leaf, _ in leaves]
     paths = TreeMetadata(skeleton, tuple(records)).paths
     columns = LocationColumns()
     datasets: list[JSON] = []
@@ -240,7 +240,7 @@ def _open(store: ReadStore, key: str, origin: int, size: int, *, check_heaps: bo
 
 @contextlib.contextmanager
 def _damage(key: str) -> Iterator[None]:
-    """Convert the errors by which h5py reports damage."""
+    """Convert errors by which h5py reports damage to `CorruptCheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -293,7 +293,7 @@ def _flattened(tree: _Nested, leaves: list[_Found]) -> Skeleton:
 
 
 class _Hdf5Index(StorageIndex):
-    """Index of datasets. Those in chunks are read by h5py, one at a time."""
+    """Index of datasets. Datasets without a single byte range are read by h5py, one at a time."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the state of `_inspection`, which may be hostile.
@@ -347,7 +347,7 @@ class _Hdf5Index(StorageIndex):
             yield from numbers
 
     def _file(self, store: ReadStore, key: str, origin: int, size: int) -> Any:
-        """Return an open file. It stays open, so that its metadata are read once."""
+        """Return an open file. It stays open, so that its metadata is read only once."""
         known = self._open.get((key, origin, size))
         if known is None or known[0] is not store:
             file = _open(store, key, origin, size, check_heaps=False)

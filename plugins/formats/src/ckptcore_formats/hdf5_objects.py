@@ -3,8 +3,8 @@
 The HDF5 library reads through `StoredFile`, so it cannot open other files. Links to other files, external storage and
 virtual datasets are not followed; they become leaves that cannot be loaded.
 
-Global heaps contain the texts and lists of attributes. They are checked before the HDF5 library reads them, because it
-trusts the sizes in them: a size of zero makes it loop forever.
+Global heaps contain the texts and lists of attributes. This module checks the heaps before the HDF5 library reads them,
+because the library trusts the sizes in them. A size of zero would make the library loop forever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEAP_WINDOW_BYTES: Final = 1 << 14
 
 
 class HeapChecks:
-    """Checks each global heap that begins in bytes that the HDF5 library reads. Not thread-safe."""
+    """Checks the global heaps in the bytes that the HDF5 library reads. Not thread-safe."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
         """Read the width of lengths from the superblock. `fetch` returns bytes `start` to `stop` of the file."""
@@ -73,7 +73,7 @@ class HeapChecks:
             header = window[position - origin : position - origin + aligned]
             number = int.from_bytes(header[:2], "little")
             nbytes = int.from_bytes(header[8 : 8 + self._length], "little")
-            step = aligned + -(-nbytes // 8) * 8 if number else nbytes  # number 0 is the free space, with its header
+            step = aligned + -(-nbytes // 8) * 8 if number else nbytes  # number 0: free space, header included
             if not aligned <= step <= stop - position:
                 self._damaged(start, f"has an object of {nbytes} bytes at byte {position} (number {number})")
             position += step
@@ -90,7 +90,7 @@ _WINDOWS: Final = 8
 """Number of cached ranges. The HDF5 library alternates between the headers of groups, trees and datasets."""
 _DIRECT_BYTES: Final = 1 << 15
 _BEFORE: Final = 8
-"""Bytes before each read that are checked with it, because the magic of a heap may begin in the previous read."""
+"""Number of bytes before each read that are checked too, because the magic of a heap may begin in the previous read."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
 _OBJECT_BYTES: Final = 64
@@ -152,11 +152,11 @@ class StoredFile(io.RawIOBase):
         if stop - start >= _DIRECT_BYTES:
             data = self._fetch(first, stop)
         else:
-            found = next((span for span in self._windows if span[0] <= first and stop <= span[0] + len(span[1])), None)
-            if found is None:
-                found = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
-                self._windows.append(found)
-            origin, window = found
+            span = next((span for span in self._windows if span[0] <= first and stop <= span[0] + len(span[1])), None)
+            if span is None:
+                span = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
+                self._windows.append(span)
+            origin, window = span
             data = window[first - origin : stop - origin]
         if self._heaps is not None:
             self._heaps.check(data, first)
@@ -176,11 +176,11 @@ def open_file(file: StoredFile) -> Any:
 
 
 class Dataset(NamedTuple):
-    """A dataset that the library of HDF5 reads, because it is stored in chunks.
+    """A dataset that the HDF5 library reads, because it has chunks or is not stored as NumPy stores its dtype.
 
     Attributes:
         path: its path in the file.
-        rows: extent of its chunks along the first axis.
+        rows: extent of its chunks along the first axis. Without chunks, extent of the dataset.
     """
 
     path: str
@@ -301,7 +301,7 @@ class _Walk:
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
-        storage = str(len(self.leaves))  # a name could end in ">", with which `arrays_of` marks big endian arrays
+        storage = str(len(self.leaves))  # not a name: it could end in ">", by which `arrays_of` marks big endian
         array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = dataset.id.get_offset()
         if offset is not None and dataset.chunks is None and _is_stored_as(dataset.id.get_type(), dtype):
@@ -356,13 +356,13 @@ def _is_stored_as(stored: Any, dtype: np.dtype[Any]) -> bool:
     return bool(stored == h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
 
 
-def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
+def _text(dataset: Any, dtype: np.dtype[Any]) -> Leaf:
     """Return a text. Arrays of texts and references to objects cannot be loaded."""
-    if h5py.check_string_dtype(dtype) is None or found.shape != ():
+    if h5py.check_string_dtype(dtype) is None or dataset.shape != ():
         return Unreadable("a dataset of texts or of references: save it as a list")
-    if found.id.get_storage_size() > _MAX_TEXT_BYTES:
+    if dataset.id.get_storage_size() > _MAX_TEXT_BYTES:
         return Unreadable("a text that is too long")
-    value = found[()]
+    value = dataset[()]
     if isinstance(value, bytes) and len(value) <= _MAX_TEXT_BYTES:
         return value.decode("utf-8", "surrogateescape")
     return Unreadable("a text that is too long")
@@ -387,7 +387,7 @@ def _plain(value: Any) -> str:
 
 
 def _json(value: Any) -> JSON:
-    """Return an attribute as JSON, or None if it is something else."""
+    """Return an attribute as JSON, or None if JSON cannot represent it."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, str):  # h5py escapes bytes that are not UTF-8

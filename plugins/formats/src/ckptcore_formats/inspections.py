@@ -18,7 +18,7 @@ class FileTree:
 
     Attributes:
         key: the object.
-        skeleton, leaves: the tree. A leaf that is damaged is the record of its error.
+        skeleton, leaves: the tree. A damaged leaf is replaced with the record of its error.
         storages: byte range of each storage, by `StoredTensor.storage`.
     """
 
@@ -29,9 +29,9 @@ class FileTree:
 
 
 def first_member(head: bytes) -> str:
-    """Return the name of the first member of a zip with these first bytes; empty for other files, and if unknown.
+    """Return the name of the first member of a zip, from the first bytes of the file; empty if the file is not a zip.
 
-    It distinguishes most zips without a read of their directory (APPNOTE.TXT 4.3.7).
+    This name distinguishes most kinds of zip without reading the zip's directory (APPNOTE.TXT 4.3.7).
     """
     if head[:4] != b"PK\x03\x04":
         return ""

@@ -261,7 +261,10 @@ def _head_bytes(member: ZipMember) -> int:
 def _member(
     member: ZipMember, head: bytes | None, fetch: Fetch, key: str
 ) -> tuple[Skeleton, Sequence[Leaf | ValueRecord], Mapping[str, StoredBytes]]:
-    """Return the tree of a member, and its storages. `head` has its first stored bytes; None: it is not an array."""
+    """Return the tree of a member, and its storages.
+
+    `head` has the first stored bytes of an array; None for another file.
+    """
     name = f"{member.name} in {key}"
     if head is None:
         if member.size > _MAX_BYTES_LEAF:

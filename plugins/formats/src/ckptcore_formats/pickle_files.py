@@ -1,7 +1,7 @@
 """The layout `pickle`: files of ``pickle.dump``, ``joblib.dump`` and cloudpickle, read as data. No code in them runs.
 
-Arrays of NumPy, JAX and PyTorch are read from their bytes in the file. Objects of unknown classes become their
-parts. Long arrays are not read when a file is inspected.
+Arrays of NumPy, JAX and PyTorch are read from their bytes in the file. An object of an unknown class becomes a tree of
+its parts. Inspection of a file does not read long arrays.
 
 In files of joblib the bytes of an array follow the object that describes it, between two opcodes of the pickle.
 Source: ``NumpyArrayWrapper`` of ``joblib/numpy_pickle.py``, from joblib 0.10 on.
@@ -65,7 +65,7 @@ class JoblibArrays:
             data: the file.
             key: the object, for errors.
             places: receives the byte ranges of texts and bytes in nested pickles.
-            depth: number of arrays of objects around this pickle.
+            depth: number of nested object arrays that contain this pickle.
         """
         self._data = data
         self._key = key
@@ -126,8 +126,11 @@ _WHOLE_BYTES: Final = 1 << 18
 """Pickles up to this length are read at once."""
 _SPARSE_BYTES: Final = 1 << 20
 _SPARSE_PART: Final = 8
-"""A long pickle is first read without its long literals. If this reads more than `_SPARSE_BYTES` and more than this
-part of the file, the file has few long literals, and is read as a whole instead."""
+"""A long pickle is first read without its long literals.
+
+If that reads more than `_SPARSE_BYTES` and more than one eighth of the file, the file has few long literals, and is
+read as a whole instead.
+"""
 _MAX_BYTES: Final = 1 << 30
 """Maximum length of a pickle that is read as a whole."""
 _BLOCK_BYTES: Final = 1 << 20
@@ -194,7 +197,8 @@ def _is_pickle(head: bytes, name: str) -> bool:
         return False  # a file of safetensors: it begins with the length of its header
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return not is_legacy(head)  # a file of torch.save
-    # Only a pickle of protocol 0 or 1 begins with these opcodes: MARK, EMPTY_DICT, EMPTY_LIST, GLOBAL.
+    # Pickles of protocols 0 and 1 have no magic number. They begin with one of these opcodes: MARK, EMPTY_DICT,
+    # EMPTY_LIST, GLOBAL.
     return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and kind_in_place_of(head) is None
 
 
@@ -252,7 +256,8 @@ def _decompress(store: ReadStore, key: str) -> _Decompressed:
 class _Decompressed(ReadStore):
     """A store of one decompressed object. Thread-safe.
 
-    Does not refer to the store with the compressed file, which would keep its entry in `_Contents` alive forever.
+    Has no reference to the store with the compressed file, because such a reference would keep the store's entry in
+    `_Contents` alive forever.
     """
 
     def __init__(self, store: ReadStore, key: str, codec: Codec) -> None:

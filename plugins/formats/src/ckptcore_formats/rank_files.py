@@ -123,7 +123,8 @@ def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[st
     """Return the files of a kind in the order of their ranks.
 
     Raises:
-        CorruptCheckpointError: there are fewer files than processes, whose number is in the names or the first file.
+        CorruptCheckpointError: there are fewer files than processes. Their number is in the file names or in the first
+            file.
     """
     expected = max(int(kind.size or 0), first.processes, max(files) + 1)
     if expected > len(files):

@@ -1,9 +1,9 @@
 """The layout `torch-checkpointing`: directories of torch_checkpointing, a file for each item and process. Read-only.
 
 An item ``model`` is in ``model_0.pt``, ``model_1.pt`` and so on, each written by ``torch.save``. If an item can be
-divided, there is a file ``metadata.pkl``. It has the number of processes, and the names of files with other names or
-formats (torch_checkpointing 0.1.1, `DistributedMetadata.to_dict`). The rest of the metadata is not needed: the files
-contain divided tensors as DTensors, which describe their place in the whole.
+divided, there is a file ``metadata.pkl``. It has the number of processes, and lists files with other names or formats
+(torch_checkpointing 0.1.1, `DistributedMetadata.to_dict`). The rest of the metadata is not needed: divided tensors are
+stored as DTensors, which contain their position in the whole tensor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Writes the golden checkpoints of DeepSpeed: ``python generate_deepspeed.py DIRECTORY [NAME ...]``.
 
-Those in ``deepspeed`` are of DeepSpeed 0.19.8, and those in ``deepspeed_VERSION`` of that version, imported from its
-source distribution with torch 2.13 and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, which its ``zero_to_fp32`` needs. ZeRO 3 of
-0.14.5 also calls ``numactl --hardware``, for which a script stood in that prints one node.
+The directory ``deepspeed`` contains checkpoints of DeepSpeed 0.19.8. A directory ``deepspeed_VERSION`` contains
+checkpoints of that version, which was imported from its source distribution with torch 2.13. Its ``zero_to_fp32``
+needs TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1. ZeRO 3 of 0.14.5 also calls ``numactl --hardware``; a script that prints one
+node replaced this command.
 
-Each is written by DeepSpeed's own ``save_checkpoint`` on CPUs (gloo), and the universal ones by its
-``ds_to_universal``. For each, ``NAME.npz`` has the weights that ``zero_to_fp32`` returns, and the
-state of the optimizer that ``deepspeed.utils.safe_get_full_optimizer_state`` returned before the save.
+DeepSpeed's own ``save_checkpoint`` writes each checkpoint on CPUs (gloo), and its ``ds_to_universal`` the universal
+ones. For each, ``NAME.npz`` contains the weights that ``zero_to_fp32`` returns, and the optimizer state that
+``deepspeed.utils.safe_get_full_optimizer_state`` returned before the save.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ UNIVERSAL = {"universal_zero1": "zero1", "universal_zero3": "zero3_bf16"}
 
 
 class Net(torch.nn.Module):
-    """Parameters of several shapes. Some are frozen or tied; there are buffers of two dtypes."""
+    """Parameters of several shapes, some of them frozen or tied, and buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def train_and_save(case: dict[str, Any], directory: Path) -> None:
         engine.step()
     state = {"epoch": 3, "note": "text", "seen": torch.arange(3)}
     if case["stage"] in (1, 2):
-        # Without it `ds_to_universal` refuses. This model has no tensor parallelism.
+        # `ds_to_universal` needs this entry, also for a model without tensor parallelism.
         state["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
     engine.save_checkpoint(str(directory), tag="global_step2", client_state=state)
     expected: dict[str, Any] = {}
@@ -110,8 +111,8 @@ def train_and_save(case: dict[str, Any], directory: Path) -> None:
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 for kind in ("exp_avg", "exp_avg_sq"):
-                    found = safe_get_full_optimizer_state(parameter, kind)
-                    expected[f"{kind}/{name}"] = found.float().numpy()
+                    moment = safe_get_full_optimizer_state(parameter, kind)
+                    expected[f"{kind}/{name}"] = moment.float().numpy()
                 expected[f"fp32/{name}"] = safe_get_full_fp32_param(parameter).float().numpy()
     if engine.global_rank == 0:
         np.savez(directory.parent / f"{directory.name}.state.npz", **expected)
@@ -143,7 +144,7 @@ def add_expected(directory: Path) -> None:
     Path(f"{directory}.state.npz").unlink()
     weights = {name: expected.pop(name) for name in list(expected) if name.startswith("fp32/")}
     if directory.name == "zero1_bf16":
-        # `zero_to_fp32` refuses what the BF16_Optimizer of this version writes: it has no "zero_stage".
+        # In this version, `zero_to_fp32` rejects the files of the BF16_Optimizer, because they lack "zero_stage".
         expected.update({name.replace("fp32/", "module/"): array for name, array in weights.items()})
         np.savez_compressed(f"{directory}.npz", **expected)
     elif directory.name != "no_zero":

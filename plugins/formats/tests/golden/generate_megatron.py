@@ -1,8 +1,8 @@
 """Writes the golden checkpoint of Megatron: ``python generate_megatron.py DIRECTORY``, with megatron-core 0.16.1.
 
-megatron-core calls ``torch.cuda`` where there is no GPU. This program replaces those calls on the CPU
-(`without_cuda`) and changes nothing else: the files are written by ``dist_checkpointing.save`` with
-its strategy ``torch_dist``. ``NAME.npz`` has the whole arrays. Run by hand; tests only read the files.
+megatron-core calls ``torch.cuda`` even without a GPU. This program replaces these calls (`without_cuda`), and changes
+nothing else: ``dist_checkpointing.save`` writes the files, with its strategy ``torch_dist``. ``NAME.npz`` has the whole
+arrays. Run by hand; tests only read the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def without_cuda() -> None:
 
 
 def state_of(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a process, and the whole arrays by the key under which they are stored."""
+    """Return the state of a process, and the whole arrays by their stored keys."""
     from megatron.core.dist_checkpointing import (  # type: ignore[import-not-found]
         ShardedObject,
         ShardedTensor,

@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore")
 
 
 def arrays_of(state: Any, path: str = "") -> dict[str, Any]:
-    """Return the whole arrays of a state, by path. Collective."""
+    """Return the whole arrays of a state by path. A collective: all processes must call it."""
     if isinstance(state, DTensor):
         state = state.full_tensor()
     if isinstance(state, torch.Tensor):
@@ -39,7 +39,7 @@ def arrays_of(state: Any, path: str = "") -> dict[str, Any]:
 
 
 def verl(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save a model of FSDP 2 and its optimizer as verl's checkpoint manager names them."""
+    """Save an FSDP 2 model and its optimizer under the file names of verl's checkpoint manager."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def verl(directory: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def mesh_of_two_axes(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save DTensors with all placements, on a mesh of two axes."""
+    """Save DTensors with all kinds of placements, on a mesh of two axes."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -81,7 +81,7 @@ def mesh_of_two_axes(directory: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def sharded(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save ShardedTensors with uneven shards, of which one process has none."""
+    """Save ShardedTensors with uneven shards. One process has no shard."""
     import torch.distributed._shard.sharded_tensor as st
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor.shard import Shard as OwnShard
@@ -98,7 +98,7 @@ def sharded(directory: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def plain(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save DTensors with the oldest torch that has them in a public module."""
+    """Save DTensors with the oldest version of torch whose DTensor is public."""
     mesh = init_device_mesh("cpu", (size,))
     whole = torch.arange(15.0).reshape(5, 3)
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "c": distribute_tensor(whole, mesh, [Shard(1)])}

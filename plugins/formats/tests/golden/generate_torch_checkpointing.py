@@ -1,7 +1,7 @@
 """Writes the golden checkpoints of torch_checkpointing 0.1.1: ``torchrun --nproc-per-node 2 FILE DIRECTORY``.
 
-With torch 2.13.0 and gloo. torch_checkpointing gathers its metadata with tensors on CUDA, also without a CUDA device,
-so its function is replaced by one that gathers objects. Run by hand; tests only read them.
+Written with torch 2.13.0 and gloo. torch_checkpointing always gathers its metadata as CUDA tensors, even without a
+CUDA device. This program replaces its function by one that gathers objects. Run by hand; tests only read the files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 
 def gather(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, data)
-    return dict(enumerate(found))
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, data)
+    return dict(enumerate(objects))
 
 
 DefaultMetadataManager._all_gather_pickled_data = gather  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of crashes."""
+"""Fixtures of the crash tests, for the tests of partial saves."""
 
 from tests.crashes.conftest import warm
 

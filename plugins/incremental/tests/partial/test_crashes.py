@@ -1,4 +1,7 @@
-"""Sessions and their end die or fail at any operation: earlier sessions are there, and who comes next goes on."""
+"""Crashes and errors at any operation of a session, a finalization or a deletion.
+
+Earlier sessions are kept, and the next program can continue.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ _PLACES: Final = [
     pytest.param(scheme, layout, marks=[] if number % 2 else pytest.mark.slow)
     for number, (scheme, layout) in enumerate(itertools.product(["memory", "file"], _LAYOUTS))
 ]
-"""Half of the combinations are tried by the slow tests."""
+"""Schemes and layouts. Half of the combinations run only as slow tests."""
 _SAMPLE: Final = 12
 
 _Task = Callable[[str, ckptcore.Context | None], None]
@@ -83,7 +86,7 @@ def _prepared(scheme: str, directory: Path, sessions: int, layout: str) -> str:
 
 
 def _save_missing(place: str, numbers: Sequence[int], layout: str) -> None:
-    """Save the sessions that are not there; those that are must be refused."""
+    """Save the missing sessions. A session that exists must be rejected."""
     for number in numbers:
         try:
             _session(number, layout)(place, None)
@@ -94,9 +97,9 @@ def _save_missing(place: str, numbers: Sequence[int], layout: str) -> None:
 def _expect_whole(place: str, sessions: int) -> None:
     states = [partial_state(number) for number in range(sessions)]
     arrays = {name: array for state in states for name, array in state["arrays"].items()}
-    found = ckptcore.load(place)
-    assert set(found) == {key for state in states for key in state} and set(found["arrays"]) == set(arrays)
-    assert all(same_value(found["arrays"][name], array) for name, array in arrays.items())
+    loaded = ckptcore.load(place)
+    assert set(loaded) == {key for state in states for key in state} and set(loaded["arrays"]) == set(arrays)
+    assert all(same_value(loaded["arrays"][name], array) for name, array in arrays.items())
     assert ckptcore.verify(place).ok
     name = place.rpartition("/")[2]
     known = {f"{name}/{key}" for key in ("checkpoint.json", *ckptcore.metadata(place).objects)}
@@ -110,7 +113,7 @@ def _die(place: str, task: _Task, operation: Operation, moment: Literal["before"
 
 
 @pytest.mark.parametrize(("scheme", "layout"), _PLACES)
-def test_a_session_that_fails_does_not_count(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_a_crashed_session_does_not_count(scheme: str, layout: str, tmp_path: Path) -> None:
     for before in (0, 1):
         task = _session(before, layout)
         operations = _operations(_prepared(scheme, tmp_path, before, layout), task)
@@ -126,7 +129,7 @@ def test_a_session_that_fails_does_not_count(scheme: str, layout: str, tmp_path:
 
 
 @pytest.mark.parametrize(("scheme", "layout"), _PLACES)
-def test_finalizing_that_fails_leaves_the_sessions_or_the_checkpoint(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_a_crashed_finalization_leaves_the_sessions_or_the_checkpoint(scheme: str, layout: str, tmp_path: Path) -> None:
     outcomes = set()
     for operation, moment in itertools.product(
         _operations(_prepared(scheme, tmp_path, 2, layout), _finalize), _MOMENTS
@@ -143,14 +146,14 @@ def test_finalizing_that_fails_leaves_the_sessions_or_the_checkpoint(scheme: str
             _expect_whole(place, 3)
             continue
         outcomes.add("checkpoint")
-        with suppress(CheckpointNotFoundError):  # nothing was left to be done
+        with suppress(CheckpointNotFoundError):  # the checkpoint was already complete
             _finalize(place, None)
         _expect_whole(place, 2)
     assert outcomes == {"sessions", "checkpoint"}
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_deletion_that_fails_leaves_the_sessions_or_a_place_to_save_to(scheme: str, tmp_path: Path) -> None:
+def test_a_crashed_deletion_leaves_the_sessions_or_a_free_location(scheme: str, tmp_path: Path) -> None:
     outcomes = set()
     for operation, moment in itertools.product(_operations(_prepared(scheme, tmp_path, 2, "dcp"), _delete), _MOMENTS):
         place = _prepared(scheme, tmp_path, 2, "dcp")
@@ -174,7 +177,7 @@ def test_a_deletion_that_fails_leaves_the_sessions_or_a_place_to_save_to(scheme:
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_one_failed_operation_loses_no_session(scheme: str, layout: str, tmp_path: Path) -> None:
     for sessions, task in ((1, _session(1, layout)), (2, _finalize)):
         for operation in _operations(_prepared(scheme, tmp_path, sessions, layout), task):
             place = _prepared(scheme, tmp_path, sessions, layout)
@@ -191,8 +194,8 @@ def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_session_removes_what_one_that_failed_left(scheme: str, tmp_path: Path) -> None:
-    """It may be as large as the later sessions, and may not be finalized for days."""
+def test_a_session_removes_the_files_of_a_failed_session(scheme: str, tmp_path: Path) -> None:
+    """These files may be as large as later sessions, and the finalization may be days later."""
     task = _session(1, "safetensors")
     operations = _operations(_prepared(scheme, tmp_path, 1, "safetensors"), task)
     last = [operation for operation in operations if operation.name == "put"][-1]
@@ -205,7 +208,7 @@ def test_a_session_removes_what_one_that_failed_left(scheme: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_session_that_finds_the_disk_full_leaves_nothing_on_it(scheme: str, tmp_path: Path) -> None:
+def test_a_session_on_a_full_disk_leaves_no_files(scheme: str, tmp_path: Path) -> None:
     place = _prepared(scheme, tmp_path, 1, "safetensors")
     plan = FaultPlan()
     _session(1, "safetensors")(through(place), faulty_context(place, plan))
@@ -222,8 +225,8 @@ def test_a_session_that_finds_the_disk_full_leaves_nothing_on_it(scheme: str, tm
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_of_two_sessions_at_once_one_is_told_so(scheme: str, tmp_path: Path) -> None:
-    """With locks the second is refused; otherwise it takes over. Reported sessions exist."""
+def test_one_of_two_concurrent_sessions_raises_an_error(scheme: str, tmp_path: Path) -> None:
+    """With locks, the second session is refused. Without locks, it takes over. A session without an error is kept."""
     told: set[str] = set()
     for operation in _operations(_prepared(scheme, tmp_path, 1, "zarr3"), _session(1, "zarr3")):
         place = _prepared(scheme, tmp_path, 1, "zarr3")
@@ -247,17 +250,17 @@ def test_of_two_sessions_at_once_one_is_told_so(scheme: str, tmp_path: Path) -> 
         if saved == {0, 1}:
             told.add("second")
         _finalize(place, None)
-        found = ckptcore.load(place)["arrays"]
+        loaded = ckptcore.load(place)["arrays"]
         assert ckptcore.verify(place).ok
         expected = {f"array {number}" for number in saved if number != 77} | ({"array 1"} if 77 in saved else set())
-        assert set(found) == expected, f"interrupted at {operation}"
+        assert set(loaded) == expected, f"interrupted at {operation}"
         if 77 in saved:
-            assert np.array_equal(found["array 1"], np.full(50, 77))
+            assert np.array_equal(loaded["array 1"], np.full(50, 77))
     assert told == ({"first", "second"} if scheme == "file" else {"first"})
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_session_that_is_overtaken_by_the_end_or_a_deletion_is_lost(scheme: str, tmp_path: Path) -> None:
+def test_a_finalization_or_deletion_makes_a_running_session_fail(scheme: str, tmp_path: Path) -> None:
     for end in (_finalize, _delete):
         for operation in _operations(_prepared(scheme, tmp_path, 1, "dcp"), _session(1, "dcp")):
             place = _prepared(scheme, tmp_path, 1, "dcp")
@@ -268,7 +271,7 @@ def test_a_session_that_is_overtaken_by_the_end_or_a_deletion_is_lost(scheme: st
                     end(place, None)
                     ended.append(True)
                 except SaveLostError:
-                    pass  # where there are locks
+                    pass  # a storage with locks refuses it
 
             saved = True
             try:
@@ -296,8 +299,8 @@ def _with_sessions(task: str, crash_at: int | None = None) -> SimulatedDisk:
 
 
 @pytest.mark.parametrize("task", ["session", "finalize"])
-def test_the_power_fails_at_each_step(task: str) -> None:
-    """On a disk that keeps what was synced, and any part of the rest."""
+def test_a_power_failure_at_each_step(task: str) -> None:
+    """The disk keeps all synced data, and any part of the rest."""
     chance = random.Random(0)
     do = _session(1, "safetensors") if task == "session" else _finalize
     disk = _with_sessions(task)
@@ -305,7 +308,7 @@ def test_the_power_fails_at_each_step(task: str) -> None:
     do(_ON_DISK, simulated_context(disk))
     for survivor in disk.after_power_loss(chance, 3):
         with pytest.raises(TreeMismatchError) if task == "session" else pytest.raises(CheckpointError):
-            _session(1, "safetensors")(_ON_DISK, simulated_context(survivor))  # it is there
+            _session(1, "safetensors")(_ON_DISK, simulated_context(survivor))  # the session is complete
     for crash_at in range(first + 1, len(disk.steps)):
         dying = _with_sessions(task, crash_at)
         with pytest.raises(SimulatedCrash):
@@ -367,8 +370,8 @@ def _kills(task: str, warm: Saver, directory: Path, *, sample: int | None) -> No
         _expect_whole(f"file://{place}", 2 if committed else 3)
 
 
-def test_options_of_the_layout_travel_with_the_sessions(tmp_path: Path) -> None:
-    """Kills apart: the stem of files is one of those."""
+def test_sessions_and_finalization_need_equal_layout_options(tmp_path: Path) -> None:
+    """The stem of file names is such an option. This test involves no crash."""
     layout = SafetensorsLayout(stem="adapter_model")
     ckptcore.partial(tmp_path / "a", layout=layout).save({"x": np.ones(3)})
     with pytest.raises(CheckpointError, match="adapter_model"):

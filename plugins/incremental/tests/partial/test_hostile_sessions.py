@@ -1,4 +1,4 @@
-"""Damaged or hostile session tables and records: an error, never a crash or another checkpoint."""
+"""Damaged or hostile session tables and records raise an error. They never cause a crash or a wrong checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _no_part(key: str, size: int) -> bytes:
     raise AssertionError("a partial save has no parts")
 
 
-def test_a_tampered_place_of_the_root_is_an_error(tmp_path: Path) -> None:
+def test_a_tampered_root_is_an_error(tmp_path: Path) -> None:
     place = _place(tmp_path)
     store = store_at(place)
     document = json.loads(store.get("checkpoint.json"))
@@ -60,7 +60,7 @@ def test_a_tampered_place_of_the_root_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_a_damaged_table_of_a_session_is_found_out(layout: str, tmp_path: Path) -> None:
+def test_a_damaged_session_table_is_found(layout: str, tmp_path: Path) -> None:
     place = _place(tmp_path, layout)
     store = store_at(place)
     (key, _) = sorted(name for name in store.list() if ".session-" in name)
@@ -82,8 +82,8 @@ def test_a_damaged_table_of_a_session_is_found_out(layout: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -> None:
-    """Its checksum is right: whoever changed it changed that, too."""
+def test_a_hostile_session_table_raises_only_checkpoint_errors(layout: str, tmp_path: Path) -> None:
+    """The checksum of the table is valid, because an attacker can update it, too."""
     place = _place(tmp_path, layout)
     store = store_at(place)
     document = json.loads(store.get("checkpoint.json"))
@@ -91,8 +91,8 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
     data = store.get(row[5])
     head, receipts, rest = data.split(b"\n", 2)
     changes: list[bytes] = [
-        *[_line(one) + b"\n" + receipts + b"\n" + rest for one in tampered(json.loads(head), 150)],
-        *[head + b"\n" + _line(one) + b"\n" + rest for one in tampered(json.loads(receipts), 250)],
+        *[_line(altered) + b"\n" + receipts + b"\n" + rest for altered in tampered(json.loads(head), 150)],
+        *[head + b"\n" + _line(altered) + b"\n" + rest for altered in tampered(json.loads(receipts), 250)],
     ]
     rest_of_array = {"a": {"v": ckptcore.ShardedArray.part(np.ones(2), (2,), (4,), cuts=((2,),))}}
     objects = objects_at(place)
@@ -119,7 +119,7 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
 
 
 def test_a_session_without_its_files_is_refused(tmp_path: Path) -> None:
-    """The others have theirs: a commit of these alone would lack its arrays."""
+    """The other session has its files. A commit of only that session would lack arrays."""
     place = new_place("memory", tmp_path)
     for name in "ab":
         ckptcore.partial(place, layout="safetensors").save({name: np.arange(3.0)})
@@ -138,20 +138,20 @@ def test_a_session_without_its_files_is_refused(tmp_path: Path) -> None:
 
 
 def _table_problems(place: str) -> dict[str, bytes | None]:
-    """Return contents of the first table by the text of the error; None for a missing one."""
+    """Return damaged contents of the first table by error text. None means that the table is missing."""
     store = store_at(place)
     data = store.get(json.loads(store.get("checkpoint.json"))["sessions"][0][5])
     head, receipts, rest = data.split(b"\n", 2)
     decoded = json.loads(receipts)
-    found: dict[str, bytes | None] = {"is missing, which lists the data": None, "is not a valid table of a": b"{}\n"}
+    problems: dict[str, bytes | None] = {"is missing, which lists the data": None, "is not a valid table of a": b"{}\n"}
     key = json.dumps(decoded).partition('.safetensors"')[0].rpartition('"')[2]
     assert key
     changed = receipts.replace(key.encode(), b"../" + key.encode())
-    return {**found, "has an invalid object name": head + b"\n" + changed + b"\n" + rest}
+    return {**problems, "has an invalid object name": head + b"\n" + changed + b"\n" + rest}
 
 
 @pytest.mark.parametrize("remedy", ["restore it from a copy", "remove this partial save, with all its sessions, by"])
-def test_what_to_do_about_a_table_that_cannot_be_read(tmp_path: Path, remedy: str) -> None:
+def test_remedies_for_an_unreadable_session_table(tmp_path: Path, remedy: str) -> None:
     rest_of_array = {"a": {"v": ckptcore.ShardedArray.part(np.ones(2), (2,), (4,), cuts=((2,),))}}
     for text, changed in _table_problems(_place(tmp_path)).items():
         place = _place(tmp_path)

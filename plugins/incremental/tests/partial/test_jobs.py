@@ -1,4 +1,4 @@
-"""Sessions that are whole jobs, of different sizes and with trees that differ by rank."""
+"""Sessions of whole jobs, whose sizes differ. In some sessions the trees differ by rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _rows(whole: Any, rank: int, size: int, **options: Any) -> ckptcore.ShardedA
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> None:
+def test_jobs_of_different_sizes_fill_one_checkpoint(layout: str, place: str) -> None:
     first, second = np.arange(48.0).reshape(12, 4), np.arange(24, dtype=np.int32)
 
     def save_first(rank: int, context: ckptcore.Context) -> None:
@@ -63,7 +63,7 @@ def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> Non
     assert [whole["model"][f"stage {rank}"][0] for rank in range(3)] == [0, 1, 2]
     assert same_value(whole["alone"], np.arange(7)) and whole["step"] == 3
     assert ckptcore.verify(place).ok and ckptcore.metadata(place).custom == {"from": "a job"}
-    # What not every rank of its session had may be left out, and nothing else.
+    # A load may omit leaves that only some ranks of a session saved, but no others.
     asked = {
         "model": {"w": np.zeros((12, 4)), "stage 1": np.zeros(3, np.int64)},
         "shared": np.zeros(5),
@@ -77,7 +77,7 @@ def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> Non
 
 
 def test_every_rank_knows_which_arrays_are_saved(place: str) -> None:
-    """Also where only one of them would write it again."""
+    """All ranks raise an error, even if only one of them passes an array that is already saved."""
     whole = np.arange(8.0)
     ckptcore.partial(place, layout="dcp").save({"w": _rows(whole, 1, 4)})
     before = objects_at(place)
@@ -94,7 +94,7 @@ def test_every_rank_knows_which_arrays_are_saved(place: str) -> None:
     assert {**after, "checkpoint.json": b""} == {**before, "checkpoint.json": b""}, "something was written but a claim"
 
 
-def test_an_error_of_one_rank_ends_the_session_everywhere(place: str) -> None:
+def test_an_error_of_one_rank_ends_the_session_on_all_ranks(place: str) -> None:
     ckptcore.partial(place, layout="dcp").save({"a": np.ones(2)})
 
     class Broken(ckptcore.SafetensorsLayout):

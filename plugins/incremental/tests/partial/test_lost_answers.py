@@ -1,4 +1,4 @@
-"""Sessions and their end on a storage whose answers get lost, come late, or whose requests are done twice."""
+"""Sessions, finalizations and deletions on a storage that loses, delays or repeats requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Task = Callable[[Storages, Answers | None], None]
 
 
 def _state(number: int) -> dict[str, object]:
-    """One array that is put, and one that is written in pieces."""
+    """Return a small array, which is written by one put, and a large one, which is written in pieces."""
     return {f"small {number}": np.full(50, number), f"large {number}": np.full(140_000, number, np.float64)}
 
 
@@ -44,13 +44,13 @@ def _delete(storages: Storages, answers: Answers | None) -> None:
 
 
 def _prepared(sessions: int, layout: str) -> Storages:
-    """Complete sessions, and after them one that failed before it was complete."""
+    """Return storages with complete sessions, followed by a session that failed."""
     storages = Storages()
     for number in range(sessions):
         _session(number, layout)(storages, None)
 
     class _DeadError(BaseException):
-        """The process ends here."""
+        """Ends the simulated process."""
 
     def die(number: int, name: str, keys: object) -> None:
         if ".session-" in str(keys) or dead:
@@ -81,8 +81,8 @@ def _task(name: str, layout: str) -> _Task:
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize("name", list(_TASKS))
-def test_whatever_becomes_of_an_answer_nothing_is_lost(name: str, layout: str) -> None:
-    """Sessions that were reported as saved exist; others can be saved again."""
+def test_lost_and_late_answers_lose_no_session(name: str, layout: str) -> None:
+    """A session that reported success is kept. Any other session can be saved again."""
     sessions = _TASKS[name]
     counted = Answers()
     _task(name, layout)(_prepared(sessions, layout), counted)
@@ -114,8 +114,8 @@ def test_whatever_becomes_of_an_answer_nothing_is_lost(name: str, layout: str) -
 
 
 @pytest.mark.parametrize("name", list(_TASKS))
-def test_any_change_may_be_repeated_after_the_end(name: str) -> None:
-    """But for a deletion: it is the one change that has no condition."""
+def test_a_change_repeated_after_the_end_has_no_effect(name: str) -> None:
+    """Deletions are not repeated, because they have no condition."""
     sessions = _TASKS[name]
     for number in itertools.count():
         storages, answers = _prepared(sessions, "safetensors"), Answers()
@@ -128,12 +128,12 @@ def test_any_change_may_be_repeated_after_the_end(name: str) -> None:
             quietly(answers.replays[number])
             context = storages.context()
             whole = range(sessions if name == "finalize" else sessions + 1)
-            expected = {key: array for one in whole for key, array in _state(one).items()}
+            expected = {key: array for session in whole for key, array in _state(session).items()}
             assert same_value(ckptcore.load(_PLACE, context=context), expected), answers.changes[number]
             assert ckptcore.verify(_PLACE, context=context).ok
 
 
-def test_a_deletion_whose_answers_are_lost_can_be_called_again() -> None:
+def test_a_deletion_with_lost_answers_can_be_repeated() -> None:
     counted = Answers()
     _delete(_prepared(1, "safetensors"), counted)
     for number, mishap in itertools.product(range(len(counted.changes)), get_args(Mishap)):

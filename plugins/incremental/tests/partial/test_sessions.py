@@ -1,4 +1,4 @@
-"""Sessions of a partial save make the checkpoint of one save, and nothing before `finalize`."""
+"""Sessions of a partial save give the same checkpoint as one save. It exists only after `finalize`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def _beside(place: str) -> dict[str, bytes]:
-    """Return every object in the parent directory: with renames, sessions write next to the location."""
+    """Return every object in the parent directory, because on file systems sessions write next to the location."""
     return objects_at(place.rpartition("/")[0])
 
 
@@ -52,7 +52,7 @@ def _save_async(location: str, state: object, **options: Any) -> None:
 
 @pytest.mark.parametrize("save", [_save, _save_async])
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..., None], place: str) -> None:
+def test_sessions_give_the_checkpoint_of_one_save(layout: str, save: Callable[..., None], place: str) -> None:
     tied = np.arange(300.0).reshape(3, 100)
     sessions: list[dict[str, Any]] = [
         {"model": {"w": np.arange(12, dtype=np.int16)}, "step": 3, "layers": [np.ones(2), (1, "x")]},
@@ -71,17 +71,17 @@ def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..
     }
     assert same_value(ckptcore.load(place), expected)
     assert ckptcore.verify(place).ok
-    found = ckptcore.metadata(place)
-    assert found.custom == {"run": 7} and found.layout == layout
-    assert set(objects_at(place)) == {"checkpoint.json", *found.objects}, "sessions left something"
-    # Loaded as after one save: nothing shows that sessions wrote it.
+    metadata = ckptcore.metadata(place)
+    assert metadata.custom == {"run": 7} and metadata.layout == layout
+    assert set(objects_at(place)) == {"checkpoint.json", *metadata.objects}, "sessions left something"
+    # A load cannot tell that sessions wrote the checkpoint: it requires every leaf.
     with pytest.raises(TreeMismatchError, match="optimizer"):
         ckptcore.load(place, {name: value for name, value in expected.items() if name != "optimizer"})
 
 
 @st.composite
 def _trees(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Sessions of nested dicts with arrays apart, each array in one of them."""
+    """Draw sessions: nested dicts with separate arrays, each of which is in one session."""
     sessions: list[dict[str, Any]] = [{} for _ in range(draw(st.integers(1, 4)))]
     for number, path in enumerate(draw(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), max_size=8))):
         inner = sessions[draw(st.integers(0, len(sessions) - 1))]
@@ -113,7 +113,7 @@ def test_any_split_of_a_tree_comes_back(sessions: list[dict[str, Any]], layout: 
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_boxes_of_an_array_come_in_several_sessions(layout: str, place: str) -> None:
+def test_several_sessions_save_boxes_of_an_array(layout: str, place: str) -> None:
     whole = np.arange(60.0).reshape(10, 6)
     cuts = ((3, 5, 8), ())
 
@@ -151,7 +151,7 @@ def test_nothing_is_loaded_before_it_is_finalized(place: str) -> None:
     assert sorted(ckptcore.load(place)) == ["a", "b", "c"]
 
 
-def test_an_array_is_saved_once(place: str) -> None:
+def test_saving_an_array_again_is_refused(place: str) -> None:
     ckptcore.partial(place).save({"params": {"w": np.ones(3), "b": np.ones(2)}, "step": 1})
     before = _beside(place)
     with pytest.raises(
@@ -169,8 +169,8 @@ def test_an_array_is_saved_once(place: str) -> None:
     assert loaded["params"]["w"].tolist() == [1] * 3 and loaded["new"].tolist() == [1] * 9 and loaded["step"] == 1
 
 
-def test_names_that_would_be_others_together_are_refused(place: str) -> None:
-    """Each session writes the name of its array where foreign readers look: they must be apart."""
+def test_stored_names_that_collide_between_sessions_are_refused(place: str) -> None:
+    """Each session stores the names of its arrays in the form that other readers expect. These names must differ."""
     for layout, refused in (("safetensors", True), ("zarr", True), ("dcp", False), ("ocdbt", False)):
         location = f"{place}-{layout}"
         ckptcore.partial(location, layout=layout).save({"a.b": np.ones(2)})
@@ -197,12 +197,12 @@ def test_sessions_have_one_layout_with_one_set_of_options(place: str) -> None:
     assert same_value(ckptcore.load(place), {"a": np.arange(64.0), "b": np.arange(64.0)})
 
 
-def test_only_layouts_of_sessions_are_written_in_them(place: str) -> None:
+def test_layouts_without_support_for_sessions_are_refused(place: str) -> None:
     with pytest.raises(CheckpointError, match="torch"):
         ckptcore.partial(place, layout="torch").save({"a": 1})
 
 
-def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) -> None:
+def test_a_partial_save_replaces_nothing_and_is_not_replaced(place: str) -> None:
     ckptcore.save(place, {"a": 1})
     with pytest.raises(CheckpointExistsError):
         ckptcore.partial(place).save({"b": 1})
@@ -223,7 +223,7 @@ def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) ->
     assert ckptcore.load(place) == {"b": 1}
 
 
-def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
+def test_delete_removes_an_unfinalized_partial_save(place: str) -> None:
     ckptcore.partial(place).save({"a": np.ones(3)})
     ckptcore.delete(place)
     with pytest.raises(CheckpointNotFoundError):
@@ -235,7 +235,7 @@ def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
     assert ckptcore.load(place) == {"b": 2}
 
 
-def test_the_last_of_many_sessions_are_named(place: str) -> None:
+def test_the_error_lists_the_latest_of_many_sessions(place: str) -> None:
     for number in range(9):
         ckptcore.partial(place).save({f"a{number}": np.ones(2)})
     with pytest.raises(UncommittedCheckpointError, match=r"9 complete sessions \(1 earlier, one at .* with 1 array"):
@@ -243,7 +243,7 @@ def test_the_last_of_many_sessions_are_named(place: str) -> None:
 
 
 def test_a_partial_save_does_not_replace_other_files(place: str) -> None:
-    """Not even a checkpoint of other software, which a save with `overwrite` replaces."""
+    """It does not even replace a checkpoint of other software. A save with `overwrite` would replace that."""
     store_at(place).put("model.safetensors", safetensors.numpy.save({"w": np.ones(3)}))
     before = objects_at(place)
     with pytest.raises(CheckpointExistsError, match=r"model\.safetensors"):
@@ -251,8 +251,8 @@ def test_a_partial_save_does_not_replace_other_files(place: str) -> None:
     assert objects_at(place) == before
 
 
-def test_a_checkpointer_leaves_it_alone(place: str) -> None:
-    """It is not a step, nor the remains of a failed save."""
+def test_a_checkpointer_keeps_an_unfinalized_partial_save(place: str) -> None:
+    """For the `Checkpointer` it is neither a step nor the remains of a failed save."""
     run = place.rpartition("/")[0]
     ckptcore.partial(f"{run}/7").save({"a": np.ones(3)})
     for number in (5, 9):
@@ -267,8 +267,8 @@ def test_a_checkpointer_leaves_it_alone(place: str) -> None:
     assert same_value(ckptcore.CheckpointReader(run).load(7), {"a": np.ones(3)})
 
 
-def test_a_checkpoint_below_it_stays(tmp_path: Path) -> None:
-    """Files that no session wrote are removed, except another checkpoint; on file systems `finalize` is refused."""
+def test_a_checkpoint_in_a_subdirectory_is_kept(tmp_path: Path) -> None:
+    """On object stores, `finalize` removes files that belong to no session, but not those of other checkpoints."""
     place = new_place("memory", tmp_path)
     below = f"{place}/tokenizer/1"
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_below_it_stays(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(below), {"t": np.ones(4)})
 
 
-def test_a_session_that_fails_does_not_count(place: str) -> None:
+def test_a_failed_session_does_not_count(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             super().write(snapshot, store)
@@ -312,7 +312,7 @@ def test_a_partial_save_without_a_session_is_not_finalized(place: str) -> None:
         ckptcore.partial(place).finalize()
 
 
-def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
+def test_safetensors_and_torch_load_a_partial_save(tmp_path: Path) -> None:
     first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.int64)
     for layout in ("safetensors", "dcp"):
         ckptcore.partial(tmp_path / layout, layout=layout).save({"model": {"w": first}})
@@ -320,18 +320,18 @@ def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
         ckptcore.partial(tmp_path / layout).finalize()
     index = json.loads((tmp_path / "safetensors" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == first.nbytes + second.nbytes
-    found = {
+    arrays = {
         name: safetensors.numpy.load_file(tmp_path / "safetensors" / key)[name]
         for name, key in index["weight_map"].items()
     }
-    assert same_value(found, {"model.w": first, "model.b": second})
+    assert same_value(arrays, {"model.w": first, "model.b": second})
     state = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int64)}, "step": 0}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a single process
+        warnings.simplefilter("ignore")  # torch warns that there is a single process
         load_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert state["step"] == 5
     assert np.array_equal(state["model"]["w"].numpy(), first) and np.array_equal(state["model"]["b"].numpy(), second)  # type: ignore[index]
-    # Without our root, software of others that reads the formats has all of it.
+    # Without our root, readers of these formats still find all arrays.
     for layout in ("safetensors", "dcp"):
         (tmp_path / layout / "checkpoint.json").unlink()
     assert ckptcore.metadata(tmp_path / "safetensors" / "model.safetensors.index.json").abstract is not None
@@ -339,7 +339,7 @@ def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
 
 
 def test_no_element_is_written_twice(tmp_path: Path) -> None:
-    """Finalizing moves none."""
+    """`finalize` does not rewrite the arrays of sessions."""
     place = new_place("memory", tmp_path)
     for number in range(3):
         ckptcore.partial(place).save({f"a{number}": np.ones(100_000)})
@@ -351,7 +351,7 @@ def test_no_element_is_written_twice(tmp_path: Path) -> None:
     assert sum(len(data) for key, data in after.items() if key not in arrays) < 10_000
 
 
-def test_the_end_of_a_block_waits_for_sessions_and_does_not_finalize(place: str) -> None:
+def test_leaving_the_block_waits_for_sessions_but_does_not_finalize(place: str) -> None:
     with ckptcore.partial(place) as session:
         session.save_async({"a": np.ones(3)})
     with pytest.raises(UncommittedCheckpointError, match="1 complete session"):
@@ -372,7 +372,7 @@ def test_a_session_waits_for_those_that_began_before_it(place: str) -> None:
     assert sorted(ckptcore.load(place)) == ["a", "b", "c", "d"]
 
 
-def test_the_end_of_a_block_raises_unread_errors(place: str) -> None:
+def test_leaving_the_block_raises_unread_errors(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             raise OSError("the layout is broken")

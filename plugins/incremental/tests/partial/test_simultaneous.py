@@ -41,7 +41,7 @@ def _finalize(place: str, context: ckptcore.Context) -> None:
 
 
 class _Paused:
-    """Run a task in a thread up to an operation of its storage, where it waits to continue or to fail."""
+    """Runs a task in a thread, pauses it before an operation of its storage, and lets it continue or fail later."""
 
     def __init__(self, task: _Task, place: str, operation: int, then: Exception | None = None) -> None:
         self._then = then
@@ -73,27 +73,27 @@ class _Paused:
 
 
 class _Between(FaultPlan):
-    """No faults; before some operations something else is done."""
+    """A plan without faults. Runs other functions before some operations."""
 
     def __init__(self, meanwhile: Mapping[int, Callable[[], None]]) -> None:
         super().__init__()
         self._meanwhile = dict(meanwhile)
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Do it first."""
+        """Run the function of the next operation first."""
         self._meanwhile.pop(len(self.operations), lambda: None)()
         return super().begin(name, keys, offset, nbytes)
 
 
 class _BeforeFinish(FaultPlan):
-    """No faults; before the first upload is complete something else is done."""
+    """A plan without faults. Runs another function before the first upload is completed."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         super().__init__()
         self._meanwhile = [meanwhile]
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Do it first."""
+        """Run the function first, if an upload is about to complete."""
         if name == "finish" and self._meanwhile:
             self._meanwhile.pop()()
         return super().begin(name, keys, offset, nbytes)
@@ -106,22 +106,22 @@ def _prepared(directory: Path) -> str:
 
 
 def _since_claim(task: _Task, directory: Path) -> Sequence[Operation]:
-    """Run a task from its claim of the location on."""
+    """Return the operations of a task, from its claim of the location."""
     place, plan = _prepared(directory), FaultPlan()
     task(through(place), faulty_context(place, plan))
-    tried_first = 2  # by puts that must fail: see `Conditions.try_out`
+    tried_first = 2  # these puts must fail: see `Conditions.try_out`
     puts = [operation.number for operation in plan.operations if operation.name == "put"]
     return plan.operations[puts[tried_first] :]
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("task", "other"),
     [(_first, _second), (_first, _finalize), (_finalize, _first), (_finalize, _finalize)],
 )
-def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp_path: Path) -> None:
-    """The two roots must differ: otherwise each process would take the other's for its own."""
-    claim, *later = _since_claim(one, tmp_path)
-    numbers = range(claim.number + 1, later[-1].number + 8)  # one that is disturbed has more to do
+def test_only_one_of_two_tasks_that_read_the_same_root_succeeds(task: _Task, other: _Task, tmp_path: Path) -> None:
+    """The roots that they write must differ. If they were equal, each process would take the other root for its own."""
+    claim, *later = _since_claim(task, tmp_path)
+    numbers = range(claim.number + 1, later[-1].number + 8)  # a disturbed task needs more operations
     for begun, ended in itertools.product(_since_claim(other, tmp_path)[1:], numbers):
         place = _prepared(tmp_path)
         paused: list[_Paused] = []
@@ -132,8 +132,8 @@ def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp
         done = []
         plan = _Between({claim.number: begin, ended: lambda paused=paused: paused[0].end()})  # type: ignore[misc]  # of a lambda
         try:
-            one(through(place), faulty_context(place, plan))
-            done.append(one)
+            task(through(place), faulty_context(place, plan))
+            done.append(task)
         except CheckpointError:
             pass
         paused[0].end()
@@ -148,15 +148,15 @@ def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp
         expected = (
             {"before": 0.0} | ({"first": 1.0} if _first in done else {}) | ({"second": 2.0} if _second in done else {})
         )
-        found = ckptcore.load(place)
-        assert set(found) == set(expected), moment
-        assert all(np.array_equal(found[name], np.full(5000, value)) for name, value in expected.items()), moment
+        loaded = ckptcore.load(place)
+        assert set(loaded) == set(expected), moment
+        assert all(np.array_equal(loaded[name], np.full(5000, value)) for name, value in expected.items()), moment
         assert ckptcore.verify(place).ok, moment
 
 
 @pytest.mark.parametrize("sessions", [0, 1])
-def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions: int, tmp_path: Path) -> None:
-    """It fails in the middle of what the other one writes, and cleans up."""
+def test_a_lost_session_does_not_abort_uploads_of_its_successor(sessions: int, tmp_path: Path) -> None:
+    """The lost session fails while the other session is writing, and then cleans up."""
 
     def prepared() -> str:
         place = new_place("memory", tmp_path)
@@ -169,7 +169,11 @@ def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions
 
     plan, place = FaultPlan(), prepared()
     _second(through(place), faulty_context(place, plan))
-    written = next(one.number for one in plan.operations if one.name == "put" and ".safetensors" in one.keys[0])
+    written = next(
+        operation.number
+        for operation in plan.operations
+        if operation.name == "put" and ".safetensors" in operation.keys[0]
+    )
     place = prepared()
     lost = _Paused(_second, place, written, StorageError("the test lets it fail"))
     save(through(place), faulty_context(place, _BeforeFinish(lost.end)))
@@ -183,7 +187,7 @@ def _delete(place: str, context: ckptcore.Context) -> None:
 
 
 def _beside(place: str) -> set[str]:
-    """The names in the directory that a place is in."""
+    """Return the names of the files in the parent directory."""
     run = place.rpartition("/")[0]
     if place.startswith("file:"):
         return {entry.name for entry in Path(run.removeprefix("file://")).iterdir()}
@@ -193,9 +197,9 @@ def _beside(place: str) -> set[str]:
 def _each_moment(
     task: _Task, prepare: Callable[[], str], meanwhile: _Task
 ) -> Iterator[tuple[str, Exception | None, bool]]:
-    """Run a task once per operation of it, with another process's task before that operation: complete, or failing.
+    """Run a task once for each of its operations. Before that operation, run the task of another process.
 
-    Yields the location, the error of the task, and whether the other one completed.
+    Yields the location, the error of the task, and whether the other task succeeded.
     """
     plan, place = FaultPlan(), prepare()
     task(through(place), faulty_context(place, plan))
@@ -220,8 +224,8 @@ def _each_moment(
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("task", [_first, _finalize])
-def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme: str, tmp_path: Path) -> None:
-    """Tables of deleted sessions would remain, and a deletion of the damaged one would delete the checkpoint."""
+def test_a_concurrent_finalization_is_not_reported_as_damage(task: _Task, scheme: str, tmp_path: Path) -> None:
+    """Tables of deleted sessions must not remain: a user who deletes the supposed damage would lose the checkpoint."""
 
     def prepare() -> str:
         place = new_place(scheme, tmp_path)
@@ -241,7 +245,7 @@ def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_no_session_begins_next_to_a_checkpoint_that_came_meanwhile(scheme: str, tmp_path: Path) -> None:
+def test_no_session_begins_if_a_checkpoint_appears_meanwhile(scheme: str, tmp_path: Path) -> None:
     def fill(place: str, context: ckptcore.Context) -> None:
         _second(place, context)
         _finalize(place, context)
@@ -262,7 +266,7 @@ def test_no_session_begins_next_to_a_checkpoint_that_came_meanwhile(scheme: str,
     [(False, _delete), (True, _delete), (False, _finalize)],
     ids=["both", "of a checkpoint", "end"],
 )
-def test_a_deletion_says_that_it_is_done_only_where_nothing_is_there(
+def test_a_deletion_succeeds_only_if_nothing_remains(
     committed: bool, meanwhile: _Task, scheme: str, tmp_path: Path
 ) -> None:
     def prepare() -> str:
@@ -286,8 +290,8 @@ def test_a_deletion_says_that_it_is_done_only_where_nothing_is_there(
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path) -> None:
-    """Some program may try it again and again, until all is there."""
+def test_a_finalization_that_is_too_early_disturbs_no_session(scheme: str, tmp_path: Path) -> None:
+    """A program may call `finalize` again and again, until all sessions are complete."""
     parts = [ckptcore.ShardedArray.part(np.full(2, number), (2 * number,), (6,)) for number in range(3)]
 
     def save(number: int) -> _Task:
@@ -305,7 +309,7 @@ def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path
     for sessions, early in itertools.product((0, 1), (_finalize, with_another_layout)):
         for place, error, done in _each_moment(save(sessions), lambda sessions=sessions: prepare(sessions), early):  # type: ignore[misc]  # of a lambda
             assert error is None and not done
-            save(sessions + 1)(place, ckptcore.Context())  # reads what those before wrote down
+            save(sessions + 1)(place, ckptcore.Context())  # reads the table of the session before
     place = prepare(2)
     with pytest.raises(TreeMismatchError, match="4 of its 6"):
         ckptcore.partial(place).finalize()

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a base, the error names the base and not the update, whose files are sound."""
+"""Damaged bases: the error names the base. The files of the update itself are sound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.inspection import verify
 from ckptcore.loading import reading
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
@@ -57,16 +56,16 @@ def _renew(base: Path) -> None:
 def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "base", {"a": np.ones(1000), "c": np.ones(3)})
     ckptcore.save(tmp_path / "update", {"c": np.zeros(3)}, strategy=ckptcore.Update(tmp_path / "base"))
-    with ckptcore.open(tmp_path / "update") as opened:
+    with ckptcore.open(tmp_path / "update") as checkpoint:
         damage(tmp_path / "base")
-        looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: opened["a"][5:9]]
+        looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: checkpoint["a"][5:9]]
         for look in looks:
             with pytest.raises(CheckpointError) as caught:
                 look()
             assert str(tmp_path / "base") in str(caught.value)
             assert "is in c" not in str(caught.value), "that is an array of the update, in a file of the same name"
             if damage in (_garble, _empty, _renew):
-                break  # what is open has read its roots
+                break  # an open checkpoint has already read its roots
     with pytest.raises(UnsupportedVersionError if damage is _renew else CorruptCheckpointError):
         ckptcore.copy(tmp_path / "update", tmp_path / "copied")
     assert not (tmp_path / "copied").exists()
@@ -74,16 +73,16 @@ def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path
         assert not ckptcore.verify(tmp_path / "update").ok
 
 
-def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array that is larger than the memory is verified all the same."""
+def test_arrays_of_bases_are_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array larger than the memory can be verified."""
     big = np.arange(5 << 20, dtype=np.float64).reshape(5 << 10, 1 << 10)
     ckptcore.save(tmp_path / "base", {"big": big, "none": np.ones((0, 3)), "one": np.float64(3)})
     ckptcore.save(tmp_path / "update", {"n": 1}, strategy=ckptcore.Update(tmp_path / "base"))
     taken: list[int] = []
 
-    def noting(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
+    def noting(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         taken.append(spec.nbytes)
-        return allocate_for(opened, leaf, spec)
+        return allocate_for(checkpoint, leaf, spec)
 
     monkeypatch.setattr("ckptcore.inspection.verify.allocate_for", noting)
     report = ckptcore.verify(tmp_path / "update")
@@ -99,14 +98,17 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
 def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read in parts. Without memory for a part, the answer is an error, not damage."""
-    ckptcore.save(tmp_path / "base", {"w": np.arange(10_000.0), "v": 1}, layout=layout)
+    """`verify` reads an array in parts.
+
+    If a part does not fit into memory, it raises an error and does not report damage.
+    """
+    elements = np.arange(5.0 * (1 << 20))
+    ckptcore.save(tmp_path / "base", {"w": elements, "v": 1}, layout=layout)
     ckptcore.save(tmp_path / "update", {"v": 2}, strategy=ckptcore.Update(tmp_path / "base"))
-    others = {"zarr3": Zarr3Layout(chunk_bytes=8_000), "safetensors": ckptcore.SafetensorsLayout(standalone=True)}
-    ckptcore.save(tmp_path / "other", {"w": np.arange(10_000.0)}, layout=others.get(layout, layout))
+    others = {"zarr3": Zarr3Layout(chunk_bytes=1 << 24), "safetensors": ckptcore.SafetensorsLayout(standalone=True)}
+    ckptcore.save(tmp_path / "other", {"w": elements}, layout=others.get(layout, layout))
     (tmp_path / "other" / "checkpoint.json").unlink()
-    monkeypatch.setattr(verify, "_READ_BYTES", 8_000)
-    most = 8_000
+    most = 1 << 24
 
     def bounded(spec: ArraySpec) -> HostArray:
         if spec.nbytes > most:
@@ -121,7 +123,7 @@ def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
             ckptcore.verify(tmp_path / name)
 
 
-def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None:
+def test_a_failed_read_of_a_base_is_a_storage_error(tmp_path: Path) -> None:
     run, state = new_place("file", tmp_path), {"a": np.ones(2), "step": 1}
     ckptcore.save(f"{run}/0/1", state)
     plan = FaultPlan()
@@ -131,7 +133,11 @@ def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None
         strategy=ckptcore.Update(through(f"{run}/0/1")),
         context=faulty_context(run, plan),
     )
-    looks = [one.number for one in plan.operations if one.name == "get" and one.keys[0].endswith("1/checkpoint.json")]
+    looks = [
+        operation.number
+        for operation in plan.operations
+        if operation.name == "get" and operation.keys[0].endswith("1/checkpoint.json")
+    ]
     assert len(looks) == 2, "when it is opened, and before the commit"
     for number in looks:
         failing = faulty_context(run, FaultPlan(FailAt(number, StorageError("the network is down"))))

@@ -1,4 +1,4 @@
-"""References in a root may be damaged or hostile: an error, never a crash, and nothing is read where no base may be."""
+"""Damaged or hostile references in a root raise an error. No file outside of the allowed bases is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _root(run: str, name: str) -> dict[str, Any]:
 
 
 def _forge(run: str, name: str, **changes: JSON) -> None:
-    """Change members of a root, or columns of its references."""
+    """Change members of a root, or columns of its references, and write the root with a valid checksum."""
     document = _root(run, name)
     for member, value in changes.items():
         within = document if member in document else document["tables"]["references"]
@@ -41,7 +41,7 @@ def _forge(run: str, name: str, **changes: JSON) -> None:
     store_at(f"{run}/{name}").put("checkpoint.json", sealed(document))
 
 
-def test_references_that_do_not_fit_are_refused(run: str) -> None:
+def test_invalid_references_are_refused(run: str) -> None:
     document = _root(run, "2")
     save_id = document["bases"][0][1]
     assert document["version"] == 1 and document["tables"]["references"] == {"leaf": [0], "base": [0], "stored": [0]}
@@ -91,7 +91,7 @@ def test_references_that_do_not_fit_are_refused(run: str) -> None:
                 look(f"{run}/2")
 
 
-def test_a_base_outside_is_not_read(run: str) -> None:
+def test_a_base_outside_of_the_directory_is_not_read(run: str) -> None:
     save_id = _root(run, "2")["bases"][0][1]
     for path in ("../other/1", "sub/1", "../../../etc/1"):
         _forge(run, "2", bases=[[path, save_id]])
@@ -101,8 +101,8 @@ def test_a_base_outside_is_not_read(run: str) -> None:
         ckptcore.load(f"{run}/2", context=ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere")))
 
 
-def test_references_do_not_go_round(run: str) -> None:
-    """References are one level deep: a base's own references do not count as its arrays."""
+def test_references_cannot_form_a_cycle(run: str) -> None:
+    """A reference is one level deep: it must not lead to an array that the base itself only refers to."""
     second, third = _root(run, "2")["save_id"], _root(run, "3")["save_id"]
     _forge(run, "2", bases=[["3", third]])
     _forge(run, "3", bases=[["2", second]])
@@ -114,7 +114,7 @@ def test_references_do_not_go_round(run: str) -> None:
         ckptcore.load(f"{run}/2")
 
 
-def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
+def test_a_tampered_root_raises_an_error_or_loads_the_saved_arrays(run: str) -> None:
     document = _root(run, "3")
     for changed in tampered({"bases": document["bases"], "references": document["tables"]["references"]}, 300):
         if not isinstance(changed, dict):
@@ -128,8 +128,8 @@ def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
         store_at(f"{run}/3").put("checkpoint.json", sealed(forged))
         for context in (ckptcore.Context(), ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))):
             with suppress(CheckpointError):
-                found = ckptcore.load(f"{run}/3", context=context)
-                assert np.array_equal(found["a"], np.ones((2, 3))) and np.array_equal(found["c"], np.ones(7))
+                loaded = ckptcore.load(f"{run}/3", context=context)
+                assert np.array_equal(loaded["a"], np.ones((2, 3))) and np.array_equal(loaded["c"], np.ones(7))
             with suppress(CheckpointError):
                 ckptcore.verify(f"{run}/3", context=context)
         with suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""All interleavings of an update and a deletion of its base: no update exists without its base."""
+"""Interleavings of an update and a deletion of its base. No interleaving leaves an update without its base."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _Delete = Callable[[str, ckptcore.Context], None]
 
 
 class _Schedule:
-    """Schedule two threads: switch after given numbers of turns, and then no more."""
+    """Schedules two threads: switches between them after the given numbers of turns."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """Begin with the first actor."""
+        """Begin with the first actor, and stay with one actor after the last switch."""
         turns = [[number % 2] * length for number, length in enumerate(lengths)]
         self._turns = itertools.chain(*turns, itertools.repeat(len(lengths) % 2))
 
@@ -49,7 +49,7 @@ class _Schedule:
 def _sleep(clock: Clock, seconds: float) -> None:
     actor = Actor.current()
     assert actor is not None
-    actor.sleep(seconds)  # let the other go first
+    actor.sleep(seconds)  # the other actor runs first
 
 
 def _by_hand(run: str, context: ckptcore.Context) -> None:
@@ -57,7 +57,7 @@ def _by_hand(run: str, context: ckptcore.Context) -> None:
 
 
 def _as_owner(run: str, context: ckptcore.Context) -> None:
-    """As a `Checkpointer` does it."""
+    """Delete a step like a `Checkpointer`, which owns the directory."""
     steps = StepDirectory(run, StepNames(), context)
     steps.replace(steps.list_names())
     store = steps.open_to_write()
@@ -67,17 +67,21 @@ def _as_owner(run: str, context: ckptcore.Context) -> None:
 
 
 def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]:
-    """Yield part of the deletion, the update up to about its commit, more of the deletion, then the update."""
-    found = [
+    """Return random schedules.
+
+    In each, part of the deletion runs first, then the update up to about its commit, then more of the deletion, and
+    then the rest of the update.
+    """
+    schedules = [
         (first, second, third)
         for first, second, third in itertools.product(range(deletion), range(update - 8, update), range(1, deletion))
         if first + third < deletion
     ]
-    return random.Random(0).sample(found, most)
+    return random.Random(0).sample(schedules, most)
 
 
 def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> tuple[bool, int, int]:
-    """Return True if the schedule left an update without its base; and the turns of both."""
+    """Run a schedule. Return whether it left an update without its base, and the numbers of turns of both."""
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     deleting, updating = Actor("delete"), Actor("update")
 
@@ -106,7 +110,7 @@ def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> t
     ("scheme", "delete", "most"),
     [("file", _by_hand, 120), ("memory", _by_hand, 40), ("file", _as_owner, 40), ("memory", _as_owner, 40)],
 )
-def test_no_order_leaves_an_update_without_its_base(
+def test_no_interleaving_leaves_an_update_without_its_base(
     scheme: str, delete: _Delete, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Clock, "sleep", _sleep)
@@ -122,18 +126,19 @@ def test_no_order_leaves_an_update_without_its_base(
 
 
 def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[bool, bool]:
-    """Kill the deletion of a base of an update, after so many operations before and after the update ends.
+    """Kill the deletion of a base, before or after the update that refers to the base ends.
 
-    Loads the update after each operation that follows its commit, and again after others tidied up.
+    Loads the update after each operation that follows its commit, and again after other programs cleaned up.
 
     Args:
-        run: the directory of both.
-        begun: operations of the update that come first.
-        before, after: operations of the deletion.
+        run: the directory of both checkpoints.
+        begun: number of operations of the update that come first.
+        before: number of operations of the deletion that come next.
+        after: number of operations of the deletion between the end of the update and the kill.
 
     Returns:
-        Whether the deletion had ended, or waited for the update, before that ended; and whether it ended before it
-        could be killed.
+        Whether the deletion had ended, or waited for the update, before the update ended. And whether the deletion
+        ended before it could be killed.
     """
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     deleting, updating = Actor("delete"), Actor("update")
@@ -190,7 +195,7 @@ def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[boo
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_deletion_that_is_killed_or_refused_leaves_the_base_of_an_update(
+def test_a_killed_or_refused_deletion_keeps_the_base_of_an_update(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Clock, "sleep", _sleep)

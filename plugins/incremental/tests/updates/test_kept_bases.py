@@ -1,4 +1,7 @@
-"""Updates protect their bases from deletion, whatever their names, versions, and the state of the base."""
+"""Updates protect their bases from deletion.
+
+This holds for updates of any name and version, and even if the root of the base is damaged.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ckptcore.errors import CheckpointReferredError, InvalidLocationError, SaveL
 
 
 class _Meanwhile(FaultPlan):
-    """Does something while a deletion looks for updates: before it lists the directory of the checkpoint."""
+    """A plan without faults. Runs a function while a deletion searches for updates, before it lists the directory."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         super().__init__()
@@ -30,15 +33,15 @@ class _Meanwhile(FaultPlan):
         return super().begin(name, keys, offset, nbytes)
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    run = new_place(request.param, tmp_path)
+@pytest.fixture
+def run(run: str) -> str:
+    """A directory with a checkpoint, which is the base of updates."""
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     return run
 
 
 @pytest.mark.parametrize("name", [".best", "best.ckptcore", "1.base", "x\ny", "ü %2F?#", "-rf"])
-def test_whatever_its_name(name: str, run: str) -> None:
+def test_an_update_with_any_name_protects_its_base(name: str, run: str) -> None:
     if run.startswith("file") and "?" in name:
         name = "ü"
     ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
@@ -55,8 +58,8 @@ def test_whatever_its_name(name: str, run: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["2", "best"])
-def test_whichever_version_wrote_it(name: str, run: str) -> None:
-    """An older ckptcore must not delete what a newer one's checkpoint refers to."""
+def test_an_update_of_a_newer_version_protects_its_base(name: str, run: str) -> None:
+    """An older ckptcore must not delete arrays to which a checkpoint of a newer version refers."""
     ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     root = store_at(f"{run}/{name}").get("checkpoint.json")
     store_at(f"{run}/{name}").put("checkpoint.json", sealed({**json.loads(root), "version": 99}))
@@ -72,8 +75,11 @@ def test_whichever_version_wrote_it(name: str, run: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["newer", "cut"])
-def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
-    """Which save it is cannot be known, so it may be the one that is meant: its root can be put back from elsewhere."""
+def test_an_update_protects_a_base_with_an_unreadable_root(damage: str, run: str) -> None:
+    """Without a readable root, ckptcore cannot tell whether the update refers to this save.
+
+    The root might be restored.
+    """
     ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     root = store_at(f"{run}/1").get("checkpoint.json")
     store_at(f"{run}/1").put(
@@ -90,7 +96,7 @@ def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
     ckptcore.delete(f"{run}/1")
 
 
-def test_a_base_is_where_a_path_leads_to(run: str) -> None:
+def test_hidden_bases_and_updates_inside_their_base_are_refused(run: str) -> None:
     ckptcore.save(f"{run}/.hidden", {"a": np.ones(2)})
     with pytest.raises(InvalidLocationError, match=r"which has a hidden name.*Nothing was written"):
         ckptcore.save(f"{run}/2", {}, strategy=ckptcore.Update(f"{run}/.hidden"))
@@ -100,7 +106,7 @@ def test_a_base_is_where_a_path_leads_to(run: str) -> None:
             ckptcore.save(f"{run}/{below}", {}, strategy=ckptcore.Update(f"{run}/1"), context=anywhere)
 
 
-def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
+def test_an_update_of_one_checkpointable_protects_all_of_them(run: str) -> None:
     anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
     ckptcore.save_checkpointables(f"{run}/2", {"model": {"a": np.ones(4)}, "other": {"b": 1}})
     ckptcore.save(f"{run}/3", {"n": 2}, strategy=ckptcore.Update(f"{run}/2/model"), context=anywhere)
@@ -111,13 +117,13 @@ def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
     assert ckptcore.load(f"{run}/3", context=anywhere)["a"].sum() == 4
 
 
-def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> None:
+def test_a_step_that_an_update_replaced_after_its_root_was_read(tmp_path: Path) -> None:
     run = f"{tmp_path}/run"
     for step in (1, 2, 3):
         ckptcore.save(f"{run}/{step}", {"a": np.ones(4), "n": step})
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(3)) as checkpointer:
         checkpointer.save(4, {"n": 4})
-        checkpointer.wait()  # it has read all roots for the policy
+        checkpointer.wait()  # the checkpointer has read all roots for its policy
         ckptcore.save(f"{run}/4", {"n": 5}, strategy=ckptcore.Update(f"{run}/2"), overwrite=True)
         checkpointer.save(5, {"n": 5})
         checkpointer.wait()
@@ -126,8 +132,8 @@ def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> N
     assert ckptcore.load(f"{run}/4")["a"].sum() == 4
 
 
-def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(tmp_path: Path) -> None:
-    """A collection at that moment removes nothing, and a load finds the base."""
+def test_a_base_stays_visible_while_a_deletion_searches_for_updates(tmp_path: Path) -> None:
+    """At this moment, a garbage collection removes nothing, and a load finds the base."""
     run = new_place("file", tmp_path)
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     looks: list[None] = []
@@ -145,7 +151,7 @@ def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(tmp_path:
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
-def test_a_deletion_whose_announcement_was_lost_deletes_nothing(tmp_path: Path) -> None:
+def test_a_deletion_whose_marker_was_removed_deletes_nothing(tmp_path: Path) -> None:
     run = new_place("memory", tmp_path)
     ckptcore.save(f"{run}/1", {"a": np.ones(4)})
     lost: list[str] = []
@@ -161,11 +167,13 @@ def test_a_deletion_whose_announcement_was_lost_deletes_nothing(tmp_path: Path) 
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
-def test_who_may_not_look_next_to_a_checkpoint_does_not_delete_it(run: str) -> None:
+def test_a_deletion_without_permission_to_list_deletes_nothing(run: str) -> None:
     plan = FaultPlan()
     ckptcore.save(f"{run}/2", {"n": 2})
     ckptcore.delete(through(f"{run}/2"), context=faulty_context(run, plan))
-    listing = next(one.number for one in plan.operations if one.name == "list_names" and one.keys == ("",))
+    listing = next(
+        operation.number for operation in plan.operations if operation.name == "list_names" and operation.keys == ("",)
+    )
     failing = faulty_context(run, FaultPlan(FailAt(listing, StoragePermissionError("you may not list"))))
     with pytest.raises(StoragePermissionError, match="may not list") as caught:
         ckptcore.delete(through(f"{run}/1"), context=failing)

@@ -1,4 +1,7 @@
-"""Containers with placeholders update the same container of the base, and never lose or add children silently."""
+"""Placeholders in containers: an update changes the same container of its base.
+
+It never loses or adds other children.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def run(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "state", [np.arange(3.0), (np.ones(2), 1), [], {}, {"a": {}}, 7, {"e": {}, "l": [], "a": np.ones(2)}]
 )
-def test_a_placeholder_for_all_is_all(state: Any, run: str) -> None:
+def test_a_placeholder_for_the_whole_state_keeps_it(state: Any, run: str) -> None:
     ckptcore.save(f"{run}/1", state)
     ckptcore.save(f"{run}/2", PLACEHOLDER, strategy=ckptcore.Update(f"{run}/1"))
     assert same_value(ckptcore.load(f"{run}/2"), state)
@@ -53,7 +56,7 @@ def test_a_placeholder_for_a_container_without_leaves(run: str) -> None:
     ],
 )
 def test_another_container_with_placeholders_is_refused(given: Any, run: str) -> None:
-    """It is ambiguous which children of the base to keep, so the save is refused."""
+    """The save is refused, because the children of the base to keep are ambiguous."""
     state: Any = {"t": (np.ones(3), 5, [np.ones(1), 2])}
     ckptcore.save(f"{run}/1", state)
     with pytest.raises(TreeMismatchError, match="the state does not fit its base"):

@@ -1,16 +1,15 @@
-"""Nothing that is made of an update is written over what it is made of, wherever its bases are."""
+"""A copy, a conversion or an update never replaces a checkpoint that it reads, wherever its bases are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ckptcore_testing.hostile_json import sealed
-from ckptcore_testing.locations import new_place, store_at
+from ckptcore_testing.locations import store_at
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -19,11 +18,6 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 
 _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
 _ANYWHERE = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
-
-
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
 
 
 def _copy(source: str, destination: str) -> None:
@@ -39,8 +33,8 @@ def _consolidate(source: str, destination: str) -> None:
 
 
 @pytest.mark.parametrize("write", [_copy, _convert, _consolidate])
-def test_what_is_made_of_an_update_does_not_replace_its_base(write: Callable[[str, str], None], run: str) -> None:
-    """Without an atomic exchange the base would be deleted before it is read."""
+def test_a_copy_of_an_update_does_not_replace_its_base(write: Callable[[str, str], None], run: str) -> None:
+    """Without an atomic exchange, the base would be deleted before the copy reads it."""
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(InvalidLocationError, match=r"/1 is .*/1, which .*/2 reads arrays from.*Nothing was written"):
@@ -49,7 +43,7 @@ def test_what_is_made_of_an_update_does_not_replace_its_base(write: Callable[[st
     assert same_value(ckptcore.load(f"{run}/2"), {**_STATE, "n": 2})
 
 
-def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
+def test_a_conversion_does_not_replace_a_source_of_its_transforms(run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save(f"{run}/2", {**_STATE, "a": np.full(4, 7.0)})
     with pytest.raises(InvalidLocationError, match="Nothing was written"):
@@ -59,8 +53,8 @@ def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
     assert ckptcore.load(f"{run}/2")["a"][0] == 7
 
 
-def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
-    """Also if the base is given by another path."""
+def test_an_update_does_not_replace_the_base_of_its_base(run: str) -> None:
+    """This also applies if the update refers to its base by another path."""
     ckptcore.save(f"{run}/here/1", _STATE)
     ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)
     with pytest.raises(InvalidLocationError, match="would replace"):
@@ -78,7 +72,7 @@ def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
     ("base", "update"), [("1", "2"), ("x/y/1", "2"), ("1", "x/y/2"), ("x/1", "y/2"), ("x/1", "x/y/2")]
 )
 def test_a_base_is_found_from_anywhere_in_its_storage(base: str, update: str, run: str) -> None:
-    """Also from where nothing is around."""
+    """This includes directories that contain no other checkpoint."""
     top = run if run.startswith("file") else run.removesuffix("/step")
     ckptcore.save(f"{top}/{base}", _STATE)
     ckptcore.save(f"{top}/{update}", {"n": 2}, strategy=ckptcore.Update(f"{top}/{base}"), context=_ANYWHERE)
@@ -98,7 +92,7 @@ def test_a_base_outside_of_its_storage_is_refused(path: str, run: str) -> None:
 
 
 def test_a_base_in_the_same_directory_has_a_relative_path(run: str) -> None:
-    """It is kept, and read without more ado, whatever way led to it."""
+    """The stored path is relative to the update, although another update in another directory led to the base."""
     ckptcore.save(f"{run}/here/1", _STATE)
     ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)
     ckptcore.save(f"{run}/here/3", {"n": 3}, strategy=ckptcore.Update(f"{run}/there/2"), context=_ANYWHERE)
@@ -108,13 +102,13 @@ def test_a_base_in_the_same_directory_has_a_relative_path(run: str) -> None:
 
 
 def test_an_update_without_a_base_is_refused(run: str) -> None:
-    """It would be a checkpoint of the given arrays alone, without a sign of the missing ones."""
+    """The save would otherwise store only the given arrays, and no reader could detect the missing ones."""
     for save in (ckptcore.save, ckptcore.save_async):
         with pytest.raises(InvalidLocationError):
             save(f"{run}/1", {"n": 2}, strategy=ckptcore.Update(None))  # type: ignore[arg-type]  # what is tested
 
 
-def test_a_copy_of_an_update_is_verified_as_asked(run: str) -> None:
+def test_a_copy_of_an_update_rejects_unknown_verify_options(run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
     with pytest.raises(ValueError, match="verify='never'"):

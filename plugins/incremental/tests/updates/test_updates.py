@@ -1,4 +1,4 @@
-"""An update writes what is given and is the whole tree all the same, as long as its base is there."""
+"""An update writes only the given leaves, but loads as the whole tree while its base exists."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ from ckptcore.protocols import Coordinator
 _LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _state() -> dict[str, Any]:
     tied = np.arange(6.0)
     return {
@@ -50,7 +45,7 @@ def _state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
+def test_omitted_leaves_come_from_the_base(layout: str, run: str) -> None:
     ckptcore.save(f"{run}/1", _state(), layout=layout)
     ckptcore.save(
         f"{run}/2",
@@ -70,7 +65,7 @@ def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
     assert ckptcore.metadata(f"{run}/2").custom == {"why": "tuned"}
     report = ckptcore.verify(f"{run}/2")
     assert report.ok and report.nbytes > 300
-    # Updated again, in another layout: what was referred to is referred to where it is.
+    # An update of an update, in another layout. It refers to the first base directly.
     ckptcore.save_async(
         f"{run}/3", {"head": np.full(6, 2.5)}, strategy=ckptcore.Update(f"{run}/2"), layout="safetensors"
     ).result()
@@ -80,14 +75,14 @@ def test_what_is_left_out_is_that_of_the_base(layout: str, run: str) -> None:
     assert same_value(ckptcore.load_into(f"{run}/3", target)["embed"], np.arange(6.0))
 
 
-def test_all_that_reads_reads_an_update(run: str) -> None:
+def test_every_reading_function_supports_updates(run: str) -> None:
     big = (np.arange(400_000, dtype=np.float32) % 2000).reshape(4000, 100)
     ckptcore.save(f"{run}/1", {"big": big, "small": np.ones(3), "turned": big[:10]})
     ckptcore.save(f"{run}/2", {"small": np.zeros(3)}, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3")
-    with ckptcore.open(f"{run}/2") as opened:
-        assert np.array_equal(opened["big"][100:110], big[100:110])
-        assert np.array_equal(opened["big"][7:9, 3:5], big[7:9, 3:5])
-        assert opened.bytes_read < big.nbytes
+    with ckptcore.open(f"{run}/2") as checkpoint:
+        assert np.array_equal(checkpoint["big"][100:110], big[100:110])
+        assert np.array_equal(checkpoint["big"][7:9, 3:5], big[7:9, 3:5])
+        assert checkpoint.bytes_read < big.nbytes
     changed = [transforms.Transpose("turned"), transforms.Cast("**", "float64")]
     made = ckptcore.load(f"{run}/2", transforms=changed)
     assert np.array_equal(made["turned"], big[:10].T.astype(np.float64)) and made["small"].dtype == np.float64
@@ -104,7 +99,7 @@ def test_all_that_reads_reads_an_update(run: str) -> None:
     assert same_value(ckptcore.load(f"{run}/converted"), {"big": big, "small": np.zeros(3), "turned": big[:10]})
 
 
-def test_only_what_is_given_is_written(run: str) -> None:
+def test_only_given_leaves_are_written(run: str) -> None:
     ckptcore.save(f"{run}/1", {f"a{number}": np.full(10_000, float(number)) for number in range(10)})
     ckptcore.save(f"{run}/2", {"a3": np.zeros(10_000)}, strategy=ckptcore.Update(f"{run}/1"))
     written = objects_at(f"{run}/2")
@@ -137,7 +132,9 @@ def _nbytes(tree: Any) -> int:
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(generations=st.lists(_trees(), min_size=1, max_size=5), layout=st.sampled_from(["safetensors", "dcp", "ocdbt"]))
-def test_any_generations_come_back(generations: list[dict[str, Any]], layout: str, tmp_path: Path) -> None:
+def test_any_chain_of_updates_loads_as_the_merged_tree(
+    generations: list[dict[str, Any]], layout: str, tmp_path: Path
+) -> None:
     run = new_place("memory", tmp_path)
     expected = generations[0]
     ckptcore.save(f"{run}/0", expected, layout=layout)
@@ -154,7 +151,7 @@ def test_any_generations_come_back(generations: list[dict[str, Any]], layout: st
     assert same_value(ckptcore.load(f"{run}/copied"), expected)
 
 
-def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
+def test_a_state_that_does_not_fit_its_base_is_refused(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     for state, match in (
         ({"nothing": PLACEHOLDER}, "nothing: the update has a placeholder, but the base has nothing"),
@@ -166,11 +163,11 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
     assert objects_at(f"{run}/2") == {}
     # A container without placeholders replaces the stored one.
     ckptcore.save(f"{run}/2", {"layers": [np.ones(1)], "model": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
-    found = ckptcore.load(f"{run}/2")
-    assert same_value(found["layers"], [np.ones(1)]) and same_value(found["model"], np.zeros(2))
+    loaded = ckptcore.load(f"{run}/2")
+    assert same_value(loaded["layers"], [np.ones(1)]) and same_value(loaded["model"], np.zeros(2))
 
 
-def test_a_base_is_a_checkpoint_of_ours_next_to_it(run: str, tmp_path: Path) -> None:
+def test_which_bases_are_allowed(run: str, tmp_path: Path) -> None:
     state = {"a": np.ones(2)}
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
@@ -195,11 +192,11 @@ def test_a_base_is_a_checkpoint_of_ours_next_to_it(run: str, tmp_path: Path) -> 
         ckptcore.load(elsewhere)
     assert same_value(ckptcore.load(elsewhere, context=anywhere), {**_state(), **state})
     ckptcore.save(f"{run}-elsewhere/3", {"b": np.ones(1)}, strategy=ckptcore.Update(elsewhere), context=anywhere)
-    found = ckptcore.load(f"{run}-elsewhere/3", context=anywhere)
-    assert same_value(found, {**_state(), **state, "b": np.ones(1)})
+    loaded = ckptcore.load(f"{run}-elsewhere/3", context=anywhere)
+    assert same_value(loaded, {**_state(), **state, "b": np.ones(1)})
 
 
-def test_a_base_that_is_gone_or_another_is_told(run: str) -> None:
+def test_errors_name_a_deleted_or_replaced_base(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.save(f"{run}/1", _state(), overwrite="non-atomic")
@@ -228,13 +225,13 @@ def test_damage_of_a_base_is_found_and_named(tmp_path: Path) -> None:
     assert [problem.arrays for problem in report.problems] == [("b",)]
 
 
-def test_what_others_refer_to_is_not_deleted(run: str) -> None:
+def test_a_base_with_updates_is_not_deleted(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.save(f"{run}/3", {"step": 3}, strategy=ckptcore.Update(f"{run}/2"))
     with pytest.raises(CheckpointReferredError, match="/1 cannot be deleted, because 2, 3 .* refer to its arrays"):
         ckptcore.delete(f"{run}/1")
-    ckptcore.delete(f"{run}/2")  # what it referred to is referred to where it is
+    ckptcore.delete(f"{run}/2")  # step 3 refers to the first base directly
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
     assert same_value(ckptcore.load(f"{run}/3"), {**_state(), "step": 3})
@@ -242,7 +239,7 @@ def test_what_others_refer_to_is_not_deleted(run: str) -> None:
     ckptcore.delete(f"{run}/1")
 
 
-def test_a_checkpointer_keeps_what_its_steps_refer_to(run: str) -> None:
+def test_a_checkpointer_keeps_the_bases_of_its_steps(run: str) -> None:
     with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
         checkpointer.save(1, _state())
         checkpointer.wait()
@@ -261,7 +258,7 @@ def test_a_checkpointer_keeps_what_its_steps_refer_to(run: str) -> None:
 
 
 @pytest.mark.parametrize("verify", ["passing", "read-back"])
-def test_a_copy_is_whole(verify: Any, run: str) -> None:
+def test_a_copy_includes_the_base_of_an_update(verify: Any, run: str) -> None:
     ckptcore.save(f"{run}/1", _state(), layout="dcp")
     ckptcore.save(f"{run}/2", {"step": 2}, strategy=ckptcore.Update(f"{run}/1"), layout="dcp", metadata={"x": 1})
     report = ckptcore.copy(f"{run}/2", f"{run}-copy/2", verify=verify)
@@ -277,8 +274,8 @@ def test_a_copy_is_whole(verify: Any, run: str) -> None:
         assert ckptcore.verify(copy).ok and ckptcore.metadata(copy).custom == {"x": 1}
 
 
-def test_a_base_that_goes_while_an_update_is_saved(run: str) -> None:
-    """Whenever it is deleted: the update is lost and says so, or it is there and refused to let the base go."""
+def test_a_base_that_is_deleted_during_an_update(run: str) -> None:
+    """Either the update fails with an error, or it exists and the deletion of its base was refused."""
     ckptcore.save(f"{run}/0/1", _state())
     plan = FaultPlan()
     ckptcore.save(
@@ -321,7 +318,7 @@ def test_a_base_that_goes_while_an_update_is_saved(run: str) -> None:
     assert outcomes >= ({CheckpointReferredError} if run.startswith("file") else {SaveLostError})
 
 
-def test_ranks_of_a_job_update_what_they_hold(run: str) -> None:
+def test_ranks_of_a_job_update_their_parts(run: str) -> None:
     whole = np.arange(24.0).reshape(8, 3)
     ckptcore.save(f"{run}/1", {"w": np.zeros(4), "kept": np.ones(5), "layers": {"0": np.zeros(2), "1": np.zeros(2)}})
 
@@ -341,21 +338,21 @@ def test_ranks_of_a_job_update_what_they_hold(run: str) -> None:
     assert same_value(ckptcore.load(f"{run}/2"), expected)
 
 
-def test_nothing_given_is_a_checkpoint_of_references(run: str) -> None:
+def test_an_empty_update_refers_to_all_arrays_of_its_base(run: str) -> None:
     ckptcore.save(f"{run}/1", _state())
     for number, state in enumerate(({}, PLACEHOLDER), 2):
         ckptcore.save(f"{run}/{number}", state, strategy=ckptcore.Update(f"{run}/1"))
         assert same_value(ckptcore.load(f"{run}/{number}"), _state())
 
 
-def test_all_given_refers_to_nothing(run: str) -> None:
+def test_an_update_of_all_arrays_does_not_refer_to_its_base(run: str) -> None:
     ckptcore.save(f"{run}/1", {"a": np.ones(2), "step": 1})
     ckptcore.save(f"{run}/2", {"a": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
     ckptcore.delete(f"{run}/1")
     assert same_value(ckptcore.load(f"{run}/2"), {"a": np.zeros(2), "step": 1})
 
 
-def test_what_other_software_wrote_is_no_base(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_software_is_no_base(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "1", {"a": np.ones(2)}, layout=ckptcore.SafetensorsLayout(standalone=True))
     (tmp_path / "1" / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"not written by ckptcore.*ckptcore\.copy"):
@@ -363,7 +360,7 @@ def test_what_other_software_wrote_is_no_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "midway"])
-def test_an_update_that_fails_leaves_its_base_and_a_place_to_save_to(moment: Any, run: str) -> None:
+def test_a_failed_update_keeps_its_base_and_a_usable_location(moment: Any, run: str) -> None:
     ckptcore.save(f"{run}/0/1", _state())
     plan = FaultPlan()
     ckptcore.save(
@@ -372,7 +369,7 @@ def test_an_update_that_fails_leaves_its_base_and_a_place_to_save_to(moment: Any
         strategy=ckptcore.Update(through(f"{run}/0/1")),
         context=faulty_context(run, plan),
     )
-    found = set()
+    outcomes = set()
     for operation in plan.operations:
         own = f"{run}/{operation.number + 1}"
         ckptcore.save(f"{own}/1", _state())
@@ -382,17 +379,17 @@ def test_an_update_that_fails_leaves_its_base_and_a_place_to_save_to(moment: Any
                 through(f"{own}/2"), {"step": 2}, strategy=ckptcore.Update(through(f"{own}/1")), context=dying
             )
         try:
-            found.add(ckptcore.load(f"{own}/2")["step"])
+            outcomes.add(ckptcore.load(f"{own}/2")["step"])
         except CheckpointNotFoundError:
-            found.add(None)
+            outcomes.add(None)
         ckptcore.save(f"{own}/2", {"step": 3}, strategy=ckptcore.Update(f"{own}/1"), overwrite="non-atomic")
         assert same_value(ckptcore.load(f"{own}/2"), {**_state(), "step": 3}), f"died {moment} {operation}"
-    assert found == {None, 2}
+    assert outcomes == {None, 2}
 
 
 @pytest.mark.parametrize("matching", [ckptcore.Matching(), ckptcore.Matching(cast="narrowing")])
 def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) -> None:
-    """Each array, whichever checkpoint it is in, is read once and sent to the others."""
+    """One rank reads each array, from either checkpoint, and sends it to the others."""
     size, big = 3, np.arange(60_000.0).reshape(300, 200)
     ckptcore.save(f"{run}/1", {"big": big, "new": np.ones(3), "tied": (tied := np.arange(9.0)), "again": tied})
     ckptcore.save(f"{run}/2", {"new": np.zeros((40, 5))}, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3")
@@ -412,13 +409,13 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
             )
         )
         report = ckptcore.results.LoadReport()
-        found = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
-        return found, report.bytes_read
+        loaded = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
+        return loaded, report.bytes_read
 
     loaded = ThreadJob(size, timeout_seconds=20).run(load)
-    for found, _ in loaded:
-        assert np.array_equal(found["big"], big.astype(dtype)) and found["big"].dtype == dtype
-        assert np.array_equal(found["new"], np.zeros((40, 5))) and np.array_equal(found["again"], tied)
+    for tree, _ in loaded:
+        assert np.array_equal(tree["big"], big.astype(dtype)) and tree["big"].dtype == dtype
+        assert np.array_equal(tree["new"], np.zeros((40, 5))) and np.array_equal(tree["again"], tied)
     assert sum(nbytes for _, nbytes in loaded) < 2.5 * big.nbytes, "it was read by more than one rank"
 
 
@@ -449,7 +446,7 @@ assert not late, late
 
 @pytest.mark.system
 def test_the_thread_of_an_update_imports_no_module_of_ours(tmp_path: Path) -> None:
-    """A process that is forked while a thread imports a module hangs if it imports the module too."""
+    """If a thread is importing a module during a fork, an import of this module hangs in the child."""
     ckptcore.save(tmp_path / "a", {"w": np.arange(3), "n": 3})
     program = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)

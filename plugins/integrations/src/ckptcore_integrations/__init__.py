@@ -4,7 +4,7 @@ torch_dcp    torch.distributed.checkpoint
 orbax_v1     orbax.checkpoint.v1
 safetensors  safetensors, with its modules for PyTorch, NumPy and Flax
 
-Adapters for libraries that train:
+Adapters for training libraries:
 
 transformers  the Trainer of Hugging Face Transformers
 accelerate    Hugging Face Accelerate
@@ -18,7 +18,7 @@ Adapter for a server:
 
 vllm  vLLM
 
-Adapters for trackers of experiments:
+Adapters for experiment trackers:
 
 wandb   Weights & Biases
 mlflow  MLflow

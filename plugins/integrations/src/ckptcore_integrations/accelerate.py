@@ -86,8 +86,8 @@ class CheckpointMixin(_Accelerator):
         """Prepare a data loader. See ``accelerate.Accelerator.prepare_data_loader``."""
         loader = super().prepare_data_loader(*args, **kwargs)
         if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers > 0:
-            # Accelerate starts the workers of the first epoch before it sets the seedable sampler. So these workers
-            # shuffle with another seed, which a resume cannot repeat. Restart them.
+            # Accelerate starts the workers of the first epoch before it sets the seedable sampler. The workers then
+            # shuffle with another seed, which a resumed run cannot reproduce. Restart the workers.
             loader.base_dataloader.load_state_dict({})
         return loader
 
@@ -110,9 +110,9 @@ class CheckpointMixin(_Accelerator):
 
         Args:
             output_dir: the new directory. A checkpoint of ckptcore there is replaced atomically. Not used with
-                ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project. After
-                the commit, directories beyond ``total_limit`` are deleted, those with the lowest numbers first. The
-                new checkpoint, and directories with higher numbers, are never deleted.
+                ``automatic_checkpoint_naming``, which saves to ``checkpoints/checkpoint_<iteration>`` in the project.
+                After the commit, directories beyond ``total_limit`` are deleted, those with the lowest numbers first.
+                The new checkpoint, and directories with higher numbers, are never deleted.
             safe_serialization: must be True, because nothing is pickled.
             kwargs: must be empty. Accelerate passes them to DeepSpeed.
 
@@ -167,7 +167,7 @@ class CheckpointMixin(_Accelerator):
         ``project_configuration.iteration`` is set to a higher one.
 
         Args:
-            input_dir: the directory. None with ``automatic_checkpoint_naming``: the newest one.
+            input_dir: the directory. With ``automatic_checkpoint_naming``, None means the newest directory.
             load_kwargs, kwargs: only for directories that Accelerate wrote. Must be empty for others.
 
         Raises:
@@ -226,7 +226,7 @@ class CheckpointMixin(_Accelerator):
         return {**_numbered("model", [kind.model(model) for model in self._models]), **self._objects()}
 
     def _check_new(self, before: Mapping[str, Any]) -> None:
-        """Check the objects that are not in `before`. In a job, every process has the same ones."""
+        """Check the objects that are not in `before`. Every process of a job has the same objects."""
         if new := {name: value for name, value in self._checkpointables().items() if name not in before}:
             kind = training_kind(*self._models)
             with kind.state_dicts(*self._models):
@@ -271,7 +271,7 @@ class CheckpointMixin(_Accelerator):
             self._report_random_states(f"process {rank}: {problem}")
 
     def _load_of_other_processes(self, directory: Path, names: Mapping[str, Any]) -> None:
-        """Load objects that a different number of processes saved, each with its own state."""
+        """Load objects with a state per process that a different number of processes saved."""
         processes = ckptcore.metadata(directory).checkpointables.processes
         for name, target in names.items():
             saved = processes[name]
@@ -300,7 +300,7 @@ class CheckpointMixin(_Accelerator):
         logger.warning(message)
 
     def _warn_of_workers(self) -> None:
-        """Warn once of data loaders whose workers may draw random numbers: torchdata does not save these generators."""
+        """Warn once of data loaders whose workers may draw random numbers. torchdata does not save their generators."""
         if self._warned_of_workers:
             return
         self._warned_of_workers = True
@@ -365,7 +365,7 @@ class CheckpointMixin(_Accelerator):
         from accelerate.utils import gather_object
 
         config = self.project_configuration
-        if config.automatic_checkpoint_naming and self.project_dir is not None:  # only these have numbers
+        if config.automatic_checkpoint_naming and self.project_dir is not None:  # only automatic names have numbers
             numbers = [
                 _number(directory) + 1
                 for directory in _directories(Path(expanded_location(self.project_dir), "checkpoints"))
@@ -376,7 +376,8 @@ class CheckpointMixin(_Accelerator):
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.is_main_process:
             directories = _directories(saved.parent)
-            # Keep those with higher numbers, from before a run was set back: one may be the newest sound one.
+            # Higher numbers remain if a run resumed from an older checkpoint. Keep them: they may be the newest
+            # undamaged ones.
             old = [directory for directory in directories if _number(directory) < _number(saved)]
             for directory in old[: max(len(directories) - max(config.total_limit, 1), 0)]:
                 shutil.rmtree(directory)

@@ -17,14 +17,14 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 
 def is_data_parallel(model: torch.nn.Module) -> bool:
-    """Return True if a module only distributes another one, its ``module``."""
+    """Return True if a module only wraps another module to train it on several devices."""
     return isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that the training may change, by plain names. The tensors are not copied.
 
-    These are the trainable parameters, all tensors of active and inactive adapters, and the running statistics of
+    The result has the trainable parameters, all tensors of active and inactive adapters, and the running statistics of
     normalizations.
     """
     state = model.state_dict()
@@ -33,7 +33,7 @@ def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in a state dict of tensors that the training may change."""
+    """Yield the names of those tensors of a state dict that the training may change."""
     parts = set(_parts(model))
     named = model.named_parameters(remove_duplicate=False)
     trainable = set(plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values())
@@ -43,7 +43,7 @@ def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
-    """Return the plain names in a state dict of tensors that the training does not change: the base model."""
+    """Return the plain names of the tensors that the training does not change: the base model."""
     state = model.state_dict()
     plain = plain_names(model, state)
     return set(plain.values()).difference(plain[name] for name in _names(model, state))

@@ -16,7 +16,7 @@ from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.protocols import SaveCommit, StorageBackend
 
 MISSING_FILE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors of `open` if the file does not exist. Other errors, such as errors of a mount, do not mean this."""
+"""Errors by which `open` reports that a file does not exist. After any other error, the file may exist."""
 
 _ROOT = "checkpoint.json"
 

@@ -14,7 +14,7 @@ arrays, so it loads on another number of processes, and in another stage of ZeRO
 ``model``         the weights, as in the state dict of the module
 ``optimizer``     the state of each parameter, and the options of each group, in the
                   form of `ckptcore_torch.named_optimizers.NamedOptimizer`
-``fp32_weights``  the optimizer's own weights, if the model has other ones
+``fp32_weights``  the optimizer's own copy of the weights, if it has one
 ``engine``        counters, the loss scale, and the schedule of the learning rate
 ================  ====================================================================
 """
@@ -233,7 +233,10 @@ class _EngineStateHandler(CheckpointableHandler):
         return lambda: self.restore(target, state)
 
     def restore(self, target: _EngineState, state: Any) -> None:
-        """Set the counters, and load the schedule and the loss scale. A static loss scale is an option, and is kept."""
+        """Set the counters, and load the schedule and the loss scale.
+
+        A static loss scale is an option of the engine, and is not changed.
+        """
         engine = target.engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])

@@ -51,7 +51,7 @@ class Fragment:
         tensor: the tensor with these elements. For fragments of an optimizer, the tensor that the optimizer steps.
         offset: position of the elements in the flattened tensor, in elements.
         group: the number of the optimizer's parameter group.
-        replicas: the number of processes that have these elements. The rank is the replica number.
+        replicas: the number of processes that have these elements. The rank of a process is its replica number.
     """
 
     name: str
@@ -84,7 +84,10 @@ class Fragment:
             position += box.size
 
     def array(self, tensor: torch.Tensor) -> ShardedArray:
-        """Return the fragment's elements of such a tensor as a part of the parameter. Shares memory on the CPU."""
+        """Return the fragment's elements of a tensor (see `_own`) as a part of the parameter.
+
+        Does not copy CPU memory.
+        """
         replica = comm.get_rank() if self.replicas > 1 else 0
         shards = [
             ArrayShard(box, host_view(view), replica, self.replicas)
@@ -98,7 +101,7 @@ class Fragment:
         return ShardedArray(self.shape, named, [ArrayShard(box) for box, _ in self.pieces(self._own(self.tensor))])
 
     def fill(self, tensor: torch.Tensor, loaded: ShardedArray) -> None:
-        """Copy the loaded elements into such a tensor."""
+        """Copy the loaded elements into the fragment's range of a tensor (see `_own`)."""
         elements = {shard.box: shard.elements for shard in loaded.shards}
         for box, view in self.pieces(self._own(tensor)):
             part = np.ascontiguousarray(elements[box])
@@ -156,7 +159,10 @@ def _stage3_fragments(optimizer: Any, names: Mapping[Any, str]) -> Iterator[Frag
 def _replicated_fragments(
     groups: Sequence[Sequence[Any]], masters: Sequence[Any], names: Mapping[Any, str]
 ) -> Iterator[Fragment]:
-    """Yield fragments of 16 bits without ZeRO. A process has all parameters, in a flat tensor or one tensor each."""
+    """Yield fragments of 16-bit models without ZeRO.
+
+    Each process has all elements, in one flat tensor or in several.
+    """
     processes = comm.get_world_size()
     for number, (group, tensors) in enumerate(zip(groups, masters, strict=True)):
         is_flat = isinstance(tensors, torch.Tensor)
@@ -169,7 +175,7 @@ def _replicated_fragments(
 
 
 _NOT_ELEMENTWISE: Final = ("step", "eta", "mu", "mu_product")
-"""Scalars in the states of PyTorch's optimizers. A parameter without axes has the same shape."""
+"""Scalar states of PyTorch's optimizers. Elementwise states of a parameter without axes have the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +190,15 @@ class OptimizerState:
         return list(self.engine.optimizer.optimizer.param_groups)
 
     def slots(self, fragment: Fragment) -> dict[str, Any]:
-        """Return the state of the tensor with a fragment."""
+        """Return the optimizer's state of the tensor that contains a fragment."""
         state = self.engine.optimizer.optimizer.state
         return dict(state[fragment.tensor]) if fragment.tensor in state else {}
 
 
 class OptimizerStateHandler(CheckpointableHandler):
-    """``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``, as `NamedOptimizer`.
+    """Handler of optimizer states, in the form of `NamedOptimizer`.
+
+    The form is ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
 
     Scalar states, such as the number of steps, belong to a flat tensor with many parameters. They are saved for each
     parameter. On load they must be equal for all parameters that are in one flat tensor.
@@ -226,10 +234,10 @@ class OptimizerStateHandler(CheckpointableHandler):
             fragment = fragments[name]
             held = value.slots(fragment)
             state[name] = {
-                slot: fragment.request(held[slot].dtype if slot in held else found.dtype)
+                slot: fragment.request(held[slot].dtype if slot in held else stored_slot.dtype)
                 if slot in elementwise
-                else state_to_load(held.get(slot), found, array=_cpu_tensor)
-                for slot, found in slots.items()
+                else state_to_load(held.get(slot), stored_slot, array=_cpu_tensor)
+                for slot, stored_slot in slots.items()
             }
         return {"state": state, "param_groups": options} if "state" in stored else {"param_groups": options}
 
@@ -241,7 +249,8 @@ class OptimizerStateHandler(CheckpointableHandler):
         """Copy the states of parameters into the states of the flat tensors, and set the options.
 
         Raises:
-            TreeMismatchError: parameters that are now in one tensor have different numbers of steps.
+            TreeMismatchError: parameters that are now in one tensor have different scalar states, such as numbers of
+                steps.
         """
         states: Mapping[str, Any] = state.get("state") or {}
         members: dict[torch.Tensor, list[Fragment]] = {}
@@ -308,14 +317,19 @@ def _elementwise(fragments: Mapping[str, Fragment], stored: Mapping[str, Any]) -
 
 def _expect_same_groups(own: list[dict[str, Any]], stored: list[Any], slots: Mapping[Any, Any]) -> None:
     groups = [set(group["params"]) for group in own]
-    found = [set(group.get("params", ())) if isinstance(group, Mapping) else set() for group in stored]
-    if groups == found and slots.keys() <= set().union(*groups):
+    stored_groups = [set(group.get("params", ())) if isinstance(group, Mapping) else set() for group in stored]
+    if groups == stored_groups and slots.keys() <= set().union(*groups):
         return
-    known, names = set().union(*groups), set().union(*found, slots)
+    known, names = set().union(*groups), set().union(*stored_groups, slots)
     differences = [
         *(f"{name} is in no stored group" for name in sorted(known - names, key=str)),
         *(f"{name} is stored but is not a parameter of the optimizer" for name in sorted(names - known, key=str)),
-    ] or [f"{len(found)} groups with the same parameters are stored, and the optimizer divides them in {len(groups)}"]
+    ] or [
+        (
+            f"{len(stored_groups)} groups with the same parameters are stored, and the optimizer divides them "
+            f"in {len(groups)}"
+        )
+    ]
     raise TreeMismatchError(
         f"the stored state does not fit the optimizer: {'; '.join(differences[:20])}. Create the model and the groups "
         "of the optimizer as for the save, with the same frozen parameters",

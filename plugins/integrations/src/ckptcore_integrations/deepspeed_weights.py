@@ -24,7 +24,7 @@ def has_sharded_weights(engine: Any) -> bool:
 
 
 def steps_weights(engine: Any) -> bool:
-    """Return True if the optimizer's weights have the dtype of the module's, and so are equal to them."""
+    """Return True if the optimizer's weights have the dtype of the module's weights, and so equal them."""
     dtypes = {name: parameter.dtype for parameter, name in engine.param_names.items()}
     return all(fragment.tensor.dtype == dtypes[fragment.name] for fragment in fragments_of(engine))
 
@@ -44,7 +44,7 @@ class Weights:
     names: frozenset[str] | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return the tensors with these names. Those of ZeRO 3 have no elements."""
+        """Return the tensors to save, by name. Parameters of ZeRO 3 have no elements."""
         state = self.engine.module.state_dict(keep_vars=True)
         return {name: state[name] for name in state if self.names is None or name in self.names}
 
@@ -53,7 +53,7 @@ def named_weights(weights: Weights) -> Iterator[tuple[str, Any]]:
     """Return the parameters and buffers of a divided module. A tied parameter is included once, with its first name.
 
     Raises:
-        UnsupportedLeafError: the state dict has something else.
+        UnsupportedLeafError: the state dict has an entry that is not a tensor.
     """
     ids = set()
     for name, held in weights.tensors().items():
@@ -147,7 +147,7 @@ class SteppedWeights:
 
 
 class SteppedWeightsHandler(CheckpointableHandler):
-    """Handler of the weights that the optimizer steps. The model has copies of them in 16 bits."""
+    """Handler of the weights that the optimizer steps. The model has 16-bit copies of them."""
 
     priority = Priority.EXACT
 

@@ -1,8 +1,8 @@
-"""Hyperparameters of a training: values of any type. Saved as plain data, and restored to their types if this is safe.
+"""Hyperparameters of a training, of any type. They are saved as plain data, and regain their types if this is safe.
 
-Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. A list
-of types by path is saved too, from which a load restores the values. A load imports nothing that the checkpoint names,
-and calls only the constructors in the table of this module. Values of other types are saved as text.
+Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. A list with the type
+of each value, by path, is saved too. A load uses this list to restore the types. A load imports nothing that the
+checkpoint names, and calls only the constructors in the table of this module. Values of other types are saved as text.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Notes:
         self._has_warned = False
 
     def plain(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with its notes in a plain form. A note never fails a save."""
+        """Return a state with its notes in plain form. A note that cannot be converted becomes text."""
         conversion = _Conversion(self._is_savable)
         result = dict(state)
         for name, value in state.items():
@@ -209,9 +209,9 @@ class _Conversion:
 
     def _of_program(self, kind: str, plain: object, value: object, path: _Path) -> object:
         """Return the plain form of an object whose class is defined by the program. A load finds the class by name."""
-        found = type(value)
-        if _imported(found.__module__, found.__qualname__) is found:
-            self.types.append([*path, f"{kind}:{found.__module__}:{found.__qualname__}"])
+        value_class = type(value)
+        if _imported(value_class.__module__, value_class.__qualname__) is value_class:
+            self.types.append([*path, f"{kind}:{value_class.__module__}:{value_class.__qualname__}"])
         else:
             self._note(value, path)
         return plain
@@ -278,7 +278,7 @@ def _replace_at(container: Any, path: Sequence[Any], replace: Callable[[Any], ob
 
 
 def _is_named(value: enum.Enum) -> bool:
-    """Return True if the names of members give the complete value. A flag can have bits without a name."""
+    """Return True if names of members describe the whole value. A flag can have bits without a name."""
     if not value.name:
         return bool(value == type(value)(0))
     return all(member in type(value).__members__ for member in value.name.split("|"))
@@ -298,18 +298,22 @@ def _decode(name: str, plain: Any) -> object:
     if name == "type":
         return _class(_TYPES_OF_HYPERPARAMETERS[plain])
     kind, module, qualname = name.split(":")
-    found = _imported(module, qualname)
-    if not isinstance(found, type):
+    value_class = _imported(module, qualname)
+    if not isinstance(value_class, type):
         raise TypeError(f"{module}.{qualname} is no class that is imported")
-    if kind == "enum" and issubclass(found, enum.Flag):
-        members = [found.__members__[member] for member in plain.split("|") if member]
-        return functools.reduce(operator.or_, members, found(0))
-    if kind == "enum" and issubclass(found, enum.Enum):
-        return found.__members__[plain]
-    if kind == "named tuple" and issubclass(found, tuple) and len(plain) == len(getattr(found, "_fields", ())):
-        return tuple.__new__(found, plain)
-    if kind == "fields" and _has_fields(found):
-        return _with_fields(found, plain)
+    if kind == "enum" and issubclass(value_class, enum.Flag):
+        members = [value_class.__members__[member] for member in plain.split("|") if member]
+        return functools.reduce(operator.or_, members, value_class(0))
+    if kind == "enum" and issubclass(value_class, enum.Enum):
+        return value_class.__members__[plain]
+    if (
+        kind == "named tuple"
+        and issubclass(value_class, tuple)
+        and len(plain) == len(getattr(value_class, "_fields", ()))
+    ):
+        return tuple.__new__(value_class, plain)
+    if kind == "fields" and _has_fields(value_class):
+        return _with_fields(value_class, plain)
     raise LookupError(name)
 
 
@@ -318,7 +322,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         encode: returns the parts of a value, which are converted next.
-        decode: returns a value for such parts.
+        decode: returns the value that consists of these parts.
     """
 
     encode: Callable[[Any], object]
@@ -382,7 +386,7 @@ _TYPES_OF_HYPERPARAMETERS: Final = {
     "omegaconf.dictconfig.DictConfig": "omegaconf.DictConfig",
     "omegaconf.listconfig.ListConfig": "omegaconf.ListConfig",
 }
-"""Classes that a checkpoint may name as the type of all hyperparameters, with the modules that have them."""
+"""Classes that a checkpoint may name as the type of its hyperparameters, with the paths from which to import them."""
 
 _KINDS: Final[Mapping[str, _Kind]] = {
     "pairs": _Kind(list, dict),  # a dict with a key that is neither text nor a number

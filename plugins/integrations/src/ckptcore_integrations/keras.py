@@ -46,8 +46,8 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
     """Saves the state of a model at the end of epochs, or every few batches.
 
     Keras decides when to save, as in its `OrbaxCheckpoint`. The callback is called after all others, so a step contains
-    their changes, such as the learning rate. It owns the directory only while it saves, so that an exception in the
-    training leaves no owner.
+    their changes, such as the learning rate. It owns the directory only while it saves, so that a training that ends
+    with an exception leaves no owner behind.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             save_freq: ``"epoch"``, or a number of batches. The step is the epoch, or the number of batches since the
                 beginning.
             initial_value_threshold: the best value of the metric so far.
-            max_to_keep: number of steps to keep, the newest ones; None: all.
+            max_to_keep: number of the newest steps to keep; None to keep all.
             save_on_background: True to continue to train while a step is written.
             save_weights_only: True to save only the variables of the model, without the optimizer, the metrics and
                 the configuration.
@@ -110,7 +110,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         self._neighbours: Sequence[Any] = [self]
         self._known_steps: set[int] = set()  # steps in the directory when a training or a save began
         self._last_saved: int | None = None
-        self._saved_model: Callable[[], Any] = lambda: None  # the model of that step, if it exists
+        self._saved_model: Callable[[], Any] = lambda: None  # the model of that step, if not deleted
         self._resumed: int | None = None
         self._is_first_epoch = True
         self._running: Future[None] | None = None
@@ -133,7 +133,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             self._known_steps = set(checkpointer.steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Before the first batch, restore counters, or refuse a directory with steps that the training would repeat.
+        """Restore counters before the first batch. Refuse a directory with steps that the training would save again.
 
         Raises:
             CheckpointExistsError: the directory has such steps, and `resume` did not load one of them.

@@ -37,8 +37,9 @@ _COUNTERS: Final[Mapping[type, Sequence[str]]] = {
 def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback]:
     """Return the callbacks of a training, and move `callback` to the end, so that it is called last.
 
-    Then a save follows the changes of other callbacks at the end of an epoch, such as a reduced learning rate. A
-    callback cannot access the others, so this function finds the `CallbackList` that called the method of `frame`.
+    A save then includes the changes that other callbacks make at the end of an epoch, such as a reduced learning rate.
+    A callback has no reference to the other callbacks, so this function finds the `CallbackList` that called the method
+    of `frame`.
 
     Args:
         callback: one of the callbacks.
@@ -55,7 +56,7 @@ def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback
 
 
 def state_of_counters(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return by name the counters of Keras' callbacks, and the `state_dict` of others that have one."""
+    """Return the counters of Keras' callbacks by name, and the `state_dict` of other callbacks that have one."""
     return {name: _state(callback) for name, callback in _named(callbacks).items()}
 
 
@@ -69,16 +70,19 @@ def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoc
         else:
             vars(callback).update(stored[name])
             if isinstance(callback, SwapEMAWeights):
-                callback.on_epoch_begin(epoch)  # call it again, because now it knows that the model has the averages
+                callback.on_epoch_begin(epoch)  # call it again: the callback now knows that the model has the averages
             if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
-                callback._set_monitor_op()  # Keras calls it only at the end of an epoch; a batch may compare earlier
+                callback._set_monitor_op()  # Keras calls it at the end of an epoch, but a batch may compare earlier
 
 
 class RandomGenerators:
     """The global random generators. Data loaders and Keras' data adapters use them to shuffle."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators. PyTorch's is included if PyTorch is imported, with any backend."""
+        """Return the states of the generators.
+
+        Includes PyTorch's generator if PyTorch is imported, whatever the backend.
+        """
         states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
         if (torch := sys.modules.get("torch")) is not None:
             states["torch"] = torch.get_rng_state()
@@ -93,14 +97,14 @@ class RandomGenerators:
 
 
 def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Return callbacks with a state by type name. The second callback of a type has a number in its name."""
-    found: dict[str, Callback] = {}
+    """Return the callbacks that have a state, by the name of their type. Further callbacks of a type get a number."""
+    by_name: dict[str, Callback] = {}
     for callback in callbacks:
         if _has_state_dict(callback) or isinstance(callback, tuple(_COUNTERS)):
             name = type(callback).__name__
-            number = sum([other == name or other.startswith(f"{name}_") for other in found])
-            found[f"{name}_{number}" if number else name] = callback
-    return found
+            number = sum([other == name or other.startswith(f"{name}_") for other in by_name])
+            by_name[f"{name}_{number}" if number else name] = callback
+    return by_name
 
 
 def _has_state_dict(callback: Callback) -> bool:

@@ -231,7 +231,8 @@ class CheckState(Callback):
         """Check that the strategy of a training uses the `CkptcoreIO`.
 
         Raises:
-            CheckpointError: it does not use it, or it cannot load checkpoints that it saves with it.
+            CheckpointError: the strategy does not use the `CkptcoreIO`, or cannot load checkpoints that it saves with
+                the `CkptcoreIO`.
         """
         strategy = trainer.strategy
         if stage == TrainerFn.FITTING and isinstance(saver_of(strategy.checkpoint_io), CkptcoreIO):
@@ -337,7 +338,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         )
         set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=module.strict_loading))
         for optimizer, optimizer_state in zip(optimizers, state.get("optimizer_states", ()), strict=True):
-            # Not strict, because a parameter without a gradient so far has no state.
+            # Not strict, because a parameter that never had a gradient has no state.
             set_optimizer_state_dict(model, optimizer, optimizer_state, options=StateDictOptions(strict=False))
         others: dict[str, Any] = ckptcore.load(path, _others(stored), context=self._checkpoint_context)
         others = {name: part for name, part in others.items() if name not in _SHARDED}
@@ -401,9 +402,9 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, whose tensors are sharded."""
         wrapped = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps optimizers in a class of its own
-        is_new = not wrapped.state  # equal on all ranks, because each has a shard of each parameter
+        is_new = not wrapped.state  # the same on all ranks: each has a shard of each parameter
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if is_new:  # drop the state of a step that PyTorch made only to create a state
+        if is_new:  # PyTorch made a step only to create the state: drop this state
             wrapped.state.clear()
             state = {**state, "state": {}}
         return state
@@ -426,7 +427,7 @@ _STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
 def _with_saved_parameters(states: list[Any], stored: dict[str, Any], path: _Path) -> list[Any]:
     """Return optimizer states that contain only the parameters with a state in the checkpoint.
 
-    An optimizer has no state for a parameter without a gradient so far, but PyTorch creates one to load into.
+    An optimizer has no state for a parameter that never had a gradient, but PyTorch creates such a state to load into.
 
     Raises:
         CheckpointError: the checkpoint has no optimizers.
@@ -480,8 +481,8 @@ def _others(stored: dict[str, Any]) -> dict[str, Any]:
 def _state_of(trainer: Any) -> dict[str, Any]:
     """Return the state that the Trainer would save now, with optimizers in place of their states.
 
-    Optimizers are used because sharded strategies make an optimizer step to create missing states. The result is empty
-    if a hook of the program fails because the training has not started.
+    The result contains the optimizers, because sharded strategies make an optimizer step to create states that do not
+    exist yet. The result is empty if a hook of the program fails, for example because the training has not started.
     """
     savers = trainer.checkpoint_callbacks
     only_weights = bool(savers) and all(getattr(saver, "save_weights_only", False) for saver in savers)
@@ -510,8 +511,8 @@ def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
         raise failure
     if message:
         raise CheckpointError(message)
-    found: _T = result
-    return found
+    value: _T = result
+    return value
 
 
 def _alone(context: Context | None) -> Context:

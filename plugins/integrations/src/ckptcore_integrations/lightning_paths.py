@@ -1,8 +1,8 @@
 """Paths of Lightning's checkpoints, and replacement of the files at these paths.
 
-A path can have a checkpoint of ckptcore, a file or directory that Lightning wrote itself, or a link to another path.
-This adapter can replace and remove all of them, as Lightning does. If a process is killed during a replacement, the
-next save or load finishes it.
+A path can be that of a checkpoint of ckptcore, of a file or directory that Lightning wrote itself, or of a link. This
+adapter can replace and remove all of them, as Lightning does. If a process is killed during a replacement, the next
+save or load finishes it.
 
 Checkpoints of ckptcore are directories, and may be committed in the background. But Lightning accesses the disk
 directly: `ModelCheckpoint` checks if a file exists, creates links, and finds the last checkpoint by the time of files.
@@ -80,7 +80,7 @@ def as_directory(path: _Path) -> str:
 
 def delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. If it is a symbolic link, delete only the link."""
-    with contextlib.suppress(CheckpointNotFoundError):  # first the new one, which would replace it
+    with contextlib.suppress(CheckpointNotFoundError):  # delete first what `recover` would move here
         ckptcore.delete(replacing_path(path), other_files=True, context=context)
     if is_of_lightning(path):
         _remove(path)
@@ -100,7 +100,7 @@ def _remove(path: _Path) -> None:
 
 
 def finish_replacement(path: _Path, context: Context) -> None:
-    """Replace the content of a path by the new checkpoint in the same directory. One of them is always complete."""
+    """Replace the content of `path` by the checkpoint at `replacing_path`. One of the two is always complete."""
     replacing = replacing_path(path)
     if is_of_lightning(path):
         _remove(path)
@@ -114,7 +114,7 @@ def finish_replacement(path: _Path, context: Context) -> None:
 
 
 def recover(path: _Path, context: Context) -> None:
-    """Finish a replacement if a process was killed before the last step of it."""
+    """Finish a replacement that a killed process began."""
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
@@ -124,16 +124,19 @@ def recover(path: _Path, context: Context) -> None:
         if not _is_complete(path, context):
             ckptcore.copy(
                 replacing, as_directory(path), overwrite="non-atomic", context=context
-            )  # files of a damaged checkpoint
+            )  # there may be files of a damaged checkpoint
         ckptcore.delete(replacing, other_files=True, context=context)
 
 
 def to_load(path: _Path, context: Context) -> _Path:
-    """Return the location of the checkpoint of a path. Supports interrupted replacements. Any process may call this."""
+    """Return the location of the checkpoint of a path, even after an interrupted replacement.
+
+    Any process may call this.
+    """
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
-        return newest_neighbor(path, lambda found: step_of(found, context)) or path if is_dangling(path) else path
+        return newest_neighbor(path, lambda neighbor: step_of(neighbor, context)) or path if is_dangling(path) else path
     return replacing if not _is_complete(path, context) and _is_complete(replacing, context) else path
 
 
@@ -181,7 +184,10 @@ def step_of(path: _Path, context: Context) -> int | None:
 
 
 def is_directory(path: _Path) -> bool:
-    """Return True for a checkpoint other than a file of Lightning, also if it is being replaced or its link dangles."""
+    """Return True for a checkpoint that is not a file of Lightning.
+
+    Includes interrupted replacements and dangling links.
+    """
     if "://" in os.fspath(path):
         return not is_of_lightning(path)
     return (
@@ -216,7 +222,7 @@ def install(load: Callable[[Any, Any], dict[str, Any]], is_ours: Callable[[Any],
 
     Args:
         load: returns the checkpoint of a path, with tensors on a device.
-        is_ours: returns True for a path or URL of a checkpoint that is no file of Lightning.
+        is_ours: returns True for a path or URL of a checkpoint that is not a file of Lightning.
     """
     file_exists, link_checkpoint = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
     find_last, remove = ModelCheckpoint._find_last_checkpoints, ModelCheckpoint._remove_checkpoint
@@ -276,14 +282,20 @@ def _wait(trainer: Any) -> None:
 
 
 def _wait_for_wrapper(trainer: Any) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO` around ours, which saves in the background but removes immediately."""
+    """Wait for an `AsyncCheckpointIO` of Lightning that wraps ours.
+
+    It saves in the background but removes immediately.
+    """
     io = trainer.strategy.checkpoint_io
     if isinstance(io, _WrappingCheckpointIO) and _saver(trainer) is not None:
         io.teardown()
 
 
 def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
-    """Return the path with the largest step. Times of files differ between machines, and copies change them."""
+    """Return the path with the largest step.
+
+    Ignores file times, because clocks differ, and because copies change times.
+    """
     candidates = {newest_neighbor(path, saver.step) or path if is_dangling(path) else path for path in paths}
     steps = {path: saver.step(path) for path in candidates}
     known = [step for step in steps.values() if step is not None]
@@ -319,7 +331,10 @@ def newest_neighbor(link: Any, step_of: Callable[[str], int | None]) -> str | No
 
 
 def create_link(path: str, link: str) -> None:
-    """Replace the content of `link` by a symbolic link to a checkpoint. The path never disappears in between."""
+    """Replace the content of `link` by a symbolic link to a checkpoint.
+
+    A directory is first moved to `replacing_path`.
+    """
     made = link + _LINKED
     with contextlib.suppress(FileNotFoundError):
         os.unlink(made)

@@ -46,8 +46,8 @@ def log_checkpoint(
             ``experiment_id``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or other software wrote it. With `upload`, also if it is damaged, or
-            refers to arrays in other checkpoints.
+        CheckpointError: there is no checkpoint, or other software wrote it. With `upload`, also raised if the
+            checkpoint is damaged, or refers to arrays in other checkpoints.
         ValueError: the URL has a secret, or a tag begins with ``ckptcore.``.
     """
     own = [tag for tag in tags or () if tag.startswith(_PREFIX)]

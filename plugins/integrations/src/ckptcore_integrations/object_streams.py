@@ -101,7 +101,7 @@ class OutputStream(io.BufferedIOBase):
         super().close()
 
     def abort(self) -> None:
-        """Abort: the file will not exist."""
+        """Stop writing, so that the file will not exist."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
@@ -110,12 +110,12 @@ class OutputStream(io.BufferedIOBase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Complete the file, or write none after an error."""
+        """Complete the file. After an error, do not create it."""
         if error is None:
             self.close()
         else:
             self.abort()
 
     def __del__(self) -> None:
-        """Abort the file, because an error prevented closing it."""
+        """Abort a file that was not closed."""
         self.abort()

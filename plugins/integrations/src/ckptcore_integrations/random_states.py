@@ -1,4 +1,4 @@
-"""States of the random generators of processes and of workers of data loaders."""
+"""States of random generators in processes and in workers of data loaders."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def problem_with_random_states(directory: Path, rank: int) -> str | None:
     return f"{path.name} cannot be applied: {', '.join(lacking)}" if lacking else None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
+def _equal(first: Any, other: Any) -> bool:
+    if isinstance(first, tuple | list) and isinstance(other, tuple | list):
+        return len(first) == len(other) and all(map(_equal, first, other))
+    return bool(np.array_equal(np.asarray(first), np.asarray(other)))

@@ -49,7 +49,7 @@ def save_and_report(
     Args:
         step: number of the step, which names the directory: ``checkpoint_000010``.
         checkpointables: objects by name, as for `ckptcore.save_checkpointables`.
-        metrics: numbers by name, for Ray Train. Those of worker 0 belong to the checkpoint.
+        metrics: numbers by name, for Ray Train. Ray Train stores the metrics of worker 0 with the checkpoint.
         layout: the on-disk format of arrays.
         context: options, such as those of the storage.
 
@@ -104,8 +104,8 @@ def resume(
     Raises:
         UnsupportedLeafError: lists what cannot be saved or restored.
         RankFailedError: another worker has such objects.
-        PartialLoadError: a different number of workers saved an object, each its own state. All other objects were
-            loaded.
+        PartialLoadError: an object has a state for each worker, and a different number of workers saved it. All other
+            objects were loaded.
     """
     ckptcore.check_checkpointables(into, layout=layout, context=context)
     checkpoint = ray.train.get_checkpoint()

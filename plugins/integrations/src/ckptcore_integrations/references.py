@@ -86,7 +86,7 @@ class Reference(NamedTuple):
         """Return the location if the recorded checkpoint is still there. Reads no array.
 
         Raises:
-            CheckpointNotFoundError: another save is there.
+            CheckpointNotFoundError: the location has a checkpoint of another save.
             CheckpointError: there is no checkpoint, or it is damaged.
         """
         metadata = ckptcore.metadata(location, context=context)

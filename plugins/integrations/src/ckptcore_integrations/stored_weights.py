@@ -33,7 +33,8 @@ class StridedBox(NamedTuple):
 
     Attributes:
         box: the smallest box of the array that contains the elements, and from which the view can be made.
-        offset, strides: the view of the C-contiguous elements of the box, in elements. The shape is that of the view.
+        offset, strides: position and strides of the view in the C-contiguous elements of the box, in elements. The
+            shape of the view does not change.
     """
 
     box: Box
@@ -167,7 +168,7 @@ def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _DataSetters(TorchFunctionMode):
-    """Reads the elements of a stored weight that is assigned to ``data`` of a tensor, because it has no memory."""
+    """Reads a stored weight that is assigned to ``data`` of a tensor, because the weight has no memory of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
@@ -203,7 +204,8 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         Args:
             location: the path or URL of the checkpoint.
             tree: the container with the weights, of the open checkpoint.
-            contexts: options for loads of this process alone, and for loads of its group. Equal if there is no group.
+            contexts: options for loads of this process alone, and for loads of its group. Both are equal if there is no
+                group.
             targets: tensors, such as parameters. Copies into their memory are performed later, in batches. Other copies
                 are performed immediately.
             batch_bytes: size of the arrays of a batch of recorded copies, in bytes.
@@ -221,7 +223,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         """Yield the name of each array, and the array. The group performs the recorded copies after each batch.
 
         Args:
-            dtype_of: function from the names of a weight and of its dtype to the dtype of PyTorch.
+            dtype_of: returns the dtype of PyTorch for the name of a weight and the name of its stored dtype.
         """
         waiting = 0
         for name, stored in _arrays(self._tree, ""):
@@ -276,12 +278,12 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         """Load the boxes of all copies at once, and copy."""
         if not copies and context is self._alone:
             return
-        found = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]
+        views = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]
         copies = [copy for copy in copies if copy.weight.numel()]
         boxes: dict[int, list[Box]] = {}
         sources: dict[int, StoredArray] = {}
         shared = context is not self._alone
-        for copy, copied in zip(copies, found, strict=True):
+        for copy, copied in zip(copies, views, strict=True):
             source = copy.weight._source
             sources[id(source)] = source
             # Shards can divide a block, for example by columns, but a block is read and verified whole. So a group
@@ -294,7 +296,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             _container(request, stored)[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
         loaded = ckptcore.load(self._location, request, matching=_PART, context=context)
         with torch.no_grad():
-            for copy, copied in zip(copies, found, strict=True):
+            for copy, copied in zip(copies, views, strict=True):
                 stored = copy.weight._source
                 array = _container(loaded, stored)[_plain(stored.path[-1])]
                 shard = next(shard for shard in array.shards if _contains(shard.box, copied.box))
@@ -331,8 +333,8 @@ def _separate(boxes: Sequence[Box]) -> Sequence[Box]:
             separate = [other for other in separate if other not in touched]
             touched.append(box)
             box = Box(
-                tuple([min(starts) for starts in zip(*[one.start for one in touched], strict=True)]),
-                tuple([max(stops) for stops in zip(*[one.stop for one in touched], strict=True)]),
+                tuple([min(starts) for starts in zip(*[part.start for part in touched], strict=True)]),
+                tuple([max(stops) for stops in zip(*[part.stop for part in touched], strict=True)]),
             )
         separate.append(box)
     return separate

@@ -1,12 +1,11 @@
 """torch_checkpointing: a storage that uses ckptcore's storages, with durable files and atomic commits.
 
 `CkptcoreStorageConfig` is a `StorageConfig`: pass it as ``storage_config`` to a `CheckpointManager`. Paths are local
-paths or URLs such as ``s3://bucket/run/step_100``. Everything else
-in torch_checkpointing stays the same, including its files and formats.
+paths or URLs such as ``s3://bucket/run/step_100``. The files and formats of torch_checkpointing do not change.
 
-torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. With this storage a
-file is durable once it is closed, and file systems never replace another directory by the rename. Object stores cannot
-rename directories, and an earlier job may still write to them. So on object stores:
+torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. With this storage, a file is
+durable once it is closed. On file systems, the rename never replaces another directory. Object stores cannot rename
+directories, and an earlier job may still write to them. So on object stores:
 
 - Every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
   processes of one process group: a restarted job has another id.
@@ -68,10 +67,12 @@ _COPY_BYTES: Final = 8 << 20
 
 @dataclass
 class CkptcoreStorageConfig(StorageConfig):
-    """Stores checkpoints on the storages of ckptcore. Can be pickled, for the process that writes.
+    """Stores checkpoints on the storages of ckptcore.
+
+    Can be pickled, so that it can be sent to the process that writes.
 
     Attributes:
-        context: options, such as those of storages; None: the default.
+        context: options, such as those of storages; None for the default.
         temp_dir_prefix: the option of the same name of the `CheckpointWriterConfig`.
     """
 
@@ -379,11 +380,11 @@ class CkptcoreStorage(Storage):
             files = [key.removeprefix(start).partition("/")[2] for key in storage.list(start.removesuffix("/"))]
             return _first_names(files, place.file)
         storage = self._open(url)
-        found = storage.list_names()
-        if f"{_OBJECTS}/" in found:
+        entries = storage.list_names()
+        if f"{_OBJECTS}/" in entries:
             return []  # a checkpoint that is not committed
-        names = [name for name in found if not name.endswith("/")]
-        for name in [name[:-1] for name in found if name.endswith("/")]:
+        names = [name for name in entries if not name.endswith("/")]
+        for name in [name[:-1] for name in entries if name.endswith("/")]:
             within = storage.list_names(name)
             pending = f"{_OBJECTS}/" in within and _LIST not in within
             names.append(f"{self._prefix}{name}" if pending else name)
@@ -466,7 +467,7 @@ class _Listed(NamedTuple):
 
     Attributes:
         job: the id of the job that wrote them.
-        sizes: by file, its size in bytes.
+        sizes: the size of each file, in bytes.
     """
 
     job: str

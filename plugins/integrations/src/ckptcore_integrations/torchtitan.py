@@ -54,13 +54,13 @@ class CkptcoreManager(BaseCheckpointManager):
     """Saves the steps of a Trainer of TorchTitan, and resumes from the newest valid one.
 
     All ranks save one checkpoint together. A save returns once the state is copied, and writes while training
-    continues. A failed save is raised by the next save, or when the Trainer is closed. Old steps beyond
+    continues. The error of a failed save is raised by the next save, or when the Trainer is closed. Old steps beyond
     ``keep_latest_k`` are deleted after a commit. The newest valid step is never deleted. Loading runs no code from a
     checkpoint.
 
     Attributes:
         context: options, such as those of storages, for all managers of the class. Set it in a subclass with its
-            own ``Config``. It is not in the configuration, because TorchTitan sends that to its loggers.
+            own ``Config``. It is not in the configuration, because TorchTitan sends the configuration to its loggers.
     """
 
     context: Context | None = None
@@ -148,7 +148,7 @@ class CkptcoreManager(BaseCheckpointManager):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # of the base class
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # a method of the base class
         """Save a step if it is due. Return True if it is saved, or being saved."""
         writer = self._writer
         if writer is None or not self._is_due(curr_step, last_step=last_step):
@@ -316,7 +316,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
-    """Remove the states of parameters without a stored state: they had no gradient before the save.
+    """Remove the states of parameters that have no stored state, because they had no gradient before the save.
 
     To create states to load into, TorchTitan's container makes a step with zeros.
     """

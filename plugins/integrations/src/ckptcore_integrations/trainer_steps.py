@@ -49,7 +49,7 @@ _ZIP_ERRORS = (
     zlib.error,
     struct.error,
     EOFError,
-    RuntimeError,  # it needs a password, or a compression that Python lacks
+    RuntimeError,  # the archive needs a password, or a compression that Python lacks
     ValueError,
 )
 """Errors of `zipfile` for damaged archives."""
@@ -76,7 +76,7 @@ def delete_old_steps(
 
     Args:
         saved: the step that was just saved.
-        limit: number of steps to keep. None, or less than one: all.
+        limit: number of steps to keep. None, or a number below one, keeps all steps.
         kept: other steps that are never deleted, such as the best one.
         before: called before a step is deleted, for example to wait for its upload.
     """
@@ -92,7 +92,10 @@ def delete_old_steps(
 
 
 def set_aside(step: str) -> None:
-    """Rename the step of a plain Trainer that a save replaces. Without a commit, `bring_back` undoes this."""
+    """Rename the step of a plain Trainer that a save replaces.
+
+    If the save does not commit, `bring_back` undoes this.
+    """
     aside = step + _ASIDE
     if os.path.isdir(aside):
         shutil.rmtree(aside)
@@ -105,7 +108,7 @@ def delete_set_aside(step: str) -> None:
 
 
 def bring_back(directory: Path) -> None:
-    """Rename steps back that were set aside by a save without a commit."""
+    """Undo `set_aside` for steps whose save did not commit."""
     for name in os.listdir(directory) if directory.is_dir() else []:
         step = directory / name.removesuffix(_ASIDE)
         if name.endswith(_ASIDE) and not step.exists():

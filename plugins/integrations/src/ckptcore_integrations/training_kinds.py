@@ -103,8 +103,9 @@ class Adapters(Replicated):
 class Sharded(_WithoutOthers):
     """FSDP 1 and 2, and other models with DTensors: each process saves and loads its shards.
 
-    The optimizer is saved by the names of the parameters, so that any number of processes can load it. With numbers,
-    parameters without a state, because they had no gradient, could be confused with others.
+    The optimizer is saved by the names of the parameters, so that any number of processes can load it. With numbers
+    instead of names, a parameter that has no state, because it had no gradient, could be confused with another
+    parameter.
     """
 
     is_whole = False
@@ -160,9 +161,9 @@ def training_kind(*models: torch.nn.Module, gather_weights: bool = False) -> Tra
 
 
 def optimizer_to_load(kind: TrainingKind, model: Any, optimizer: Any) -> object:
-    """Return the checkpointable of an optimizer to load into. It accepts states by number and by name.
+    """Return the checkpointable to load an optimizer into. It accepts states by number and by name.
 
-    So one process can load what FSDP saved.
+    So one process can load a checkpoint that FSDP saved.
     """
     objects = kind.optimizer(model, optimizer)
     own = getattr(optimizer, "optimizer", optimizer)
@@ -172,6 +173,6 @@ def optimizer_to_load(kind: TrainingKind, model: Any, optimizer: Any) -> object:
 
 
 def _fsdp() -> Any:
-    """Return the class of FSDP 1. A model has it only if its module was imported."""
+    """Return the class of FSDP 1, or None if its module is not imported. No model uses FSDP 1 then."""
     module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return getattr(module, "FullyShardedDataParallel", None)

@@ -91,9 +91,9 @@ class CheckpointMixin(_Trainer):
             continues. A failed save then raises at the next save, or at the end of the training.
 
     Raises:
-        NotImplementedError: by `train`, with XLA, SageMaker, `PeftMixedModel`, adapters with FSDP 1, or
+        NotImplementedError: raised by `train` with XLA, SageMaker, `PeftMixedModel`, adapters with FSDP 1, or
             ``save_on_each_node`` with shards.
-        UnsupportedLeafError: by `train`, before the first step; lists what cannot be saved or restored.
+        UnsupportedLeafError: raised by `train` before the first step. Lists what cannot be saved or restored.
     """
 
     save_in_background = False
@@ -210,7 +210,7 @@ class CheckpointMixin(_Trainer):
         return ObjectWithFiles(write, super()._load_rng_state)
 
     def _weights_to_write(self, kind: TrainingKind) -> dict[str, Any] | None:
-        """Return the adapter weights that the Trainer writes into files. None: PEFT collects them itself."""
+        """Return the adapter weights that the Trainer writes into files. None means that PEFT collects them itself."""
         if not has_adapters(self.model):
             return {}
         if kind.is_whole:
@@ -224,7 +224,7 @@ class CheckpointMixin(_Trainer):
         return gathered_adapters(self.model_wrapped)
 
     def _other_files(self, weights: dict[str, Any] | None) -> Mapping[str, bytes]:
-        """Return the Trainer's files other than weights, an index of the weights, and its state."""
+        """Return the Trainer's files without weights, but with an index of the weights and the Trainer's state."""
         sizes = self._kind().sizes_of_weights(self.model_wrapped)
         with temporary_directory("of the files of the Trainer") as name:
             directory = Path(name)
@@ -270,7 +270,7 @@ class CheckpointMixin(_Trainer):
             for nested in _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE):
                 (exported / nested).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(checkpoint_folder, nested), exported / nested)
-            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # upload the model alone from there
+            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # uploads only the exported model
             try:
                 super()._push_from_checkpoint(os.fspath(exported))
             finally:
@@ -414,8 +414,8 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
         The path of ``checkpoint-<step>``, or None if there is no checkpoint to resume from.
 
     Raises:
-        CheckpointError: it is unknown if a step newer than all sound ones is damaged, for example because it has
-            unknown files, or cannot be read.
+        CheckpointError: a step that is newer than all sound steps may be damaged, but this is not certain, for example
+            because the step has unknown files or cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     answers: list[str | CheckpointError | None] = [None]

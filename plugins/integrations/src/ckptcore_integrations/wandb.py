@@ -47,8 +47,8 @@ def checkpoint_artifact(
         context: options, such as those of storages. They are not recorded.
 
     Raises:
-        CheckpointError: there is no checkpoint, or other software wrote it. With `upload`, also if it is damaged, or
-            refers to arrays in other checkpoints.
+        CheckpointError: there is no checkpoint, or other software wrote it. With `upload`, also raised if the
+            checkpoint is damaged, or refers to arrays in other checkpoints.
         ValueError: the URL has a secret, or the metadata has an entry ``ckptcore``.
     """
     if metadata is not None and _KEY in metadata:

@@ -1,11 +1,10 @@
-"""Programs that train with DeepSpeed on CPUs, in each process of a job, for `test_deepspeed`."""
+"""Programs for `test_deepspeed` that train with DeepSpeed on CPUs. They run in each process of a job."""
 
 from __future__ import annotations
 
 import json
 import logging.handlers
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,17 @@ from ckptcore_integrations import deepspeed as ours
 from ckptcore_torch.named_optimizers import NamedOptimizer
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit
 
 torch.set_num_threads(1)
 
 
 class Net(torch.nn.Module):
-    """Parameters of several shapes; some are frozen, tied, unused, or have no gradient in some steps."""
+    """A network with parameters of many shapes. Some are frozen, tied or unused, or lack gradients in some steps."""
 
     def __init__(self, *, alternates: bool) -> None:
         super().__init__()
-        self.alternates = alternates  # whether a layer is used in every second step, or from step 4 on
+        self.alternates = alternates  # True: a layer is used in every second step. False: from step 4 on
         self.embed = torch.nn.Embedding(11, 6)
         self.conv = torch.nn.Conv1d(6, 5, 3, padding=1)
         self.norm = torch.nn.LayerNorm(5)
@@ -96,8 +96,8 @@ def optimizer_of(net: Net, kind: str = "AdamW") -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
     ]
     options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
-    found: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
-    return found
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
+    return optimizer
 
 
 def world_size() -> int:
@@ -109,7 +109,7 @@ def rank() -> int:
 
 
 def train(engine: Any, steps: int) -> list[float]:
-    """Train to a number of steps. A step has the same rows on any number of processes."""
+    """Train up to a step. A step uses the same rows with any number of processes."""
     losses = []
     while engine.global_steps < steps:
         step = engine.global_steps
@@ -127,30 +127,30 @@ def train(engine: Any, steps: int) -> list[float]:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Return the whole state of an engine by DeepSpeed's own functions, on every process."""
+    """Return the whole state of an engine on every process. DeepSpeed's own functions gather it."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found: dict[str, Any] = {"counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
+    gathered: dict[str, Any] = {"counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         for name, tensor in engine.module.state_dict().items():
-            found[f"model.{name}"] = tensor.detach().float().clone()
+            gathered[f"model.{name}"] = tensor.detach().float().clone()
     optimizer = engine.optimizer
     basic = getattr(optimizer, "optimizer", optimizer)
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False  # DeepSpeed does it for the first group only
+        optimizer._hp_optimizer_states_linked = False  # DeepSpeed links the states of only the first group
         optimizer._lazy_init_hp_params_optimizer_state()
     held: dict[str, Any] = next(iter(basic.state.values()), {})
     slots = [slot for slot, value in held.items() if isinstance(value, torch.Tensor) and value.dim()]
     for parameter, name in engine.param_names.items():
         if parameter.requires_grad and engine.zero_optimization_stage() > 0:
-            found[f"fp32.{name}"] = safe_get_full_fp32_param(parameter)
+            gathered[f"fp32.{name}"] = safe_get_full_fp32_param(parameter)
             for slot in slots:
-                found[f"{slot}.{name}"] = safe_get_full_optimizer_state(parameter, slot)
-    found["step"] = sorted({float(its["step"]) for its in basic.state.values() if "step" in its})
-    found["lr"] = [group["lr"] for group in basic.param_groups]
-    found["scale"] = getattr(optimizer, "loss_scale", None)
-    found["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
-    return found
+                gathered[f"{slot}.{name}"] = safe_get_full_optimizer_state(parameter, slot)
+    gathered["step"] = sorted({float(its["step"]) for its in basic.state.values() if "step" in its})
+    gathered["lr"] = [group["lr"] for group in basic.param_groups]
+    gathered["scale"] = getattr(optimizer, "loss_scale", None)
+    gathered["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
+    return gathered
 
 
 def save(engine: Any, directory: str | Path) -> None:
@@ -161,20 +161,23 @@ def load(engine: Any, directory: str | Path) -> None:
     ckptcore.load_checkpointables(directory, into=ours.checkpointables(engine), context=ours.with_engines())
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], *, exact: bool = True) -> None:
-    """Compare states of `state`. Sums of gradients depend on the number of processes, so later states are close."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+def compare(actual: dict[str, Any], expected: dict[str, Any], *, exact: bool = True) -> None:
+    """Compare two results of `state`.
+
+    Sums of gradients depend on the number of processes, so later states can be equal only approximately.
+    """
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and not exact:
-            torch.testing.assert_close(found[name], value, msg=name, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(actual[name], value, msg=name, rtol=1e-3, atol=1e-3)
         elif isinstance(value, torch.Tensor):
-            assert torch.equal(found[name], value), name
-        elif None not in (value, found[name]):  # without ZeRO, 32 bits have no loss scale
-            assert found[name] == value, (name, found[name], value)
+            assert torch.equal(actual[name], value), name
+        elif None not in (value, actual[name]):  # without ZeRO, 32 bits have no loss scale
+            assert actual[name] == value, (name, actual[name], value)
 
 
 def save_and_resume(directory: Path, cases: list[Any]) -> None:
-    """Train, save, and resume in another engine, for each case: its name, and the arguments of `build`."""
+    """Train, save, and resume in another engine, for each case. A case is a name and the arguments of `build`."""
     for name, stage, dtype, options in cases:
         engine = build(stage, dtype, **options)
         train(engine, 3)
@@ -192,11 +195,11 @@ def save_and_resume(directory: Path, cases: list[Any]) -> None:
 
 
 def load_elsewhere(directory: Path, pairs: list[Any], plain: list[str]) -> None:
-    """Load into engines of other stages, and train on, for each pair: a name, and the arguments of `build`.
+    """Load into engines with other stages, and continue the training, for each pair.
 
     Args:
-        directory: that of `save_and_resume`.
-        pairs: the pairs.
+        directory: the directory of `save_and_resume`.
+        pairs: pairs of a checkpoint's name and the arguments of `build`.
         plain: names of checkpoints to load into objects of PyTorch as well.
     """
     load_plainly(directory, plain)
@@ -204,16 +207,17 @@ def load_elsewhere(directory: Path, pairs: list[Any], plain: list[str]) -> None:
         saved, later = torch.load(directory / f"{name}.pt", weights_only=False)
         engine = build(stage, dtype, **options)
         load(engine, directory / name)
-        found = state(engine)
-        common = saved.keys() & found.keys()
+        loaded = state(engine)
+        common = saved.keys() & loaded.keys()
         print("loaded", name, stage, options, flush=True)
-        compare({key: found[key] for key in common}, {key: saved[key] for key in common})
+        compare({key: loaded[key] for key in common}, {key: saved[key] for key in common})
         if dtype != "fp32" or stage == 0 or "fp32.embed.weight" not in saved:
-            continue  # 16 bits are rounded differently; without ZeRO, parameters without a gradient are not stepped
+            # Dtypes of 16 bits are rounded differently. Without ZeRO, parameters without a gradient are not updated.
+            continue
         train(engine, 6)
-        found = state(engine)
-        common = [key for key in later.keys() & found.keys() if key != "step"]
-        compare({key: found[key] for key in common}, {key: later[key] for key in common}, exact=False)
+        loaded = state(engine)
+        common = [key for key in later.keys() & loaded.keys() if key != "step"]
+        compare({key: loaded[key] for key in common}, {key: later[key] for key in common}, exact=False)
 
 
 def load_plainly(directory: Path, names: list[str]) -> None:
@@ -233,7 +237,7 @@ def load_plainly(directory: Path, names: list[str]) -> None:
 
 
 def refusals(directory: Path) -> None:
-    """Make engines whose state cannot be saved."""
+    """Check that engines whose state cannot be saved are refused."""
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     layers = [torch.nn.Linear(2, 2)]
     pipeline = deepspeed.PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
@@ -249,7 +253,7 @@ def refusals(directory: Path) -> None:
 
 
 def warning_about_gradients(directory: Path) -> None:
-    """Save in the middle of an accumulation of gradients, and after it."""
+    """Save during an accumulation of gradients, and after it."""
     logged = logging.handlers.BufferingHandler(100)
     logging.getLogger("ckptcore.integrations.deepspeed").addHandler(logged)
     engine = build(2, steps=2)
@@ -274,7 +278,7 @@ def expect_refusal(name: str, call: Callable[[], object]) -> None:
 
 
 class BareRun:
-    """An engine by itself. It is saved at every second step."""
+    """A run of an engine without a trainer. Saves every second step."""
 
     def __init__(self, directory: Path, stage: int, dtype: str = "bf16", **options: Any) -> None:
         self.directory = directory / "checkpoint"
@@ -304,7 +308,7 @@ class BareRun:
 
 
 class AcceleratedRun:
-    """An Accelerator with a plugin of DeepSpeed, whose state is saved at every second step."""
+    """A run of an Accelerator with the plugin for DeepSpeed. Saves every second step."""
 
     def __init__(
         self,
@@ -372,7 +376,7 @@ class AcceleratedRun:
 
 
 class TrainerRun:
-    """A Trainer with a configuration of DeepSpeed, which saves at every second of 6 steps."""
+    """A run of a Trainer with a configuration for DeepSpeed. Trains 6 steps and saves every second step."""
 
     def __init__(
         self,
@@ -463,35 +467,26 @@ class TrainerRun:
 
 
 def accept_cpus() -> None:
-    """Make Accelerate see the processes of a job on CPUs: with DeepSpeed it only looks for accelerators, finding 1."""
+    """Make Accelerate use all processes of a job on CPUs. With DeepSpeed, it would count only accelerators."""
     from accelerate.state import DistributedType, PartialState
 
     PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_CPU)
 
 
 def keep_state(run: Any, directory: Path, losses: list[float]) -> None:
-    """Write the state to a file, for `resume`."""
-    found = run.state()
+    """Write the state and the losses to a file, with which `resume` compares."""
+    current = run.state()
     directory.mkdir(parents=True, exist_ok=True)
-    torch.save((found, losses), directory / f"state-{run.engine.global_steps}-{rank()}.pt")
+    torch.save((current, losses), directory / f"state-{run.engine.global_steps}-{rank()}.pt")
 
 
 RUNS: dict[str, Any] = {"bare": BareRun, "accelerate": AcceleratedRun, "trainer": TrainerRun}
 
 
 def train_until_killed(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
-    """Train 6 steps, and kill the first process in the third save, when the files are written."""
-    commit = added_files._CommitWithFiles.commit
-    run = RUNS[kind](directory, stage, **options)
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "state-6-0.pt").exists():
-            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
-    run.train(6)
+    """Train 6 steps. In the third save, kill the first process after its files are written, before the commit."""
+    kill_before_commit(directory / "state-6-0.pt", directory / "written")
+    RUNS[kind](directory, stage, **options).train(6)
 
 
 def train_to_end(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
@@ -506,27 +501,27 @@ def train_to_the_best(directory: Path, stage: int, options: dict[str, Any]) -> N
     best = run.trainer.state.best_global_step
     assert best < 6
     kept, _ = torch.load(directory / f"state-{best}-{rank()}.pt", weights_only=False)
-    found = run.state()
+    current = run.state()
     names = [name for name in kept if name.startswith(("model.", "fp32."))]
-    compare({name: found[name] for name in names}, {name: kept[name] for name in names})
+    compare({name: current[name] for name in names}, {name: kept[name] for name in names})
 
 
 def resume(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
-    """Resume from the second save, and compare the state after 6 steps with the earlier run."""
+    """Resume from the second save, and compare the state after 6 steps with that of the earlier run."""
     run = RUNS[kind](directory, stage, **options)
     (loaded, _), (expected, losses) = (
         torch.load(directory / f"state-{step}-{rank()}.pt", weights_only=False) for step in (4, 6)
     )
     run.resume()
-    found = run.train(6)
-    assert found == losses[-len(found) :]
-    assert len(found) == len(losses) // 3
+    later_losses = run.train(6)
+    assert later_losses == losses[-len(later_losses) :]
+    assert len(later_losses) == len(losses) // 3
     compare(run.loaded, loaded)
     compare(run.state(), expected)
 
 
 def resume_elsewhere(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
-    """Resume from the second save of a job with another number of processes, and train on."""
+    """Resume from the second save of a job that had another number of processes, and continue the training."""
     run = RUNS[kind](directory, stage, **options)
     loaded, _ = torch.load(directory / "state-4-0.pt", weights_only=False)
     run.resume()

@@ -1,4 +1,4 @@
-"""Trains a model of Keras with `CkptcoreCheckpoint`. Each function prints JSON in its last line."""
+"""Programs that train a Keras model with `CkptcoreCheckpoint`. The last line that each function prints is JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIGITS = load_digits()
 
 
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # without types here
-    """4 batches of images, in another order in each epoch."""
+    """Four batches of images, in a different order in each epoch."""
 
     def __init__(self, epoch: int) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # without types her
         return DIGITS.data[rows].astype("float32") / 16, DIGITS.target[rows]
 
     def on_epoch_end(self) -> None:
-        """Use the next order."""
+        """Change to the order of the next epoch."""
         self.epoch += 1
 
 
 def make(seed: int = 0) -> Any:
     """Return a compiled model with dropout and batch normalization."""
-    keras.utils.clear_session()  # names begin again, such as those of seed generators
+    keras.utils.clear_session()  # resets automatic names, for example those of seed generators
     keras.utils.set_random_seed(seed)
     layers = [
         keras.Input((64,)),
@@ -76,7 +76,7 @@ def digest(model: Any) -> dict[str, str]:
 
 
 def train(directory: Path, **options: Any) -> None:
-    """Train 4 epochs, from the newest step if there is one."""
+    """Train up to the 4th epoch. Start from the newest step, if one exists."""
     model = make()
     step = resume(str(directory), model)
     began = 0 if step is None else step + 1
@@ -102,14 +102,14 @@ def train(directory: Path, **options: Any) -> None:
 
 
 def train_after_a_killed_job(directory: Path) -> None:
-    """Train where a killed job left the lease of the directory."""
+    """Train in a directory that still has the lease of a killed job."""
     killed = leave_lease(directory)
     train(directory)
     del killed
 
 
 def train_with_callbacks(directory: Path, epochs: int = 10, **options: Any) -> None:
-    """Train on shuffled arrays, with callbacks that count, from the newest step if there is one."""
+    """Train on shuffled arrays with callbacks that have counters. Start from the newest step, if one exists."""
     model = make()
     step = resume(str(directory), model)
     began = 0 if step is None else step + 1
@@ -140,7 +140,7 @@ def train_with_callbacks(directory: Path, epochs: int = 10, **options: Any) -> N
 
 
 def train_with_averages(directory: Path) -> None:
-    """Train with `SwapEMAWeights`: one run without a break, and one that an exception ends in the third epoch."""
+    """Train with `SwapEMAWeights` without a break, and again with an interrupt and a resume. Compare the results."""
 
     def run(place: Path, *others: Any) -> dict[str, str]:
         keras.utils.clear_session()
@@ -163,7 +163,7 @@ def train_with_averages(directory: Path) -> None:
 
 
 def kill_in_third_save(directory: Path) -> None:
-    """Train, and kill this process when the files of the third save are written, before its commit."""
+    """Train, and kill this process in the third save, after its files are written and before its commit."""
 
     def kill(event: Event) -> None:
         if event.phase == "write" and event.step == 2:
@@ -173,7 +173,7 @@ def kill_in_third_save(directory: Path) -> None:
 
 
 def kill_with_callbacks(directory: Path) -> None:
-    """The same with callbacks that count."""
+    """Train with callbacks that have counters, and kill this process in the third save."""
 
     def kill(event: Event) -> None:
         if event.phase == "write" and event.step == 2:
@@ -184,19 +184,19 @@ def kill_with_callbacks(directory: Path) -> None:
 
 class _Interrupt(keras.callbacks.Callback):  # type: ignore[misc]  # without types here
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Be interrupted in the second epoch."""
+        """Interrupt the training in the second epoch."""
         if int(self.model.optimizer.iterations) == 6:
             raise KeyboardInterrupt
 
 
 def interrupted(directory: Path) -> None:
-    """Train again after Ctrl-C: in the directory of the interrupted training, with and without a resume."""
+    """Interrupt a training as with Ctrl-C, and train again in its directory, with and without a resume."""
     place = str(directory / "run")
     checkpoint = CkptcoreCheckpoint(place)
     with contextlib.suppress(KeyboardInterrupt):
         make().fit(Batches(0), epochs=4, verbose=0, callbacks=[checkpoint, _Interrupt()])
     checkpoint.wait_until_finished()
-    ckptcore.Checkpointer(place).close()  # nothing is owned
+    ckptcore.Checkpointer(place).close()  # succeeds, because the directory has no owner
     seen: list[int] = []
     batches = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, _: seen.append(batch))
     message = ""
@@ -208,18 +208,18 @@ def interrupted(directory: Path) -> None:
     step = resume(place, model)
     model.fit(Batches(1), epochs=4, initial_epoch=1, verbose=0, callbacks=[checkpoint])
     newest = CheckpointReader(place).latest
-    resume(place, model)  # and train the last epoch again
+    resume(place, model)  # to train the last epoch again
     model.fit(Batches(3), epochs=4, initial_epoch=3, verbose=0, callbacks=[checkpoint])
     print(json.dumps({"message": message, "batches": len(seen), "step": step, "newest": newest}))
 
 
 def beside_another(directory: Path) -> None:
-    """Save while another program saves into the directory."""
+    """Train while another program saves into the same directory. Print the error."""
     model = make()
     message = ""
 
     class Other(keras.callbacks.Callback):  # type: ignore[misc]  # without types here
-        """Saves a step after the second epoch."""
+        """A callback that saves a step after the second epoch, as another program does."""
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             """Save."""
@@ -236,48 +236,48 @@ def beside_another(directory: Path) -> None:
 
 
 def fit(directory: Path, **options: Any) -> list[str]:
-    """Train 4 epochs, and return the steps."""
+    """Train 4 epochs, and return the saved steps."""
     model = make()
     model.fit(Batches(0), epochs=4, verbose=0, callbacks=[CkptcoreCheckpoint(str(directory), **options)])
     return sorted((path.name for path in directory.iterdir() if path.name.isdigit()), key=int)
 
 
 def arguments(directory: Path) -> None:
-    """Use every argument."""
-    found: dict[str, Any] = {}
-    found["latest"] = fit(directory / "latest", save_on_background=False)
-    found["all"] = fit(directory / "all", max_to_keep=None)
-    found["best"] = fit(
+    """Train with every argument of the callback, and print the saved steps."""
+    results: dict[str, Any] = {}
+    results["latest"] = fit(directory / "latest", save_on_background=False)
+    results["all"] = fit(directory / "all", max_to_keep=None)
+    results["best"] = fit(
         directory / "best", monitor="loss", mode="max", save_best_only=True, max_to_keep=None, layout="dcp"
     )
-    found["batches"] = fit(directory / "batches", save_freq=3, max_to_keep=None)
-    found["policy"] = fit(directory / "policy", max_to_keep=None, preservation_policy=CustomSteps([1]))
+    results["batches"] = fit(directory / "batches", save_freq=3, max_to_keep=None)
+    results["policy"] = fit(directory / "policy", max_to_keep=None, preservation_policy=CustomSteps([1]))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         fit(directory / "weights", save_weights_only=True, verbose=1)
-    found["weights"] = sorted(ckptcore.load(directory / "weights" / "3" / "pytree"))
-    found["printed"] = printed.getvalue().count("saved to")
+    results["weights"] = sorted(ckptcore.load(directory / "weights" / "3" / "pytree"))
+    results["printed"] = printed.getvalue().count("saved to")
     callback = CkptcoreCheckpoint(str(directory / "x"))
     callback.wait_until_finished()
-    found["hosts"] = [callback.is_multihost_enabled(), callback.is_primary_host()]
-    found["refused"] = []
+    results["hosts"] = [callback.is_multihost_enabled(), callback.is_primary_host()]
+    results["refused"] = []
     for wrong in ({"save_freq": "day"}, {"preservation_policy": EveryNSteps(2)}):
         try:
             CkptcoreCheckpoint(str(directory / "x"), **wrong)
         except ValueError as error:
-            found["refused"].append(str(error))
-    found["nothing"] = resume(str(directory / "x"), make())
-    print(json.dumps(found))
+            results["refused"].append(str(error))
+    results["nothing"] = resume(str(directory / "x"), make())
+    print(json.dumps(results))
 
 
 def refused(directory: Path) -> None:
-    """Train a model that cannot be saved, and then one that can, in the same directory."""
+    """Train a model that cannot be saved, and then a model that can be saved, in the same directory."""
 
     class Model(keras.Sequential):  # type: ignore[misc]  # without types here
         """A model with a lock and a function in its state."""
 
         def get_state_tree(self, *args: Any) -> Any:
-            """Add both."""
+            """Return the state with the lock and the function."""
             return {**super().get_state_tree(*args), "lock": threading.Lock(), "deep": [print]}
 
     seen: list[int] = []
@@ -296,7 +296,7 @@ def refused(directory: Path) -> None:
 
 
 def keras_loads(directory: Path) -> None:
-    """Load with Keras and Orbax what the callback saved in the layout of Orbax."""
+    """Save with the callback in the layout of Orbax, and load the checkpoint with Keras and Orbax."""
     model = make()
     model.fit(Batches(0), epochs=2, verbose=0, callbacks=[CkptcoreCheckpoint(str(directory / "o"), layout="ocdbt")])
     loaded = make(1)

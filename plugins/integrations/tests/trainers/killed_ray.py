@@ -1,8 +1,11 @@
-"""Kills workers and drivers of Ray Train at random moments of saves: ``killed_ray.py DIRECTORY SEED KILLS``.
+"""A program that kills workers and drivers of Ray Train at random moments of saves.
 
-Ray starts the processes, so that they cannot be forked. A worker, or both, are killed at the n-th call of the operating
-system after the first save, and Ray starts them again. The driver is killed after some of these kills, with all that it
-has started. Each new worker looks at the files first. The last line of output says what happened, as JSON.
+Run it as ``killed_ray.py DIRECTORY SEED KILLS``.
+
+Ray starts the processes, so this program cannot fork them as `random_kills` does. One worker or both are killed at
+their n-th call of the operating system after the first save, and Ray restarts the workers. After some kills, the driver
+and all processes that it has started are killed as well. Each new group of workers first checks the files. The last
+line of output is a summary in JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ SIZE = 2
 
 
 class Journal:
-    """A file to which workers append lines, which outlive them."""
+    """A file to which workers append records. It remains when the workers are killed."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "journal"
@@ -46,32 +49,32 @@ class Journal:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
     def open(self) -> int:
-        """Return a descriptor that appends."""
+        """Return a descriptor that appends to the file."""
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def kills(self) -> int:
-        """Return how many times workers were killed."""
+        """Return the number of kills of workers."""
         return sum(line.startswith("kill ") for line in self.lines())
 
     def begun(self) -> int:
-        """Return the highest step of which a save has begun."""
+        """Return the highest step whose save has begun."""
         return max((int(line.split()[1]) for line in self.lines() if line.startswith("begin ")), default=0)
 
     def calls(self) -> int:
-        """Return how many calls rank 0 made for a save in the first group of workers."""
+        """Return the number of calls for one save, which rank 0 counted in the first group of workers."""
         return max((int(line.split()[2]) for line in self.lines() if line.startswith("calls 0 ")), default=0)
 
 
 def found_in(directory: Path) -> Mapping[int, str]:
-    """Load all committed checkpoints. Ray has directories of others, too."""
-    found, alone = {}, ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
+    """Load all committed checkpoints. Directories of Ray without a checkpoint are ignored."""
+    digests, alone = {}, ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
     for path in (directory / "run").glob("checkpoint_*[0-9]"):
         if (path / "checkpoint.json").exists():
             assert ckptcore.verify(path, context=alone).ok
             loaded = ckptcore.load(path / "state", context=alone)
             assert loaded["step"] == int(path.name.removeprefix("checkpoint_"))
-            found[loaded["step"]] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
-    return found
+            digests[loaded["step"]] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
+    return digests
 
 
 def check(directory: Path) -> None:
@@ -87,7 +90,7 @@ def check(directory: Path) -> None:
 
 
 def worker(config: dict[str, Any]) -> None:
-    """Be a worker, and leave a file if something is lost, because Ray would start the workers again."""
+    """Run a worker. Write a file if a checkpoint is lost, because Ray would only restart the workers."""
     try:
         save(Path(config["directory"]), config["seed"], config["kills"])
     except (LostError, AssertionError):
@@ -96,7 +99,7 @@ def worker(config: dict[str, Any]) -> None:
 
 
 def save(directory: Path, seed: int, kills: int) -> None:
-    """Save until this process is killed, or three times in the last group of workers."""
+    """Save until this process is killed. The last group of workers saves three times, and ends."""
     journal, rank = Journal(directory), dist.get_rank()
     known = [0, 0]
     if rank == 0:
@@ -110,8 +113,8 @@ def save(directory: Path, seed: int, kills: int) -> None:
     moment = moments[rank] if rank in victims and number else None
     process = Process(rank, number, -1, journal.open(), moment, directory / "run")
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
-    step = resume(into={}) or 0  # without objects: only the number
-    # Ray may not have noted the newest reports. What a killed save left is removed when its step is saved again.
+    step = resume(into={}) or 0  # restores no objects, and returns only the step
+    # Ray may have lost the newest reports. Saving a step again removes the leftovers of its killed save.
     first, last = max(step + 1, begun), number >= kills
     while True:
         step += 1
@@ -136,7 +139,7 @@ def save(directory: Path, seed: int, kills: int) -> None:
 
 
 def drive(directory: Path, seed: int, kills: int) -> None:
-    """Train with Ray until so many workers were killed."""
+    """Train with Ray until a number of workers were killed."""
     ray.init(num_cpus=SIZE + 1, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
     ray.train.torch.TorchTrainer(
         worker,
@@ -153,7 +156,7 @@ def drive(directory: Path, seed: int, kills: int) -> None:
 
 
 def main() -> None:
-    """Kill drivers until enough workers were killed. Let the last one end."""
+    """Start and kill drivers until enough workers were killed. The last driver is not killed."""
     warnings.simplefilter("ignore")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     directory, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

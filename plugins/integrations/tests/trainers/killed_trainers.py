@@ -1,4 +1,4 @@
-"""Jobs for `random_kills`: trainers that continue from their newest checkpoint, and are killed in later saves."""
+"""Jobs for `random_kills`: trainers that continue from their newest checkpoint, and are killed during later saves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import ckptcore
 
 
 class KerasOnJax:
-    """A model of Keras with `CkptcoreCheckpoint`, which keeps two epochs, in the layout that Keras loads."""
+    """A job that trains a Keras model with `CkptcoreCheckpoint`. It keeps two epochs, in a layout that Keras loads."""
 
     size, keeps, has_savers = 1, 2, False
     backend, layout = "jax", "ocdbt"
 
     def __init__(self) -> None:
-        # Keras and JAX read these when they are imported. Without the cache, each job compiles for seconds.
+        # Keras and JAX read these variables at import. Without the cache, each job would compile for seconds.
         os.environ.update(
             JAX_COMPILATION_CACHE_DIR=str(Path("compiled").absolute()),
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
@@ -46,7 +46,7 @@ class KerasOnJax:
         saver = self.program.CkptcoreCheckpoint(
             str(directory), max_to_keep=2, layout=self.layout, save_on_background=in_background
         )
-        save = saver._save_checkpoint  # the callback is called after all others, so none of them sees that it has saved
+        save = saver._save_checkpoint  # Keras calls this callback last, so no other callback can observe its save
 
         def save_and_say(step: int, logs: Any = None) -> None:
             process.begin(step, self.digest(model))
@@ -74,34 +74,37 @@ class KerasOnJax:
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step, and the newest one with Keras."""
-        found = {}
+        digests = {}
         model = self.program.make(1)
         with ckptcore.CheckpointReader(directory) as reader:
             for step in reader.steps:
                 assert ckptcore.verify(directory / str(step)).ok
                 reader.load_checkpointables(step, into={"pytree": model})
-                found[step] = self.digest(model)
+                digests[step] = self.digest(model)
         if self.layout == "ocdbt":
             expected = model.get_weights()
             model.set_weights([np.zeros_like(array) for array in expected])
             model.load_weights(directory)
             assert all(map(np.array_equal, model.get_weights(), expected))
-        return found
+        return digests
 
 
 class KerasOnTorch(KerasOnJax):
-    """The same with PyTorch, in our own layout."""
+    """The job `KerasOnJax`, but with PyTorch and our own layout."""
 
     backend, layout = "torch", "safetensors"
 
 
 class Titan:
-    """A Trainer of TorchTitan with `CkptcoreManager`, which keeps two steps. Every second job saves async."""
+    """A job with a Trainer of TorchTitan and `CkptcoreManager`, which keeps two steps.
+
+    Every second job saves asynchronously.
+    """
 
     size, keeps, has_savers = 2, 2, False
 
     def __init__(self) -> None:
-        # Not at the top, because other jobs do not need them.
+        # Imported here, because other jobs do not need these libraries.
         import titan_program
         import torch
         from torch.distributed.checkpoint import FileSystemReader
@@ -113,7 +116,7 @@ class Titan:
 
     def run(self, directory: Path, process: Process) -> None:
         """Train until three steps are saved."""
-        store = join(process, self.size)  # noqa: F841  # lives as long as the job
+        store = join(process, self.size)  # noqa: F841  # must exist until the job ends
         mode = "async" if process.attempt % 2 else "disabled"
         trainer = self.program.build(directory, interval=1, keep_latest_k=2, async_mode=mode, steps=10**6)
         manager = trainer.checkpointer
@@ -154,24 +157,27 @@ class Titan:
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step with ckptcore and PyTorch."""
-        found = {}
+        by_step = {}
         for path in directory.glob("checkpoint/step-*"):
             assert ckptcore.verify(path).ok
             theirs: dict[str, Any] = {}
             self.load(theirs, storage_reader=self.reader(path), planner=self.planner(), no_dist=True)
             digests = {self.digest(ckptcore.load(path)), self.digest(theirs)}
             assert len(digests) == 1
-            found[int(path.name.removeprefix("step-"))] = digests.pop()
-        return found
+            by_step[int(path.name.removeprefix("step-"))] = digests.pop()
+        return by_step
 
 
 class Accelerate:
-    """An Accelerator with `CheckpointMixin` that replaces its checkpoint. Every second job saves in the background."""
+    """A job with an Accelerator and `CheckpointMixin` that replaces its checkpoint.
+
+    Every second job saves in the background.
+    """
 
     size, keeps, has_savers = 1, 1, False
 
     def __init__(self) -> None:
-        # Not at the top, because other jobs do not need them.
+        # Imported here, because other jobs do not need these libraries.
         import torch
         from accelerate import Accelerator
         from ckptcore_integrations.accelerate import CheckpointMixin
@@ -191,7 +197,7 @@ class Accelerate:
         return accelerator, model, optimizer
 
     def train(self, accelerator: Any, model: Any, optimizer: Any) -> None:
-        """Do a step."""
+        """Train one step."""
         accelerator.backward(model(self.torch.rand(4, 300)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -225,7 +231,7 @@ class Accelerate:
         return digest({name: value.detach().numpy() for name, value in {**model.state_dict(), **state}.items()})
 
     def found(self, directory: Path) -> Mapping[int, str]:
-        """Load it into another accelerator."""
+        """Load the checkpoint into another accelerator."""
         assert ckptcore.verify(directory).ok
         accelerator, model, optimizer = self.make(0)
         accelerator.load_state(directory)
@@ -233,4 +239,4 @@ class Accelerate:
 
 
 class _EnoughError(Exception):
-    """Ends a training."""
+    """Raised to end a training."""

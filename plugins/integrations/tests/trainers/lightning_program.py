@@ -1,9 +1,8 @@
-"""A training with Lightning that tests resume, alone and in jobs: a classifier, a Trainer, and processes."""
+"""Parts of the tests with Lightning: a classifier, a Trainer, and functions that start processes and jobs."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 
 import lightning
 import torch
+from ckptcore_testing.servers import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import fully_shard
@@ -48,7 +48,7 @@ class Digits(lightning.LightningModule):  # type: ignore[misc]  # without types 
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with a schedule."""
+        """Return AdamW with a schedule."""
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
@@ -64,7 +64,7 @@ class Sharded(Digits):
 
 
 class RandomState(lightning.Callback):  # type: ignore[misc]  # without types here
-    """Saves the state of PyTorch's random generator, which Lightning does not save."""
+    """A callback that saves the state of PyTorch's random generator, which Lightning does not save."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the generator."""
@@ -81,7 +81,7 @@ class RandomState(lightning.Callback):  # type: ignore[misc]  # without types he
 
 
 def loader() -> StatefulDataLoader:
-    """6 shuffled batches in an epoch; it can resume within one."""
+    """Return a loader with 6 shuffled batches in an epoch. It can resume within an epoch."""
     rows = TensorDataset(torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96]))
     return StatefulDataLoader(rows, batch_size=16, shuffle=True, num_workers=0)
 
@@ -98,7 +98,7 @@ def trainer(directory: Path, *, max_steps: int = 12, keep: int = 2, last: Any = 
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # Lightning does not restore its position
+        use_distributed_sampler=False,  # Lightning does not restore the position of its sampler
         **options,
     )
 
@@ -112,7 +112,7 @@ def fit(run: Any, module: Any = None, **options: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare nested values, tensors bit for bit."""
+    """Return True if nested values are equal. Tensors are compared bit for bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -134,12 +134,8 @@ def start(call: str, module: str, **environment: str) -> subprocess.Popen[bytes]
 
 
 def run_job(call: str, module: str, size: int, status: int = 0) -> None:
-    """Call a function of a module of this directory in a job of Lightning. All ranks end with the same status."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    ranks = [
-        start(call, module, LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(size)
-    ]
+    """Call a function of a module of this directory in a job of Lightning. All ranks must end with `status`."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(call, module, LOCAL_RANK=str(rank), **address) for rank in range(size)]
     errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [status] * size, "\n".join(errors)

@@ -1,11 +1,10 @@
-"""Accelerate with `CheckpointMixin`: kill and resume, automatic names, hooks, and jobs."""
+"""Accelerate with `CheckpointMixin`: kills and resumes, automatic names, hooks, and jobs."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,26 +16,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from ckptcore_integrations import added_files
 from ckptcore_integrations.accelerate import CheckpointMixin
 from sklearn.datasets import load_digits
 
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit, run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata causes this warning
 torch.set_num_threads(1)
 DIGITS = load_digits()
 
 
 class Checkpointed(CheckpointMixin, Accelerator):
-    """The accelerator of the tests."""
+    """The Accelerator that the tests use."""
 
 
 class Progress:
-    """A registered object: the losses and the data of each step."""
+    """A registered object that records the loss and the data of each step."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -49,7 +48,10 @@ class Progress:
 
 
 class Run:
-    """A small network with dropout on images of digits: 6 batches in an epoch, saved at every 4th step."""
+    """A training of a small network with dropout on images of digits.
+
+    An epoch has 6 batches. Every 4th step is saved.
+    """
 
     def __init__(self, directory: Path, kind: type[Accelerator] = Checkpointed, **options: Any) -> None:
         AcceleratorState._reset_state()
@@ -69,7 +71,8 @@ class Run:
             torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96])
         )
         size = 16 // self.accelerator.num_processes
-        # An iteration that begins draws a number from this generator. Otherwise dropout continues with other numbers.
+        # A loader draws a random number when an iteration begins. With its own generator, this does not change the
+        # random numbers of the dropout.
         loader = torch.utils.data.DataLoader(rows, batch_size=size, shuffle=True, generator=torch.Generator())
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
@@ -108,21 +111,9 @@ def assert_same(run: Run, other: Run) -> None:
 
 
 def kill_in_second_save(directory: Path) -> None:
-    """Train, and kill this process after the files of the second save are written, right before its commit."""
-    commit = added_files._CommitWithFiles.commit
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "checkpoints" / "checkpoint_0").exists():
-            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    """Train, and kill this process in the second save, after its files are written and right before its commit."""
+    kill_before_commit(directory / "checkpoints" / "checkpoint_0", directory / "written")
     Run(directory).train()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 
 
 @pytest.mark.system
@@ -132,7 +123,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, *, in_background: bool
     program += f"t.kill_in_second_save(pathlib.Path({str(tmp_path)!r}))"
     ended = subprocess.run([sys.executable, "-c", program], env=environment(), check=False, capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # in the middle of the save
+    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # the kill happened during the save
 
     resumed = Run(tmp_path)
     resumed.accelerator.save_in_background = in_background
@@ -162,7 +153,9 @@ def test_the_limit_is_applied_after_the_commit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Checkpointed, Accelerator], ids=["ours", "Accelerate's"])
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("loaded", [None, 1], ids=["newest", "earlier"])
-def test_numbers_continue_after_a_load(tmp_path: Path, kind: type[Accelerator], limit: int, loaded: int | None) -> None:
+def test_automatic_numbers_continue_after_a_load(
+    tmp_path: Path, kind: type[Accelerator], limit: int, loaded: int | None
+) -> None:
     first = Run(tmp_path, kind)
     for _ in range(3):
         first.accelerator.save_state()
@@ -176,7 +169,9 @@ def test_numbers_continue_after_a_load(tmp_path: Path, kind: type[Accelerator], 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 @pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
-def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_background: bool) -> None:
+def test_the_checkpoint_that_was_just_saved_is_never_deleted(
+    tmp_path: Path, limit: int, *, in_background: bool
+) -> None:
     run = Run(tmp_path, total_limit=limit)
     run.accelerator.save_in_background = in_background
     run.project.iteration = 7
@@ -185,11 +180,11 @@ def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_
         run.project.iteration = number
         run.accelerator.save_state()
         run.accelerator.wait_for_checkpoint()
-        # Not the one with the highest number either, which is the newest sound one.
+        # The checkpoint with the highest number is the newest sound one, so it is not deleted either.
         assert set(os.listdir(tmp_path / "checkpoints")) == {f"checkpoint_{number}", "checkpoint_7"}
 
 
-def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
+def test_a_load_does_not_lower_a_number_that_was_set(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.accelerator.save_state()
     run.project.iteration = 20
@@ -197,7 +192,7 @@ def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
     assert run.accelerator.save_state().name == "checkpoint_20"
 
 
-def test_automatic_names_need_no_directory_of_a_project_to_load(tmp_path: Path) -> None:
+def test_loading_by_automatic_names_needs_no_project_directory(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     saved = run.accelerator.save_state()
     run.accelerator.project_configuration.project_dir = None
@@ -270,7 +265,7 @@ def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
 
 
 class Wrong:
-    """A registered object with a lock."""
+    """A registered object whose state contains a lock."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"lock": threading.Lock(), "deep": [print]}
@@ -289,7 +284,7 @@ class WrongModel(torch.nn.Linear):
         pass
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(UnsupportedLeafError) as caught:
         run.accelerator.register_for_checkpointing(Progress(), Wrong())
@@ -311,7 +306,7 @@ def test_kinds_of_training_that_are_refused(tmp_path: Path, kind: str) -> None:
         run.accelerator.prepare(torch.nn.Linear(2, 2))
 
 
-def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(NotImplementedError, match="safe_serialization.*Remove the argument"):
         run.accelerator.save_state(safe_serialization=False)
@@ -329,7 +324,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 
 
 def resume_in_a_job(directory: Path) -> None:
-    """Train 12 steps, and resume from the second of three saves. In each process of a job."""
+    """Train 12 steps, and resume from the second of three saves. Runs in each process of a job."""
     run = Run(directory)
     run.train()
     other = Run(directory)
@@ -344,32 +339,19 @@ def resume_in_a_job(directory: Path) -> None:
 
 @pytest.mark.system
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     program = f"import test_accelerate as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path)!r}))"
-    job = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate()[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert run_job(program, 2, tmp_path) == [0, 0]
     first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
-    assert first != second  # each process has its part of the data
+    assert first != second  # the processes train on different data
     assert list(ckptcore.load(tmp_path / "checkpoints" / "checkpoint_2" / "model")) == [
         "0.weight",
         "0.bias",
         "2.weight",
         "2.bias",
-    ]  # the names of the plain model
+    ]  # these are the names of the model without a wrapper
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-accelerate.md"
     module = page_module(page, "trainers")
@@ -384,4 +366,4 @@ def test_a_file_of_the_user_does_not_stop_the_next_save(tmp_path: Path, caplog: 
     for _ in range(2):
         run.accelerator.save_state(str(tmp_path / "state"))
         (tmp_path / "state/tokenizer.json").write_text("{}")
-    assert "(tokenizer.json), which are deleted" in caplog.text  # by the second save
+    assert "(tokenizer.json), which are deleted" in caplog.text  # the second save deletes the file

@@ -1,4 +1,4 @@
-"""Accelerate with `CheckpointMixin`: random states, workers of data loaders, FSDP, and other numbers of processes."""
+"""Accelerate with `CheckpointMixin`: random states, workers of data loaders, FSDP, and changed numbers of processes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ import ckptcore
 from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers.trainer_jobs import run_job
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata causes this warning
 torch.set_num_threads(1)
 
 
 class Checkpointed(CheckpointMixin, Accelerator):
-    """The accelerator of the tests."""
+    """The Accelerator that the tests use."""
 
 
 class Augmented(torch.utils.data.Dataset[torch.Tensor]):
-    """Rows with noise from the generators of NumPy and PyTorch."""
+    """A dataset of rows with noise from the generators of NumPy and PyTorch."""
 
     def __len__(self) -> int:
         return 96
@@ -45,7 +45,7 @@ class Augmented(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Rows(Augmented):
-    """The same without noise, which Accelerate draws a batch ahead if there are no workers."""
+    """A dataset without noise. Without workers, Accelerate would draw the noise one batch ahead."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -55,7 +55,7 @@ class Rows(Augmented):
 
 
 class Network(torch.nn.Module):
-    """Has a layer without gradients."""
+    """A network that has a layer without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Network(torch.nn.Module):
 
 
 class Run:
-    """A small network on noisy rows, in a job of any size."""
+    """A training of a small network on noisy rows, in a job of any size."""
 
     def __init__(self, kind: type[Accelerator] = Checkpointed, dataset: Any = None, workers: int = 0, fsdp: int = 0):
         AcceleratorState._reset_state()
@@ -86,7 +86,7 @@ class Run:
         loader = torch.utils.data.DataLoader(
             self.dataset, batch_size=4, shuffle=True, num_workers=workers, generator=torch.Generator()
         )
-        if fsdp == 1:  # the optimizer is of the wrapped model
+        if fsdp == 1:  # the optimizer needs the parameters of the wrapped model
             model = self.accelerator.prepare(model)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             self.model, self.optimizer, self.loader = model, *self.accelerator.prepare(optimizer, loader)
@@ -94,7 +94,7 @@ class Run:
             self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
 
     def train(self, steps: int) -> list[list[float]]:
-        """Train some batches. Return each loss and the sum of the rows."""
+        """Train some batches. Return for each batch the loss and the sum of its rows."""
         seen = []
         batches = iter(self.loader)
         for _ in range(steps):
@@ -132,15 +132,13 @@ def test_augmentations_of_workers_continue_bit_for_bit(tmp_path: Path, caplog: p
     assert "workers" not in caplog.text
 
 
-def test_workers_whose_random_states_are_not_saved_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsaved_random_states_of_workers_give_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(dataset=Augmented(), workers=2)
     with caplog.at_level(logging.WARNING):
         run.accelerator.save_state(tmp_path / "0")
         run.accelerator.save_state(tmp_path / "1")
     assert caplog.text.count("data loader 0 has 2 workers, whose random generators are not saved") == 1
-    assert "DataLoader(WithRandomState(dataset), ...)" in caplog.text  # followed by the test above
+    assert "DataLoader(WithRandomState(dataset), ...)" in caplog.text  # the test above follows this advice
     with pytest.raises(TypeError, match="WithRandomState.*Let its state_dict include"):
         WithRandomState(WithRandomState(Augmented()))
 
@@ -153,7 +151,7 @@ def test_random_states_that_cannot_be_applied(
     first = Run(kind)
     if kind is Checkpointed:
         if change != "of another library":
-            pytest.skip("checksums find it")
+            pytest.skip("checksums detect this change")
         random = first.accelerator._save_process
 
         def save(directory: str) -> None:
@@ -181,7 +179,7 @@ def test_random_states_that_cannot_be_applied(
 
 
 def save_in_a_job(directory: str, fsdp: int) -> None:
-    """Train, save, train on, resume, and compare. In each process of a job."""
+    """Train, save, continue, resume from the save, and compare. Runs in each process of a job."""
     run = Run(fsdp=fsdp)
     run.train(3)
     run.accelerator.step = 3
@@ -196,7 +194,7 @@ def save_in_a_job(directory: str, fsdp: int) -> None:
 
 
 def load_in_a_job(directory: str, again: str, fsdp: int) -> None:
-    """Load, and save elsewhere. In each process of a job."""
+    """Load a checkpoint, and save it elsewhere. Runs in each process of a job."""
     run = Run(fsdp=fsdp)
     run.accelerator.load_state(directory)
     assert run.accelerator.step == 3
@@ -209,9 +207,9 @@ def job(directory: Path, size: int, call: str) -> None:
     assert run_job(program + "t.torch.distributed.destroy_process_group()", size, directory) == [0] * size
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same(first: Path, other: Path) -> None:
     for name in ("model", "optimizer"):
-        left, right = ckptcore.load(one / name, framework="torch"), ckptcore.load(other / name, framework="torch")
+        left, right = ckptcore.load(first / name, framework="torch"), ckptcore.load(other / name, framework="torch")
         if name == "optimizer":
             left, right = left["state"], right["state"]
         assert left.keys() == right.keys()
@@ -259,8 +257,8 @@ def test_another_number_of_processes(
             assert all(torch.equal(tensor, stored[key]) for key, tensor in run.model.state_dict().items())
             states = ckptcore.load(saved / "optimizer", framework="torch")["state"]
             assert len(run.optimizer.optimizer.state) == len(states)
-            assert "no state of process" not in caplog.text  # process 0 has one
-            assert len(run.train(2)) == 2  # continues in the epoch
+            assert "no state of process" not in caplog.text  # process 0 has a saved state
+            assert len(run.train(2)) == 2  # the training continues within the epoch
 
 
 @pytest.mark.system

@@ -1,11 +1,10 @@
-"""DeepSpeed on CPUs: engines by themselves, in Accelerate and in the Trainer; kill and resume, other stages, jobs."""
+"""DeepSpeed on CPUs, alone, in Accelerate and in the Trainer: kills and resumes, changed stages, and jobs."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ckptcore_integrations.transformers import export_pretrained
+from ckptcore_testing.servers import free_port
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 
 
-def environment(processes: int, port: str, *, rank: int) -> dict[str, str]:
+def environment(processes: int, port: int, *, rank: int) -> dict[str, str]:
     """Return the variables that a launcher sets."""
     return {
         "DS_ACCELERATOR": "cpu",
@@ -34,18 +34,12 @@ def environment(processes: int, port: str, *, rank: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), *sys.path]),
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def run_job(processes: int, function: str, directory: Path, *arguments: Any, killed: bool = False) -> None:
-    """Call a function of the program in each process of a job. With `killed`, the first one must be killed."""
+    """Call a function of the program in each process of a job. With `killed`, the first process must be killed."""
     port = free_port()
     call = json.dumps([function, str(directory), *arguments])
     outputs = [directory / f"output-{rank}.txt" for rank in range(processes)]
@@ -95,7 +89,7 @@ def slow(*values: Any) -> Any:
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
     run_job(2, "train_until_killed", tmp_path, kind, stage, options, killed=True)
-    assert "/optimizer/" in (tmp_path / "written").read_text()  # in the middle of the save
+    assert "/optimizer/" in (tmp_path / "written").read_text()  # the kill happened during the save
     run_job(2, "resume", tmp_path, kind, stage, options)
     if "adapters" in options:
         directory = tmp_path / "run" / "checkpoint-6"
@@ -146,14 +140,14 @@ CASES: Any = [
     ("fp32-3-parameters-offloaded", 3, "fp32", {"offload": True, "offload_param": {"device": "cpu"}}),
     ("bf16-2-aligned", 2, "bf16", {"parameter_alignment": True}),
 ]
-"""A name, the stage of ZeRO, the dtype, and options."""
+"""Cases: a name, the stage of ZeRO, the dtype, and options."""
 
 
 @pytest.mark.brings("engine with ZeRO 1 to 3, into another stage and another number of processes", "deepspeed", "same")
 @pytest.mark.brings("parameters that are frozen, tied, unused, or without a gradient", "deepspeed", "same")
 @pytest.mark.brings("optimizer of an engine, into a `NamedOptimizer` of PyTorch", "deepspeed", "same")
 def test_another_stage_and_number_of_processes(tmp_path: Path) -> None:
-    """Quickly: two of the pairs of the next test."""
+    """A fast test with two of the pairs of the next test."""
     run_job(2, "save_and_resume", tmp_path, [CASES[1], CASES[7]])
     run_job(1, "load_elsewhere", tmp_path, [("fp32-1", 3, "fp32", {}), ("bf16-3", 2, "bf16", {})], ["fp32-1", "bf16-3"])
 
@@ -209,11 +203,11 @@ def test_what_is_not_supported_is_refused_when_the_training_starts(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_gradients_that_are_lost_are_a_warning(tmp_path: Path) -> None:
+def test_lost_gradients_give_a_warning(tmp_path: Path) -> None:
     run_job(2, "warning_about_gradients", tmp_path)
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(1, free_port(), rank=0).items():
         monkeypatch.setenv(name, value)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-deepspeed.md"

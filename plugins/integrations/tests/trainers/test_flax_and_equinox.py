@@ -1,4 +1,4 @@
-"""The programs of the guide for Flax NNX and Equinox, killed in the middle of a save and resumed."""
+"""The programs of the guide for Flax NNX and Equinox, which are killed during a save and resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(train(directory, 6, Context(observers=[kill] if sys.argv[4] == 
 
 
 def run(train: str, directory: Path, fate: str) -> subprocess.CompletedProcess[str]:
-    """Run the guide, and then one of its functions."""
+    """Run the code of the guide, and then call one of its functions."""
     page = ROOT / "docs/how-to/with-flax-and-equinox.md"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, str(page), train, str(directory / "run"), fate]

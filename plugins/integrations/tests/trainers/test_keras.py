@@ -1,9 +1,8 @@
-"""Keras with `CkptcoreCheckpoint`, on both backends: kill and resume, Keras' own loads, what is kept."""
+"""Keras with `CkptcoreCheckpoint` on both backends: kills and resumes, loads with Keras itself, and retention."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,20 +12,20 @@ from typing import Any
 import pytest
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import environment
 
 pytestmark = pytest.mark.system
 
 
 def start(backend: str, call: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run a function of `keras_program` with a backend: it is fixed when Keras is imported."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "KERAS_BACKEND": backend}
+    """Run a function of `keras_program` in a new process, because Keras chooses its backend at import."""
+    variables = {**environment(), "KERAS_BACKEND": backend}
     program = f"import keras_program as k; from pathlib import Path; d = Path({str(directory)!r}); k.{call}"
-    return subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program], env=variables, check=False, capture_output=True, text=True)
 
 
 def run(backend: str, call: str, directory: Path) -> Any:
-    """Run a function, and return the JSON in its last line."""
+    """Run a function, and return the JSON in the last line of its output."""
     ended = start(backend, call, directory)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
@@ -39,15 +38,15 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     ended = start(backend, "kill_in_third_save(d)", tmp_path / "killed")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     resumed = run(backend, "train(d)", tmp_path / "killed")
-    assert resumed["began"] == 2  # epochs 0 and 1 were saved, epoch 2 was not
+    assert resumed["began"] == 2  # epochs 0 and 1 had been saved
     assert resumed["losses"] == whole["losses"][2:]
     assert resumed["order"] == whole["order"][2:]
     assert resumed["variables"] == whole["variables"]
     assert ckptcore.verify(tmp_path / "killed" / "3").ok
 
 
-def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
-    """As on FUSE: the job waits until the lease has expired."""
+def test_a_killed_job_is_continued_without_locks(tmp_path: Path) -> None:
+    """Without locks, as on FUSE, the next job waits until the lease has expired."""
     assert len(run("torch", "train_after_a_killed_job(d)", tmp_path)["losses"]) == 4
     assert ckptcore.verify(tmp_path / "3").ok
 
@@ -56,12 +55,12 @@ def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Pat
 @pytest.mark.brings("`fit(shuffle=True)` on arrays: the order of the data after an epoch", "keras", "same")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_callbacks_and_shuffled_data_resume_bit_for_bit(tmp_path: Path, backend: str) -> None:
-    """The callback is the first of the list, and yet saves the reduced learning rate and the counters of the epoch."""
+    """The callback is first in the list, but saves the counters and the learning rate that later callbacks change."""
     whole = run(backend, "train_with_callbacks(d)", tmp_path / "whole")
     ended = start(backend, "kill_with_callbacks(d)", tmp_path / "killed")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     resumed = run(backend, "train_with_callbacks(d)", tmp_path / "killed")
-    assert resumed["began"] == 2 and len(whole["losses"]) < 10  # it is stopped early
+    assert resumed["began"] == 2 and len(whole["losses"]) < 10  # a callback stops the training early
     assert resumed["losses"] == whole["losses"][2:] and resumed["rates"] == whole["rates"][2:]
     assert len(set(whole["rates"])) > 1
     assert resumed["counters"] == whole["counters"]
@@ -77,17 +76,17 @@ def test_swapped_averages_resume_bit_for_bit(tmp_path: Path, backend: str) -> No
 @pytest.mark.brings("a new training in a directory with steps, without `resume`", "keras", "refused")
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_an_interrupted_training_owns_nothing(tmp_path: Path, backend: str) -> None:
-    found = run(backend, "interrupted(d)", tmp_path)
-    assert "has steps up to 0, and this training would save step 0" in found["message"]
-    assert found["batches"] == 0 and found["step"] == 0 and found["newest"] == 3
+    outcome = run(backend, "interrupted(d)", tmp_path)
+    assert "has steps up to 0, and this training would save step 0" in outcome["message"]
+    assert outcome["batches"] == 0 and outcome["step"] == 0 and outcome["newest"] == 3
 
 
-def test_another_training_in_the_directory_is_noticed(tmp_path: Path) -> None:
+def test_another_training_in_the_directory_is_an_error(tmp_path: Path) -> None:
     message = run("torch", "beside_another(d)", tmp_path)
     assert "another program has saved step 7 since this training began" in message
 
 
-def test_keras_loads_what_was_saved(tmp_path: Path) -> None:
+def test_keras_and_orbax_load_the_checkpoints(tmp_path: Path) -> None:
     assert run("jax", "keras_loads(d)", tmp_path) == {"same": True, "config": 1274}
 
 
@@ -111,7 +110,7 @@ def test_arguments(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, backend: str) -> None:
+def test_a_model_that_cannot_be_saved_is_refused_before_the_training(tmp_path: Path, backend: str) -> None:
     assert run(backend, "refused(d)", tmp_path) == {"steps": 0, "paths": [True, True]}
 
 

@@ -1,4 +1,4 @@
-"""Lightning with `CkptcoreIO` and the sharded strategies: kill and resume, ModelCheckpoint, jobs of several ranks."""
+"""Lightning with `CkptcoreIO` and the sharded strategies: kills and resumes, ModelCheckpoint, and jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.docs.running import page_module, run_python
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning|torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns about CPUs, workers, loggers and its own functions
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def kill_in_save(directory: Path, number: int, *, asynchronous: bool) -> None:
-    """Train, and kill this process when the files of a save are written, before its commit."""
+    """Train, and kill this process in a save, after its files are written and before its commit."""
     writes = []
 
     def kill(event: Event) -> None:
@@ -64,7 +64,7 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, *,
         f"kill_in_save(Path({str(directory)!r}), 4, asynchronous={asynchronous})", "test_lightning"
     )
     assert ended.wait(240) == -signal.SIGKILL, ended.communicate()[1].decode()
-    assert (tmp_path / "writes").read_text().endswith("last.ckpt")  # killed while it replaced this checkpoint
+    assert (tmp_path / "writes").read_text().endswith("last.ckpt")  # killed during this replacement
 
     run = trainer(directory, plugins=[CkptcoreIO(asynchronous=asynchronous)])
     resumed = fit(run, ckpt_path="last")
@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, *,
 
 @pytest.mark.parametrize("last", [True, "link"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_model_checkpoint_keeps_links_and_finds_directories(tmp_path: Path, *, asynchronous: bool, last: Any) -> None:
+def test_model_checkpoint_keeps_links_and_accepts_directories(tmp_path: Path, *, asynchronous: bool, last: Any) -> None:
     run = trainer(tmp_path, last=last, plugins=[CkptcoreIO(asynchronous=asynchronous)])
     module = fit(run)
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=12.ckpt", "step=8.ckpt"]
@@ -102,7 +102,7 @@ def test_files_of_lightning_are_loaded(uninterrupted: Any, tmp_path: Path) -> No
 
 
 def continue_run(directory: Path, *, plugins: Any, keep: int, last: Any, ckpt_path: str) -> Any:
-    """Train 8 steps with Lightning's own files, then resume with the plugins, set back if an earlier file is named."""
+    """Train 8 steps with Lightning's own files. Then resume from a file with the plugins, and train up to step 16."""
     fit(trainer(directory, max_steps=8, keep=keep, last=last))
     path = ckpt_path if ckpt_path == "last" else str(directory / ckpt_path)
     return fit(trainer(directory, max_steps=16, keep=keep, last=last, plugins=plugins), ckpt_path=path)
@@ -116,7 +116,7 @@ def test_a_run_of_plain_lightning_continues(
     tmp_path: Path, keep: int, *, asynchronous: bool, last: Any, ckpt_path: str
 ) -> None:
     if (ckpt_path == "last" and not last) or (ckpt_path == "step=4.ckpt" and keep == 1):
-        pytest.skip("there is no such file")
+        pytest.skip("this file does not exist")
     theirs = continue_run(tmp_path / "theirs", plugins=[], keep=keep, last=last, ckpt_path=ckpt_path)
     io = CkptcoreIO(asynchronous=asynchronous)
     ours = continue_run(tmp_path / "ours", plugins=[io], keep=keep, last=last, ckpt_path=ckpt_path)
@@ -131,41 +131,39 @@ def test_a_run_of_plain_lightning_continues(
             assert same(actual[part], expected[part]), (name, part)
 
 
-@pytest.mark.parametrize("name", ["_remove", "_rename"])
-def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
+@pytest.mark.parametrize("name", ["unlink", "rename"])
+def test_a_run_that_is_killed_during_the_replacement_of_a_file_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     class Killed(BaseException):
-        """Ends the run without handlers."""
-
-    def kill(*_: Any) -> None:
-        raise Killed
+        """Raised to end the run. Handlers of `Exception` do not catch it."""
 
     fit(trainer(tmp_path, max_steps=8, keep=-1, last=True))
     before = trainer(tmp_path, max_steps=12, keep=-1, last=True, plugins=[CkptcoreIO()])
+    call = getattr(os, name)
+
+    def kill_or_call(path: Any, *arguments: Any, **options: Any) -> None:
+        if name == "unlink" and Path(path) == tmp_path / "last.ckpt":
+            raise Killed
+        if name == "rename" and os.path.exists(tmp_path / "last.replacing.ckpt"):
+            raise Killed
+        call(path, *arguments, **options)
+
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if name == "_remove":
-            patch.setattr("ckptcore_integrations.lightning_paths._remove", kill)
-        else:
-            rename = os.rename
-
-            def renamed(source: Any, target: Any, **options: Any) -> None:
-                kill() if os.path.exists(tmp_path / "last.replacing.ckpt") else rename(source, target, **options)
-
-            patch.setattr("ckptcore_integrations.lightning_paths.os.rename", renamed)
+        patch.setattr(os, name, kill_or_call)
         fit(before, ckpt_path=str(tmp_path / "step=8.ckpt"))
     after = trainer(tmp_path, max_steps=16, keep=-1, last=True, plugins=[CkptcoreIO()])
     resumed = fit(after, ckpt_path="last")
-    assert len(resumed.seen) == 4  # nothing that was committed is trained again
+    assert len(resumed.seen) == 4  # no committed step is trained again
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", *sorted(f"step={step}.ckpt" for step in (4, 8, 12, 16))]
 
 
 @pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
-def test_a_replacement_at_a_url_that_was_killed_is_found(
+def test_a_load_finds_a_replacement_that_was_killed_at_a_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     class Killed(BaseException):
-        """Ends the save without handlers."""
+        """Raised to end the save. Handlers of `Exception` do not catch it."""
 
     copy = ckptcore.copy
 
@@ -188,10 +186,12 @@ def test_a_replacement_at_a_url_that_was_killed_is_found(
 
 @pytest.mark.parametrize("start", ["", "file://"])
 @pytest.mark.parametrize("of_lightning", [False, True])
-def test_a_deleted_checkpoint_does_not_return(tmp_path: Path, start: str, *, of_lightning: bool) -> None:
+def test_a_deleted_checkpoint_is_not_restored_from_a_replacement(
+    tmp_path: Path, start: str, *, of_lightning: bool
+) -> None:
     io, location = CkptcoreIO(), f"{start}{tmp_path}/a.ckpt"
     (TorchCheckpointIO() if of_lightning else io).save_checkpoint({"w": 1}, location)
-    io.save_checkpoint({"w": 2}, f"{start}{tmp_path}/a.replacing.ckpt")  # a process was killed before it replaced
+    io.save_checkpoint({"w": 2}, f"{start}{tmp_path}/a.replacing.ckpt")  # as left by a killed process
     io.remove_checkpoint(location)
     assert os.listdir(tmp_path) == []
     with pytest.raises(CheckpointNotFoundError):
@@ -240,7 +240,7 @@ def test_a_file_of_lightning_at_a_url_is_replaced_and_removed() -> None:
 
 
 def test_a_file_of_lightning_at_a_url_is_replaced_after_a_kill() -> None:
-    """A process was killed once its checkpoint was committed next to the file."""
+    """The killed process had committed its checkpoint next to the file."""
     io = CkptcoreIO()
     TorchCheckpointIO().save_checkpoint({"w": 1}, "memory://killed/a.ckpt")
     io.save_checkpoint({"w": 2}, "memory://killed/a.replacing.ckpt")
@@ -251,7 +251,7 @@ def test_a_file_of_lightning_at_a_url_is_replaced_after_a_kill() -> None:
         io.load_checkpoint("memory://killed/a.replacing.ckpt")
 
 
-def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_the_saved_types(uninterrupted: Any, tmp_path: Path) -> None:
     module, expected, _ = uninterrupted
     io = CkptcoreIO(layout="dcp")
     io.save_checkpoint({**expected, "state_dict": module.state_dict()}, tmp_path / "checkpoint")
@@ -261,24 +261,24 @@ def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path
 
 
 class Called(Digits):
-    """A classifier whose checkpoints have a function. Lightning saves it as a pickle."""
+    """A classifier whose checkpoints contain a function. Lightning pickles the function."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add it."""
+        """Add the function."""
         checkpoint["deep"] = [print]
 
 
 class Locked(Called):
-    """A classifier whose checkpoints have a lock and a function."""
+    """A classifier whose checkpoints contain a lock and a function."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add both."""
+        """Add the lock and the function."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["lock"] = threading.Lock()
 
 
 class Early(Digits):
-    """A classifier that saves a metric, which it does not have before the training."""
+    """A classifier that saves a metric. The metric does not exist before the training."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metric."""
@@ -286,7 +286,7 @@ class Early(Digits):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, *, wrapped: bool) -> None:
+def test_checkpoints_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path, *, wrapped: bool) -> None:
     module = Locked()
     io = AsyncCheckpointIO(CkptcoreIO()) if wrapped else CkptcoreIO()
     with pytest.raises(UnsupportedLeafError) as caught:
@@ -297,7 +297,9 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, *, wr
     assert os.listdir(tmp_path) == []
 
 
-def test_only_what_will_be_saved_by_ckptcore_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_checkpoints_of_ckptcore_are_checked_before_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = fit(trainer(tmp_path / "early", plugins=[CkptcoreIO()], max_steps=4), Early())
     assert "not checked before the training" in caplog.text
     assert ckptcore.load(tmp_path / "early" / "step=4.ckpt")["metric"] == module.trainer.callback_metrics["loss"]
@@ -319,7 +321,7 @@ def fit_locked(directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_all_ranks_know_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_module_that_cannot_be_saved(tmp_path: Path) -> None:
     lightning_program.run_job(f"fit_locked(Path({str(tmp_path / 'run')!r}))", "test_lightning", 2)
     for rank in range(2):
         report = (tmp_path / f"report-{rank}").read_text()
@@ -333,7 +335,7 @@ def test_storage_urls() -> None:
     io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "memory://lightning/a.ckpt")
     assert same(io.load_checkpoint("memory://lightning/a.ckpt"), {"state_dict": {"w": torch.ones(2)}})
     io.remove_checkpoint("memory://lightning/a.ckpt")
-    io.remove_checkpoint("memory://lightning/a.ckpt")  # as Lightning's
+    io.remove_checkpoint("memory://lightning/a.ckpt")  # removing a missing checkpoint is no error, as in Lightning
     with pytest.raises(CheckpointNotFoundError):
         io.load_checkpoint("memory://lightning/a.ckpt")
 
@@ -365,7 +367,7 @@ def test_tensors_go_to_the_device_of_map_location(tmp_path: Path) -> None:
     assert same(io.load_checkpoint(tmp_path / "a", map_location="cpu")["state_dict"], {"w": torch.ones(2)})
 
 
-def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     state = {"state_dict": {"w": torch.ones(2)}}
     with pytest.raises(TypeError, match=r"pass Context\(storage=\{scheme: options\}\) as context instead"):
         CkptcoreIO().save_checkpoint(state, tmp_path / "a", storage_options={})
@@ -400,12 +402,12 @@ def test_old_checkpoints_are_removed_after_the_running_save(tmp_path: Path) -> N
     blocked.clear()
     proceed.clear()
     io.save_checkpoint({"w": weights}, tmp_path / "new")
-    weights += 1  # not in the checkpoint
+    weights += 1  # this change must not be in the checkpoint
     io.remove_checkpoint(tmp_path / "old")
     blocked.wait()
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["old"]
     proceed.set()
-    assert same(io.load_checkpoint(tmp_path / "new"), {"w": torch.zeros(2)})  # waits for the save
+    assert same(io.load_checkpoint(tmp_path / "new"), {"w": torch.zeros(2)})  # the load waits for the save
     assert sorted(os.listdir(tmp_path)) == ["new"]
 
 
@@ -441,7 +443,7 @@ def test_rank_0_saves_and_all_ranks_load(tmp_path: Path) -> None:
 
 
 class FSDPOnCPU(CkptcoreFSDPStrategy):
-    """Lightning passes the index of a GPU as the device; without one, FSDP needs the CPU."""
+    """An FSDP strategy on the CPU. Lightning would pass the index of a GPU as the device."""
 
     def _setup_model(self, model: Any) -> Any:
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
@@ -462,10 +464,10 @@ def train_sharded(kind: str, directory: Path) -> None:
     run, module = sharded(kind, directory, 2)
     fit(run, module)
     (steps,) = {int(state["step"]) for state in run.optimizers[0].state.values()}
-    assert steps == 12  # the check before the training made none
+    assert steps == 12  # the check before the training made no step
     again, resumed = sharded(kind, directory / "again", 2)
     again.callbacks.append(SaveAtStart())
-    if again.local_rank == 0:  # a file of Lightning, which the save replaces
+    if again.local_rank == 0:  # files of Lightning, which saves replace
         (directory / "again").mkdir()
         (directory / "again" / "loaded").touch()
         (directory / "again" / "kept").touch()
@@ -475,7 +477,7 @@ def train_sharded(kind: str, directory: Path) -> None:
 
 
 class SaveAtStart(lightning.Callback):  # type: ignore[misc]  # without types here
-    """Saves what was loaded."""
+    """A callback that saves the restored state."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Save once all state is restored."""
@@ -483,21 +485,25 @@ class SaveAtStart(lightning.Callback):  # type: ignore[misc]  # without types he
 
 
 class FailToReplace(lightning.Callback):  # type: ignore[misc]  # without types here
-    """Saves to a file of Lightning that rank 0 cannot remove."""
+    """A callback that saves to a path at which rank 0 cannot remove a file of Lightning."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Expect an error on all ranks."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptcore_integrations.lightning_paths._remove", self._refuse)
-            with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
-                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "kept")
+        kept, unlink = Path(trainer.checkpoint_callback.dirpath) / "kept", os.unlink
 
-    def _refuse(self, path: Any) -> None:
-        raise PermissionError("not permitted")
+        def refuse_or_unlink(path: Any, **options: Any) -> None:
+            if Path(path) == kept:
+                raise PermissionError("not permitted")
+            unlink(path, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", refuse_or_unlink)
+            with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
+                trainer.save_checkpoint(kept)
 
 
 def load_sharded(kind: str, directory: Path) -> None:
-    """Load a checkpoint of two ranks in a job of one, save it again, and train on."""
+    """Load a checkpoint of two ranks in a job of one rank, save it again, and continue the training."""
     run, module = sharded(kind, directory / "alone", 1)
     run.callbacks.append(SaveAtStart())
     fit(run, module, ckpt_path=str(directory / "step=8.ckpt"))
@@ -506,9 +512,9 @@ def load_sharded(kind: str, directory: Path) -> None:
 
 def assert_same_state(left: Path, right: Path) -> None:
     """Compare the model and the optimizers of two checkpoints."""
-    one, other = (ckptcore.load(path, framework="torch") for path in (left, right))
+    first, other = (ckptcore.load(path, framework="torch") for path in (left, right))
     for name in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert same(one[name], other[name]), name
+        assert same(first[name], other[name]), name
 
 
 @pytest.mark.system

@@ -1,4 +1,4 @@
-"""Lightning where it looks at the disk: versions of a name, links, the last checkpoint, SLURM, Tuner, exceptions."""
+"""Features of Lightning that inspect the disk: versions of names, links, last checkpoints, SLURM, Tuner, exceptions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from plugins.integrations.tests.trainers.lightning_program import (
 
 warnings.filterwarnings("ignore", module="lightning|torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns about CPUs, workers, loggers and its own functions
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -74,7 +74,7 @@ CALLBACKS: dict[str, Any] = {
 
 
 def listing(directory: Path, load: Any) -> dict[str, Any]:
-    """Return the step of each checkpoint by name, and the targets of links."""
+    """Return by name the step of each checkpoint and the target of each link."""
     return {
         path.name: (load(path)["global_step"], path.is_symlink() and os.readlink(path)) for path in directory.iterdir()
     }
@@ -121,7 +121,7 @@ def kill_at_link(directory: Path, number: int, *, asynchronous: bool) -> None:
 
 
 def kill_in_save(directory: Path, number: int, *, asynchronous: bool) -> None:
-    """Train, and kill this process when the files of a save are written, before its commit."""
+    """Train, and kill this process in a save, after its files are written and before its commit."""
     writes = []
 
     def kill(event: Event) -> None:
@@ -185,8 +185,8 @@ def test_a_dangling_link_is_repaired(tmp_path: Path, path: str, caplog: pytest.L
     module = fit(trainer(tmp_path, keep=-1, max_steps=8, last="link", plugins=[CkptcoreIO()]))
     (tmp_path / "last.ckpt").unlink()
     (tmp_path / "last.ckpt").symlink_to("step=12.ckpt")
-    (tmp_path / "step=10.ckpt").mkdir()  # no checkpoint
-    os.utime(tmp_path / "step=4.ckpt")  # a copy has other times
+    (tmp_path / "step=10.ckpt").mkdir()  # not a checkpoint
+    os.utime(tmp_path / "step=4.ckpt")  # as after a copy, which changes the times
     if path == "load_from_checkpoint":
         loaded = Digits.load_from_checkpoint(tmp_path / "last.ckpt")
         assert same(dict(loaded.state_dict()), dict(module.state_dict()))
@@ -205,17 +205,17 @@ def test_the_last_checkpoint_has_the_largest_step(tmp_path: Path) -> None:
         run = trainer(tmp_path / str(step), max_steps=step, plugins=[CkptcoreIO()])
         fit(run)
     os.rename(tmp_path / "4" / "last.ckpt", tmp_path / "8" / "last-v1.ckpt")
-    os.utime(tmp_path / "8" / "last.ckpt", (1, 1))  # another machine whose clock is late saved it
+    os.utime(tmp_path / "8" / "last.ckpt", (1, 1))  # as if a machine with a slow clock had saved it
     resumed = fit(trainer(tmp_path / "8", plugins=[CkptcoreIO()]), ckpt_path="last")
     assert len(resumed.seen) == 4
 
 
-def test_a_link_replaces_what_has_its_name(tmp_path: Path) -> None:
+def test_a_link_replaces_a_directory_or_link_of_its_name(tmp_path: Path) -> None:
     io = CkptcoreIO()
     for step in (4, 8):
         io.save_checkpoint({"global_step": step}, tmp_path / f"{step}.ckpt")
     io.save_checkpoint({"global_step": 0}, tmp_path / "last.ckpt")
-    for step in (4, 8):  # a directory, then a link
+    for step in (4, 8):  # the link replaces a directory, and then a link
         io.link(str(tmp_path / f"{step}.ckpt"), str(tmp_path / "last.ckpt"))
         assert io.load_checkpoint(tmp_path / "last.ckpt") == {"global_step": step}
         assert sorted(os.listdir(tmp_path)) == ["4.ckpt", "8.ckpt", "last.ckpt"]
@@ -238,7 +238,7 @@ def test_checkpoints_of_slurm_are_committed_when_the_save_returns(tmp_path: Path
     run.save_checkpoint(path)
     assert ckptcore.verify(path).ok
     run.strategy.checkpoint_io = CkptcoreIO(context=Context(observers=[fail]))
-    with pytest.raises(KeyboardInterrupt):  # a hidden directory may remain, which Lightning must not count
+    with pytest.raises(KeyboardInterrupt):  # may leave a hidden directory, which Lightning must not count
         run.save_checkpoint(run._checkpoint_connector.hpc_save_path(run.default_root_dir))
     again = lightning.Trainer(max_steps=4, default_root_dir=tmp_path, plugins=[CkptcoreIO()], **QUIET)
     resumed = fit(again, ckpt_path="hpc")
@@ -247,7 +247,7 @@ def test_checkpoints_of_slurm_are_committed_when_the_save_returns(tmp_path: Path
 
 
 class Tuned(Digits):
-    """The classifier with hyperparameters for the Tuner."""
+    """The classifier with hyperparameters that the Tuner changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def test_the_tuner_restores_what_it_saved(tmp_path: Path) -> None:
 AVERAGES: dict[str, Any] = {
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1),
 }
-if hasattr(callbacks, "WeightAveraging"):  # not before Lightning 2.6
+if hasattr(callbacks, "WeightAveraging"):  # since Lightning 2.6
     AVERAGES["EMA"] = lambda: callbacks.WeightAveraging(avg_fn=get_ema_avg_fn(0.9))
 
 
@@ -298,7 +298,7 @@ def test_averages_of_weights_resume_as_those_of_lightning(tmp_path: Path, name: 
 
 
 class Interrupted(Digits):
-    """The classifier, with an exception in the 6th step."""
+    """The classifier, which raises an exception in the 6th step."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_an_exception_is_committed(tmp_path: Path, kind: str, er
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises((ValueError, SystemExit)):
         fit(run, Interrupted(error))
-    signal.signal(signal.SIGINT, handler)  # Lightning ignores it, because it ends the program
+    signal.signal(signal.SIGINT, handler)  # before it exits, Lightning ignores this signal
     assert ckptcore.verify(tmp_path / "last.ckpt").ok
     module = Interrupted(error)
     module.error = None
@@ -332,13 +332,13 @@ def test_a_checkpoint_of_an_exception_is_committed(tmp_path: Path, kind: str, er
 
 
 def run_again(directory: Path) -> Any:
-    """Return a Trainer that saves once."""
+    """Return a Trainer that saves once, at its last step."""
     saver = ModelCheckpoint(directory / "again", filename="model", every_n_train_steps=12)
     return lightning.Trainer(max_steps=12, callbacks=[saver, RandomState()], plugins=[CkptcoreIO()], **QUIET)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_a_save_that_is_interrupted_can_be_repeated(tmp_path: Path, *, asynchronous: bool) -> None:
+def test_an_interrupted_save_can_be_repeated(tmp_path: Path, *, asynchronous: bool) -> None:
     interrupted, proceed = threading.Event(), threading.Event()
 
     def interrupt(event: Event) -> None:
@@ -348,7 +348,7 @@ def test_a_save_that_is_interrupted_can_be_repeated(tmp_path: Path, *, asynchron
             proceed.wait(0 if threading.current_thread() is threading.main_thread() else None)
 
     io = CkptcoreIO(asynchronous=asynchronous, context=Context(observers=[interrupt]))
-    with pytest.raises(KeyboardInterrupt):  # it comes where the main thread is
+    with pytest.raises(KeyboardInterrupt):  # the signal interrupts the main thread at any place
         io.save_checkpoint({"w": 1}, tmp_path / "a.ckpt")
         io.teardown()
     proceed.set()
@@ -385,7 +385,7 @@ def test_a_process_that_lightning_spawns_returns_its_weights(tmp_path: Path) -> 
 
 
 def spawn(directory: Path) -> None:
-    """Train in other processes, and compare the weights that this one gets."""
+    """Train in spawned processes, and check the weights that this process gets from them."""
     module = Digits()
     run = trainer(directory, max_steps=4, devices=2, strategy="ddp_spawn", plugins=[CkptcoreIO(asynchronous=True)])
     run.fit(module, torch.utils.data.DataLoader(loader().dataset, batch_size=16))
@@ -410,7 +410,7 @@ def test_strategies_that_do_not_use_the_io_are_refused_when_training_starts(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, remedy: str
 ) -> None:
     pytest.importorskip("deepspeed" if strategy is DeepSpeedStrategy else "lightning")
-    # Of DeepSpeed, the test needs only the type: it starts no training, for which these strategies need GPUs.
+    # The test needs only the type of the strategy. It starts no training, which would need GPUs.
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", True)
     made = strategy()
     made.checkpoint_io = CkptcoreIO()

@@ -1,4 +1,4 @@
-"""Hyperparameters of Lightning: of any type, saved, loaded as themselves where that is safe, and given to modules."""
+"""Hyperparameters of Lightning: any type can be saved, safe types are restored, and modules get them as arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 import ckptcore
 from plugins.integrations.tests.trainers.lightning_program import Digits, fit, loader, same, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns about CPUs, workers, loggers and its own functions
 
 
 class Mode(enum.Enum):
@@ -82,7 +82,7 @@ class Attrs:
 
 
 class Name(str):
-    """A subclass of text."""
+    """A subclass of `str`."""
 
     __slots__ = ()
 
@@ -142,7 +142,7 @@ SAME: dict[str, Any] = {
 
 
 class Refuses:
-    """An object that cannot be shown."""
+    """An object whose `repr` fails."""
 
     def __repr__(self) -> str:
         raise RuntimeError
@@ -173,18 +173,18 @@ TEXT: dict[str, tuple[Any, Any]] = {
 }
 
 
-def assert_equal(found: Any, expected: Any) -> None:
+def assert_equal(loaded: Any, expected: Any) -> None:
     """Compare types and values."""
-    assert type(found) is type(expected)
+    assert type(loaded) is type(expected)
     if isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
+        assert loaded.dtype == expected.dtype
+        np.testing.assert_array_equal(loaded, expected)
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
+        assert torch.equal(loaded, expected)
     else:
-        assert found == expected
+        assert loaded == expected
     if isinstance(expected, collections.deque):
-        assert found.maxlen == expected.maxlen
+        assert loaded.maxlen == expected.maxlen
 
 
 @pytest.mark.brings("hyperparameters: paths, times, sets, ranges, enums, dtypes, dataclasses", "lightning", "same")
@@ -201,7 +201,7 @@ def test_hyperparameters_come_back_as_themselves(tmp_path: Path, name: str, capl
     assert loaded["datamodule_hyper_parameters"] == {"a": {1}}
     assert loaded.keys() == state.keys()
     assert not caplog.records
-    ckptcore.load(tmp_path / "c")  # without the adapter, in a plain form
+    ckptcore.load(tmp_path / "c")  # a load without the adapter returns a plain form
 
 
 @pytest.mark.brings("hyperparameters: modules, optimizers, functions, classes (as text)", "lightning", "plain form")
@@ -229,7 +229,7 @@ def test_other_hyperparameters_come_back_as_text_with_one_warning(
     assert "save_hyperparameters(ignore=[...])" in warning
 
 
-def test_local_classes_come_back_in_a_plain_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_of_local_classes_load_in_a_plain_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Local(enum.Enum):
         A = 1
 
@@ -243,7 +243,7 @@ def test_local_classes_come_back_in_a_plain_form(tmp_path: Path, caplog: pytest.
     assert "hyper_parameters.a" in caplog.text and "hyper_parameters.b" in caplog.text
 
 
-def test_arrays_in_other_states_are_those_of_numpy(tmp_path: Path) -> None:
+def test_arrays_outside_of_hyperparameters_load_as_numpy_arrays(tmp_path: Path) -> None:
     io = CkptcoreIO()
     state = {
         "callbacks": {
@@ -272,7 +272,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_checkpoint_does_not_choose_code(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_cannot_choose_the_code_that_runs(tmp_path: Path, name: str) -> None:
     path = () if name == "no path" else ("hyper_parameters", "a")
     types_of_values = json.dumps([[*path, *HOSTILE[name]], ["hyper_parameters", "b", "pathlib.PosixPath"]])
     state = {"hyper_parameters": {"a": "true", "b": "x"}, "ckptcore_types": types_of_values}
@@ -317,7 +317,7 @@ class OfConfig(Digits):
 
 
 class Data(lightning.LightningDataModule):  # type: ignore[misc]  # without types here
-    """The batches, with hyperparameters."""
+    """A data module with the batches and with hyperparameters."""
 
     def __init__(self, root: Path = Path(), sizes: Any = ()) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Data(lightning.LightningDataModule):  # type: ignore[misc]  # without type
         return loader()
 
 
-def test_modules_and_data_are_made_again_from_their_hyperparameters(
+def test_modules_and_data_are_created_from_their_hyperparameters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Described(
@@ -359,7 +359,7 @@ def test_modules_and_data_are_made_again_from_their_hyperparameters(
     ],
     ids=["DictConfig", "Namespace", "dict"],
 )
-def test_one_argument_for_all_hyperparameters_is_made_again(tmp_path: Path, cfg: Any) -> None:
+def test_a_single_argument_for_all_hyperparameters_is_restored(tmp_path: Path, cfg: Any) -> None:
     fit(trainer(tmp_path, max_steps=4, plugins=[CkptcoreIO()]), OfConfig(cfg))
     again = OfConfig.load_from_checkpoint(tmp_path / "last.ckpt")
     if isinstance(cfg, DictConfig | ListConfig):

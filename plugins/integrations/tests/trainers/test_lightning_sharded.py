@@ -1,4 +1,4 @@
-"""Sharded strategies of Lightning with models that a plain resume finds hard, on any number of processes."""
+"""Sharded strategies of Lightning with models that are hard to resume, on any number of processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import Event
 from plugins.integrations.tests.trainers.lightning_program import run_job, same
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns about CPUs, workers, loggers and its own functions
 
 STEPS = 6
 
 
 class FSDPOnCPU(CkptcoreFSDPStrategy):
-    """Lightning passes the index of a GPU as the device; without one, FSDP needs the CPU."""
+    """An FSDP strategy on the CPU. Lightning would pass the index of a GPU as the device."""
 
     def _setup_model(self, model: Any) -> Any:
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
@@ -39,7 +39,7 @@ class FSDPOnCPU(CkptcoreFSDPStrategy):
 
 
 class Parts(lightning.LightningModule):  # type: ignore[misc]  # without types here
-    """A model of which one layer is frozen, one is not used, and one is used from the 4th step. No scheduler."""
+    """A model without a scheduler. One layer is frozen, one is not used, and one is used from the 4th step on."""
 
     automatic = True
 
@@ -67,19 +67,19 @@ class Parts(lightning.LightningModule):  # type: ignore[misc]  # without types h
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with all parameters."""
+        """Return AdamW with all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class TwoOptimizers(Parts):
-    """Two optimizers, the second of which steps later, by manual optimization. FSDP 1 of PyTorch refuses it."""
+    """A model with manual optimization and two optimizers. The second optimizer begins later. FSDP 1 refuses this."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, number: int) -> None:
-        """Step the first, and both from the 4th batch."""
+        """Step the first optimizer, and from the 4th batch on also the second."""
         first, second = self.optimizers()
         loss = self(batch[0], 3)
         self.losses.append(float(loss))
@@ -91,7 +91,7 @@ class TwoOptimizers(Parts):
         second.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        """Two optimizers of parts of the parameters."""
+        """Return two optimizers, each for a part of the parameters."""
         return (
             torch.optim.AdamW(self.used.parameters(), lr=1e-2),
             torch.optim.SGD([*self.late.parameters(), *self.unused.parameters()], lr=1e-2, momentum=0.9),
@@ -115,7 +115,7 @@ def build(kind: str, model: str, size: int, directory: Path, *callbacks: Any, **
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
         made = type("ShardedModel", (made,), {"configure_model": configure_model})
-    every = 2 if model == "parts" else 1  # each optimizer counts a step, and the number is odd at the end
+    every = 2 if model == "parts" else 1  # Lightning counts a step of each optimizer, so the last number is odd
     options = {"filename": "{step}", "every_n_train_steps": every, "save_top_k": -1, "save_last": "link", **options}
     run = lightning.Trainer(
         max_epochs=1,
@@ -132,7 +132,7 @@ def build(kind: str, model: str, size: int, directory: Path, *callbacks: Any, **
 
 
 def batches() -> Any:
-    """Return the batches, equal on all processes, so that any number of them computes the same."""
+    """Return batches that are equal on all processes, so that the result does not depend on their number."""
     rows = torch.rand(STEPS * 4, 8, generator=torch.Generator().manual_seed(1))
     return StatefulDataLoader(TensorDataset(rows), batch_size=4)
 
@@ -162,15 +162,15 @@ def assert_same_last(directory: Path, size: int) -> None:
 
 
 class SavesShards(lightning.Callback):  # type: ignore[misc]  # without types here
-    """A callback with copies of the weights, as for an average of them."""
+    """A callback that saves copies of the weights, like a callback for averages."""
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add them."""
+        """Add the copies."""
         checkpoint["copies"] = dict(checkpoint["state_dict"])
 
 
 def refuse(kind: str, directory: Path) -> None:
-    """Try what cannot be resumed or saved, and load weights for a validation."""
+    """Check that unsupported resumes and saves are refused, and load weights for a validation."""
     run, module = build(kind, "parts", 2, directory / "weights", save_weights_only=True)
     run.fit(module, batches())
     run, module = build(kind, "parts", 2, directory / "other")
@@ -183,7 +183,7 @@ def refuse(kind: str, directory: Path) -> None:
 
 
 def whole_and_rest(kind: str, model: str, directory: Path) -> None:
-    """Train, resume in the same job of two ranks, and try what is refused."""
+    """Train, resume in the same job of two ranks, and check that unsupported resumes are refused."""
     train(kind, model, 2, directory)
     resume(kind, model, 2, directory)
     if model == "parts" and kind == "model parallel":
@@ -191,7 +191,7 @@ def whole_and_rest(kind: str, model: str, directory: Path) -> None:
 
 
 def kill(kind: str, directory: Path) -> None:
-    """Train, and kill this process in the third save, the second with a link."""
+    """Train, and kill this process in the third save, which is the second save with a link."""
     saves = []
 
     def observe(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, whose states are lists that grow."""
+"""Metrics of torchmetrics whose states are growing lists."""
 
 from __future__ import annotations
 

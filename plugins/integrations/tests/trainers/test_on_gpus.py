@@ -1,4 +1,4 @@
-"""Cases that need GPUs: losses that are scaled for float16, and FSDP as Accelerate itself chooses it."""
+"""Tests that need GPUs: scaled losses in float16, and FSDP as Accelerate sets it up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_run_in_float16_resumes_with_its_scale(tmp_path: Path) -> None:
 
 
 def resume_with_fsdp(directory: str, version: int) -> None:
-    """Train, and resume from the middle. In each process of a job."""
+    """Train, and resume from the middle. Runs in each process of a job."""
     run = sharding.trainer(Path(directory), version, ddp_backend="nccl", use_cpu=False)
     run.train()
     assert newest_sound(directory) == str(Path(directory, "checkpoint-8"))

@@ -1,4 +1,4 @@
-"""Errors that reach users through adapters: they name no option that the adapter lacks."""
+"""Errors that reach users through adapters. They do not suggest options that the adapter lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptcore.errors import CheckpointExistsError, TreeMismatchError
 
 
 class Checkpointed(CheckpointMixin, Accelerator):
-    """The accelerator of the tests."""
+    """The Accelerator that the tests use."""
 
 
 def accelerator(directory: Path, outputs: int) -> Any:

@@ -1,4 +1,4 @@
-"""Second saves of trainers where directories cannot be exchanged, as on NFS and FUSE: each replaces the first."""
+"""Second saves of trainers on file systems without an exchange of directories, such as NFS and FUSE."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptcore.errors import AtomicityError, CorruptCheckpointError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageOpener, StorageOptions
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn of CPUs and of calls of their own
+pytestmark = pytest.mark.filterwarnings("ignore")  # trainers warn about CPUs and their own functions
 
 
 class _Accelerator(AcceleratorMixin, Accelerator):  # type: ignore[misc]  # without types here
@@ -69,8 +69,8 @@ def _transformers(directory: Path) -> Path:
     for _ in range(2):
         model = BertForSequenceClassification(config)
         _Trainer(model, arguments, train_dataset=rows).train()
-    found = ckptcore.load(directory / "checkpoint-1/model")
-    assert torch.equal(torch.tensor(found["classifier.weight"]), model.classifier.weight)
+    loaded = ckptcore.load(directory / "checkpoint-1/model")
+    assert torch.equal(torch.tensor(loaded["classifier.weight"]), model.classifier.weight)
     return directory / "checkpoint-1"
 
 
@@ -90,7 +90,7 @@ def test_the_second_save_replaces_the_first(
     saved = _TRAINERS[trainer](tmp_path)
     assert ckptcore.verify(saved).ok
     assert caplog.text.count("so a checkpoint is replaced by two renames") == 1
-    with pytest.raises(AtomicityError):  # what the call is patched for
+    with pytest.raises(AtomicityError):  # shows that the file system cannot exchange directories
         ckptcore.save(f"{saved}/", {"n": 1}, overwrite=True)
 
 
@@ -133,7 +133,7 @@ def _step_in(storages: MemoryStorages) -> int:
 
 
 def test_lightning_has_a_checkpoint_at_each_moment_on_an_object_store() -> None:
-    """Another process can load at each moment, and the next save goes on after a kill there."""
+    """Another process can load a checkpoint at each moment, and after a kill at any moment the next save succeeds."""
     storages = MemoryStorages()
     _save_lightning(storages, 1)
     changes = [operation.number for operation in _save_lightning(storages, 2).operations if operation.changes]
@@ -151,7 +151,7 @@ def test_lightning_has_a_checkpoint_at_each_moment_on_an_object_store() -> None:
 
 def test_lightning_saves_after_a_first_save_that_was_killed_on_an_object_store() -> None:
     operations = _save_lightning(MemoryStorages(), 1).operations
-    for operation in [one for one in operations if one.changes]:
+    for operation in [candidate for candidate in operations if candidate.changes]:
         storages = MemoryStorages()
         assert _save_lightning(storages, 1, CrashAt(operation.number)).crashed
         assert not _save_lightning(storages, 2).crashed

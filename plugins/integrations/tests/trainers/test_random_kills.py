@@ -1,4 +1,4 @@
-"""Trainers killed at random moments of saves lose nothing: Keras, TorchTitan, Accelerate and Ray Train."""
+"""Trainers that are killed at random moments lose no checkpoint: Keras, TorchTitan, Accelerate and Ray Train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 36
 
 
 def run(command: list[str], kills: int) -> None:
-    """Run a program that kills and finds nothing lost."""
+    """Run a program that kills trainers, and check that no checkpoint was lost."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path]),
@@ -49,11 +49,11 @@ def run(command: list[str], kills: int) -> None:
         pytest.param("Accelerate", 30, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_lost(tmp_path: Path, job: str, kills: int) -> None:
+def test_no_checkpoint_is_lost(tmp_path: Path, job: str, kills: int) -> None:
     pytest.importorskip("torchtitan" if job == "Titan" else "torch")
     run([str(HERE.parent / "random_kills.py"), f"killed_trainers:{job}", str(tmp_path)], kills)
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_by_workers_and_drivers_of_ray(tmp_path: Path) -> None:
+def test_workers_and_drivers_of_ray_lose_no_checkpoint(tmp_path: Path) -> None:
     run([str(HERE / "killed_ray.py"), str(tmp_path)], 20)

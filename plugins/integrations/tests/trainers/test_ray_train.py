@@ -1,4 +1,4 @@
-"""Ray Train with our saves: a worker is killed in the middle of a save, and Ray starts the job again."""
+"""Ray Train with our saves: a worker is killed during a save, and Ray restarts the job."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ print(json.dumps([Path(directory, f"message-{rank}").read_text() for rank in ran
 def run(directory: Path, fate: str) -> dict[str, Any]:
     """Train, and return the last metrics and the location of the last checkpoint."""
     directory.mkdir()
-    found: dict[str, Any] = run_program(PROGRAM, directory, fate)
-    return found
+    result: dict[str, Any] = run_program(PROGRAM, directory, fate)
+    return result
 
 
 def run_program(program: str, directory: Path, fate: str = "") -> Any:
-    """Run a program in a process, and return what it prints as JSON."""
+    """Run a program in a process, and return the JSON that it prints."""
     page = ROOT / "docs/how-to/with-ray-train.md"
     environment = {
         **os.environ,
@@ -158,15 +158,18 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
-    """Ray Train deletes the directory of an old report, which must not be that of a new one."""
+    """Ray Train deletes the directories of old reports. The directory of a new report must be a different one."""
     kept = run_program(GOING_BACK, tmp_path)
     assert [count for _, count in kept] == [5, 6]
     for location, count in kept:
         assert (ckptcore.load(f"{location}/model")["w"] == count).all()
 
 
-def test_a_step_that_was_not_reported_is_replaced_on_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker was killed between the commit and the report. With a fake of Ray: memory has one process."""
+def test_an_unreported_step_is_replaced_on_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker was killed between the commit and the report.
+
+    The test uses a fake of Ray, because only one process can use a storage in memory.
+    """
     memory = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
     storage = SimpleNamespace(
         storage_filesystem=memory, build_checkpoint_path_from_name=lambda name: f"not-reported/{name}"
@@ -188,7 +191,7 @@ def test_a_step_that_was_not_reported_is_replaced_on_an_object_store(monkeypatch
 
 
 def test_file_systems(tmp_path: Path) -> None:
-    """Ray takes a file system of pyarrow for RunConfig(storage_path=...), a path or URL."""
+    """Ray replaces a path or URL in RunConfig(storage_path=...) by a file system of pyarrow."""
     location = os.fspath(tmp_path / "c")
     ckptcore.save(location, {"n": 3})
     subtree = fs.SubTreeFileSystem(os.fspath(tmp_path), fs.LocalFileSystem())
@@ -219,7 +222,7 @@ def test_file_systems(tmp_path: Path) -> None:
         assert checkpoint_location(Checkpoint("bucket/c", made)) == f"{scheme}://bucket/c"
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path) -> None:
     for message in run_program(REFUSED, tmp_path):
         assert "in 'loop': lock" in message
         assert "in 'loop': deep[0]" in message

@@ -1,4 +1,4 @@
-"""Runs that Lightning, transformers, Accelerate and Keras wrote by themselves are seen, or refused with the way on."""
+"""Opening of runs that Lightning, transformers, Accelerate and Keras wrote. Errors name a remedy."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckptcore.step_names import StepNameFormat, StepNames
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.filterwarnings("ignore"),  # Lightning warns of CPUs, workers, loggers and its own calls
+    pytest.mark.filterwarnings("ignore"),  # Lightning warns about CPUs, workers, loggers and its own functions
 ]
 
 
 class _Model(BoringModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found = super().training_step(batch, batch_idx)
-        self.log("train_loss", found["loss"])
-        return found
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss["loss"])
+        return loss
 
 
 def by_lightning(directory: Path, **options: Any) -> None:
@@ -70,7 +70,7 @@ def by_accelerate(directory: Path, names: list[str]) -> None:
 
 
 NAMES = {"StepNames": StepNames, "StepNameFormat": StepNameFormat}
-"""For the code in errors."""
+"""Names for evaluating the code in errors."""
 
 EVERY_5 = {"save_top_k": -1, "every_n_train_steps": 5}
 
@@ -85,7 +85,7 @@ SEEN: dict[str, tuple[Callable[[Path], None], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("writer", SEEN)
-def test_a_run_is_seen(tmp_path: Path, writer: str) -> None:
+def test_a_run_is_opened(tmp_path: Path, writer: str) -> None:
     write, steps = SEEN[writer]
     write(tmp_path / "run")
     with ckptcore.Checkpointer(tmp_path / "run") as run:
@@ -129,7 +129,7 @@ def by_keras(directory: Path, callback: str) -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
 
 
-def test_a_run_of_keras_with_orbax_is_seen(tmp_path: Path) -> None:
+def test_a_run_of_keras_with_orbax_is_opened(tmp_path: Path) -> None:
     by_keras(tmp_path / "run", "OrbaxCheckpoint(run, save_freq='epoch')")
     assert ckptcore.CheckpointReader(tmp_path / "run").latest == 1
 

@@ -1,4 +1,4 @@
-"""TorchTitan with `CkptcoreManager`: kill and resume, both managers on one run, and the last step for Hugging Face."""
+"""TorchTitan with `CkptcoreManager`: kills and resumes, both managers on one run, and exports for Hugging Face."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +13,19 @@ from typing import Any
 
 import pytest
 from ckptcore_integrations.torchtitan import _called_in
+from ckptcore_testing.servers import free_port
 from safetensors.torch import load_file
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import environment
 
 pytestmark = pytest.mark.system
 
 
 def train(call: str, size: int = 1, *, function: str = "run") -> list[int]:
     """Call `run`, or another function of the program, in a job. Return the exit statuses of the ranks."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    job = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {**environment(), "WORLD_SIZE": str(size), **address}
     program = f"from pathlib import Path; import titan_program as t; t.{function}({call})"
     ranks = [
         subprocess.Popen(
@@ -41,7 +39,7 @@ def train(call: str, size: int = 1, *, function: str = "run") -> list[int]:
     return [rank.wait(240) for rank in ranks]
 
 
-def found(report: Path) -> Any:
+def read_report(report: Path) -> Any:
     return json.loads(report.with_suffix(".0").read_text())
 
 
@@ -58,7 +56,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A finished run with TorchTitan's own manager."""
     folder = tmp_path_factory.mktemp("plain")
     assert train(f"Path({str(folder)!r}), Path({str(folder / 'report')!r}), 'CheckpointManager'") == [0]
-    return found(folder / "report"), folder
+    return read_report(folder / "report"), folder
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
@@ -67,19 +65,19 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, mo
     assert train(f"{arguments}, 'Killed', async_mode={mode!r}") == [-signal.SIGKILL]
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-4"]
     assert train(f"{arguments}, async_mode={mode!r}") == [0]
-    assert_continued(uninterrupted[0], found(tmp_path / "report"))
+    assert_continued(uninterrupted[0], read_report(tmp_path / "report"))
     assert ckptcore.verify(tmp_path / "checkpoint" / "step-12").ok
 
 
 @pytest.mark.brings("parameters without a gradient, never or not yet", "torchtitan", "same")
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_without_a_gradient_resume(tmp_path: Path, size: int) -> None:
-    """A parameter that first has a gradient after the resume gets the state of a first step."""
+    """If a parameter has its first gradient after the resume, the optimizer treats this as its first step."""
 
     def run(directory: Path, options: str) -> Any:
         arguments = f"Path({str(directory)!r}), Path({str(directory / 'report')!r}), models='WithUnused'"
         assert train(f"{arguments}, {options}", size) == [0] * size
-        return found(directory / "report")
+        return read_report(directory / "report")
 
     whole = run(tmp_path / "whole", "steps=12")
     run(tmp_path / "resumed", "steps=4")
@@ -95,7 +93,7 @@ def test_each_manager_continues_a_run_of_the_other(uninterrupted: Any, tmp_path:
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(f"{arguments}, {first!r}, steps=4") == [0]
     assert train(f"{arguments}, {second!r}") == [0]
-    assert_continued(uninterrupted[0], found(tmp_path / "report"))
+    assert_continued(uninterrupted[0], read_report(tmp_path / "report"))
 
 
 def test_the_last_step_of_two_ranks_is_exported(tmp_path: Path) -> None:
@@ -105,18 +103,18 @@ def test_the_last_step_of_two_ranks_is_exported(tmp_path: Path) -> None:
     steps = tmp_path / "checkpoint"
     assert sorted(path.name for path in steps.glob("s*")) == ["step-12", "step-4", "step-8"]
     exported = load_file(steps / "step-12" / "model.safetensors")
-    weights = found(tmp_path / "report")["full"]
+    weights = read_report(tmp_path / "report")["full"]
     assert set(exported) == {f"model.{name}" for name in weights if not name.startswith(("state.", "param_groups."))}
     for name, tensor in exported.items():
         assert tensor.tolist() == weights[name.removeprefix("model.")]
 
 
-def test_what_a_killed_export_left_on_an_object_store_is_replaced(tmp_path: Path) -> None:
+def test_shards_of_a_killed_export_on_an_object_store_are_replaced(tmp_path: Path) -> None:
     assert train(f"Path({str(tmp_path / 'report')!r})", function="run_exports") == [0]
     assert json.loads((tmp_path / "report").read_text()) == [2, 2]
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_before_the_training(tmp_path: Path) -> None:
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(arguments, function="run_refused") == [0]
     report = json.loads((tmp_path / "report").read_text())
@@ -125,8 +123,8 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
     assert "\n  others/deep[0]" in report["message"]
 
 
-def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
-    """As on FUSE: the job waits until the lease has expired."""
+def test_a_killed_job_is_continued_without_locks(tmp_path: Path) -> None:
+    """Without locks, as on FUSE, the next job waits until the lease has expired."""
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(arguments, function="run_after_a_killed_job") == [0]
     assert ckptcore.verify(tmp_path / "checkpoint/step-4").ok
@@ -145,7 +143,7 @@ def test_remedies(tmp_path: Path) -> None:
     assert report["same"]
 
 
-def test_pickles_with_code_are_found() -> None:
+def test_pickles_that_call_functions_are_detected() -> None:
     assert _called_in(pickle.dumps({"position": [1, 2.5, "a", None, b"x"]})) is None
     for protocol in range(6):
         assert _called_in(pickle.dumps({"called": os.getpid}, protocol)) is not None

@@ -1,4 +1,4 @@
-"""W&B without a network and MLflow in a local directory: references, uploads, and checks of the digest."""
+"""References, uploads and digests with W&B and MLflow. W&B runs offline, and MLflow uses a local directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.docs.running import page_module, run_python
 
 WEIGHTS = {"w": np.arange(1 << 20, dtype=np.float32)}
 SMALL_BYTES = 64 << 10
-"""More than a tracker writes about a reference, and much less than the weights."""
+"""A limit for the bytes that a tracker writes for a reference. The weights are much larger."""
 
 
 @pytest.fixture(autouse=True)
 def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep everything that the trackers write in one directory."""
+    """Make the trackers write all of their files to one directory."""
     tracker = tmp_path / "tracker"
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, str(tracker))
@@ -45,7 +45,7 @@ def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def written(tmp_path: Path) -> int:
-    """Return the bytes in the directory of the trackers."""
+    """Return the number of bytes in the directory of the trackers."""
     return sum(path.stat().st_size for path in (tmp_path / "tracker").rglob("*") if path.is_file())
 
 
@@ -67,10 +67,10 @@ def log(tracker: ModuleType, location: str, **options: Any) -> Any:
 
 
 def recorded(logged: Any) -> dict[str, str]:
-    """Return what a tracker recorded."""
+    """Return the entries that a tracker recorded."""
     if isinstance(logged, wandb.Artifact):
-        found: dict[str, str] = logged.metadata["ckptcore"]
-        return found
+        entries: dict[str, str] = logged.metadata["ckptcore"]
+        return entries
     tags = mlflow.get_logged_model(logged.model_id).tags
     return {tag.removeprefix("ckptcore."): text for tag, text in tags.items() if tag.startswith("ckptcore.")}
 
@@ -85,11 +85,11 @@ def test_a_reference_copies_no_array(tmp_path: Path, tracker: ModuleType, layout
     before = written(tmp_path)
     logged = log(tracker, location)
     assert 0 < written(tmp_path) - before < SMALL_BYTES
-    found = ckptcore.metadata(location)
+    metadata = ckptcore.metadata(location)
     assert recorded(logged) == {
         "location": location,
-        "digest": found.digest,
-        "save_id": found.save_id,
+        "digest": metadata.digest,
+        "save_id": metadata.save_id,
         "nbytes": str(4 << 20),
         "uploaded": "no",
     }
@@ -124,15 +124,15 @@ def test_several_objects_on_another_storage(tracker: ModuleType) -> None:
 
 
 @both
-def test_what_cannot_be_logged_is_refused(tmp_path: Path, tracker: ModuleType) -> None:
+def test_locations_that_cannot_be_logged_are_refused(tmp_path: Path, tracker: ModuleType) -> None:
     plain = tmp_path / "plain"
     save(plain, layout=ckptcore.SafetensorsLayout(standalone=True))
     (plain / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"written by other software.*ckptcore\.copy"):
         log(tracker, os.fspath(plain))
     ckptcore.copy(plain, tmp_path / "ours", layout="safetensors")
-    found = tracker.checkpoint_location(log(tracker, os.fspath(tmp_path / "ours")))
-    assert np.array_equal(ckptcore.load(found)["w"], WEIGHTS["w"])
+    copied = tracker.checkpoint_location(log(tracker, os.fspath(tmp_path / "ours")))
+    assert np.array_equal(ckptcore.load(copied)["w"], WEIGHTS["w"])
     with pytest.raises(CheckpointNotFoundError):
         log(tracker, os.fspath(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"https://me:\*\*\*@host/x has a secret") as raised:
@@ -140,7 +140,7 @@ def test_what_cannot_be_logged_is_refused(tmp_path: Path, tracker: ModuleType) -
     assert "word" not in str(raised.value)
 
 
-def test_names_of_the_record_are_refused(tmp_path: Path) -> None:
+def test_reserved_names_of_metadata_and_tags_are_refused(tmp_path: Path) -> None:
     location = save(tmp_path / "1")
     with pytest.raises(ValueError, match="metadata has an entry 'ckptcore', which .*: choose another name"):
         with_wandb.checkpoint_artifact(location, "weights", metadata={"ckptcore": 1})
@@ -170,7 +170,7 @@ def test_an_update_is_not_uploaded(tmp_path: Path, tracker: ModuleType) -> None:
 
 
 @both
-def test_a_checkpoint_that_is_replaced_during_the_upload(
+def test_a_replacement_during_the_upload_is_an_error(
     tmp_path: Path, tracker: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location, copy = save(tmp_path / "1"), ckptcore.copy
@@ -205,7 +205,7 @@ def test_wandb_references(tmp_path: Path) -> None:
     assert f"{tmp_path.as_uri()}/a%20b/1" in entries["checkpoint/model.safetensors"].ref
     save(location, overwrite=True)
     other = with_wandb.checkpoint_artifact(location, "weights")
-    assert other.digest != artifact.digest  # a new version, although references and sizes are equal
+    assert other.digest != artifact.digest  # equal references and sizes must not hide the new version
     with pytest.raises(ValueError, match="root: nothing is downloaded"):
         with_wandb.checkpoint_location(artifact, tmp_path)
     with pytest.raises(CorruptCheckpointError, match="no valid record of a checkpoint there: log it again"):
@@ -223,7 +223,7 @@ def test_wandb_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(location)
 
     def download(artifact: wandb.Artifact, root: str, path_prefix: str) -> str:
-        """Copy the staged files: there is no server to download from."""
+        """Copy the staged files, because no server exists for a download."""
         for name, entry in artifact.manifest.entries.items():
             if name.startswith(path_prefix):
                 (Path(root) / name).parent.mkdir(parents=True, exist_ok=True)
@@ -231,9 +231,9 @@ def test_wandb_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return root
 
     monkeypatch.setattr(wandb.Artifact, "download", download)
-    found = with_wandb.checkpoint_location(artifact, tmp_path / "down")
-    assert found == os.fspath(tmp_path / "down" / "checkpoint")
-    assert np.array_equal(ckptcore.load(found)["w"], WEIGHTS["w"])
+    downloaded = with_wandb.checkpoint_location(artifact, tmp_path / "down")
+    assert downloaded == os.fspath(tmp_path / "down" / "checkpoint")
+    assert np.array_equal(ckptcore.load(downloaded)["w"], WEIGHTS["w"])
 
 
 def test_mlflow_models(tmp_path: Path) -> None:
@@ -241,9 +241,13 @@ def test_mlflow_models(tmp_path: Path) -> None:
     with mlflow.start_run() as run:
         model = with_mlflow.log_checkpoint(location, "weights", tags={"stage": "x"}, params={"rate": "1"})
         mlflow.log_metric("loss", 0.25, step=3, model_id=model.model_id)
-    found = mlflow.get_logged_model(model.model_id)
-    assert found.tags["stage"] == "x" and found.params == {"rate": "1"} and found.source_run_id == run.info.run_id
-    assert [(metric.key, metric.value, metric.step) for metric in found.metrics] == [("loss", 0.25, 3)]
+    logged_model = mlflow.get_logged_model(model.model_id)
+    assert (
+        logged_model.tags["stage"] == "x"
+        and logged_model.params == {"rate": "1"}
+        and logged_model.source_run_id == run.info.run_id
+    )
+    assert [(metric.key, metric.value, metric.step) for metric in logged_model.metrics] == [("loss", 0.25, 3)]
     assert with_mlflow.checkpoint_location(model.model_id) == location
     with pytest.raises(ValueError, match="dst_path: nothing is downloaded"):
         with_mlflow.checkpoint_location(model, tmp_path)
@@ -261,10 +265,10 @@ def test_mlflow_uploads(tmp_path: Path) -> None:
     shutil.rmtree(location)
     (tmp_path / "down").mkdir()
     for target in (None, tmp_path / "down"):
-        found = with_mlflow.checkpoint_location(model, target)
-        assert np.array_equal(ckptcore.load(found)["w"], WEIGHTS["w"])
-        assert ckptcore.verify(found).ok
-    assert Path(found).is_relative_to(tmp_path / "down")
+        downloaded = with_mlflow.checkpoint_location(model, target)
+        assert np.array_equal(ckptcore.load(downloaded)["w"], WEIGHTS["w"])
+        assert ckptcore.verify(downloaded).ok
+    assert Path(downloaded).is_relative_to(tmp_path / "down")
 
 
 def test_a_failed_upload_is_marked_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with adapters of PEFT: kill and resume, and the files that PEFT opens."""
+"""The Trainer of Transformers with adapters of PEFT: kills and resumes, and files that PEFT opens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from ckptcore_integrations import added_files
 from ckptcore_integrations.adapters import adapter_tensors
 from ckptcore_integrations.transformers import export_pretrained, newest_sound
 from packaging.version import Version
@@ -22,9 +21,9 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ckptcore
 from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT uses
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses this property
 CONFIGS: dict[str, Any] = {
     "lora": {"peft_type": "LORA", "r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.1},
     "ia3": {"peft_type": "IA3", "target_modules": ["query", "dense"], "feedforward_modules": ["dense"]},
@@ -41,7 +40,7 @@ def base() -> tuple[Any, Any]:
 
 
 def task(name: str) -> Callable[[], tuple[Any, Any]]:
-    """Return a function that makes a model with an adapter, and rows."""
+    """Return a function that creates a model with an adapter, and the rows of its training."""
 
     def make() -> tuple[Any, Any]:
         model, rows = base()
@@ -78,14 +77,7 @@ TASKS = {**{name: task(name) for name in CONFIGS}, "two": two_adapters, "outside
 
 def be_killed(directory: str) -> None:
     """Train with LoRA, and kill this process right before the commit of the second save."""
-    commit = added_files._CommitWithFiles.commit  # no public event is as late
-
-    def killed(self: Any, payloads: Any) -> None:
-        if Path(directory, "checkpoint-4").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(Path(directory, "checkpoint-4"))
     plain.trainer(Path(directory), plain.Checkpointed, two_adapters, max_steps=8).train()
 
 
@@ -96,10 +88,10 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     run.train()
     program = f"import test_trainer_adapters as t; t.be_killed({str(tmp_path / 'killed')!r})"
     assert run_job(program, 1, tmp_path) == [-signal.SIGKILL]
-    found = newest_sound(tmp_path / "killed")
-    assert found == str(tmp_path / "killed" / "checkpoint-4")
+    newest = newest_sound(tmp_path / "killed")
+    assert newest == str(tmp_path / "killed" / "checkpoint-4")
     resumed = plain.trainer(tmp_path / "killed", plain.Checkpointed, two_adapters, max_steps=8)
-    resumed.train(resume_from_checkpoint=found)
+    resumed.train(resume_from_checkpoint=newest)
     plain.assert_same(run, resumed, since=4)
 
 
@@ -117,16 +109,16 @@ def test_adapters_resume_and_open_with_peft(tmp_path: Path, name: str, caplog: p
     checkpoint = tmp_path / "checkpoint-8"
     assert ckptcore.verify(checkpoint).ok and newest_sound(tmp_path) == str(checkpoint)
     frozen = [name for name, parameter in base()[0].named_parameters() if "query.weight" in name]
-    assert not [name for name in ckptcore.load(checkpoint / "model") if frozen[0] in name]  # not the base model
-    found = peft.PeftModel.from_pretrained(base()[0], checkpoint)
-    expected, stored = (peft.get_peft_model_state_dict(model) for model in (run.model, found))
+    assert not [name for name in ckptcore.load(checkpoint / "model") if frozen[0] in name]  # without the base model
+    model_of_peft = peft.PeftModel.from_pretrained(base()[0], checkpoint)
+    expected, stored = (peft.get_peft_model_state_dict(model) for model in (run.model, model_of_peft))
     assert expected.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[key]) for key, tensor in expected.items())
     with pytest.raises(CheckpointError, match="PeftModel.from_pretrained.*and call save_pretrained of the result"):
         export_pretrained(checkpoint, tmp_path / "exported")
-    found.save_pretrained(tmp_path / "exported")
+    model_of_peft.save_pretrained(tmp_path / "exported")
     again = peft.PeftModel.from_pretrained(base()[0], tmp_path / "exported")
-    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in found.state_dict().items())
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in model_of_peft.state_dict().items())
 
 
 @pytest.mark.brings("`model.add_adapter` of Transformers", "transformers", "same")
@@ -169,7 +161,7 @@ def test_the_best_adapter_is_loaded(tmp_path: Path) -> None:
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
     assert all(torch.equal(value, at[8][key]) for key, value in adapter_tensors(run.model).items())
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-8"]  # the best, and the last one
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-8"]  # the best and the last step
 
 
 def test_an_adapter_with_the_name_of_another_part_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The Trainer of Transformers with FSDP 1 and 2: killed, resumed, and resumed by another number of processes.
+"""The Trainer of Transformers with FSDP 1 and 2: kills, resumes, and resumes with another number of processes.
 
-Torch's FSDP on CPUs, through `trainer_jobs.fsdp_on_cpus`, which says what it replaces.
+The tests use PyTorch's FSDP on CPUs. `trainer_jobs.fsdp_on_cpus` makes this possible, and describes its changes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import peft
 import pytest
 import torch
 import transformers
-from ckptcore_integrations import added_files
 from ckptcore_integrations.transformers import export_pretrained, newest_sound
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # which PEFT uses
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # PEFT uses this property
 ]
 
 
 class Classifier(transformers.BertForSequenceClassification):  # type: ignore[misc]  # without types here
-    """Has a layer that gets no gradient, and a frozen one."""
+    """A classifier that has a layer without a gradient, and a frozen layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -59,7 +58,7 @@ LORA = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value
 def trainer(
     directory: Path, version: int, kind: Any = plain.Checkpointed, *, adapters: bool = False, **others: Any
 ) -> Any:
-    """Return a trainer with 16 rows in a batch, in any number of processes; without FSDP if it is one."""
+    """Return a trainer with 16 rows in a batch, for any number of processes. A single process does not use FSDP."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     options: dict[str, Any] = {"per_device_train_batch_size": 16 // size, "max_steps": 8}
     if size > 1:
@@ -70,25 +69,18 @@ def trainer(
 
 
 def be_killed(first: str, second: str, version: int, *, adapters: bool) -> None:
-    """Train, and train again elsewhere until this process is killed, right before the commit of the second save."""
+    """Train. Train again in another directory, and kill this process right before the commit of the second save."""
     train(first, version, adapters=adapters)
-    commit = added_files._CommitWithFiles.commit  # no public event is as late
-
-    def killed(self: Any, payloads: Any) -> None:
-        if Path(second, "checkpoint-4").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(Path(second, "checkpoint-4"))
     train(second, version, adapters=adapters)
 
 
 def train(directory: str, version: int, *, adapters: bool, resume: bool = False) -> None:
-    """Train 8 steps, and save at 4 and 8. In each process of a job."""
+    """Train 8 steps, and save at steps 4 and 8. Runs in each process of a job."""
     run = trainer(Path(directory), version, adapters=adapters)
-    found = newest_sound(directory)
-    assert (found is not None) == resume
-    run.train(resume_from_checkpoint=found)
+    newest = newest_sound(directory)
+    assert (newest is not None) == resume
+    run.train(resume_from_checkpoint=newest)
     wrapped = run.model_wrapped
     assert isinstance(wrapped, torch.distributed.fsdp.FullyShardedDataParallel if version == 1 else torch.nn.Module)
     assert hasattr(next(wrapped.parameters()), "device_mesh") == (version == 2)
@@ -96,7 +88,7 @@ def train(directory: str, version: int, *, adapters: bool, resume: bool = False)
 
 
 def carry_over(source: str, directory: str, version: int, *, adapters: bool) -> None:
-    """Resume, and save the same step elsewhere before any training. In each process of a job."""
+    """Resume, and save the same step elsewhere before any training. Runs in each process of a job."""
     run = trainer(Path(directory), version, adapters=adapters)
 
     class Save(transformers.TrainerCallback):  # type: ignore[misc]  # without types here
@@ -110,7 +102,7 @@ def carry_over(source: str, directory: str, version: int, *, adapters: bool) -> 
 
 
 class _EnoughError(Exception):
-    """Ends a training."""
+    """Raised to end a training."""
 
 
 def job(directory: Path, size: int, call: str) -> list[int]:
@@ -125,7 +117,7 @@ def test_adapters_with_fsdp_1_are_refused_at_the_start(tmp_path: Path) -> None:
 
 
 def be_refused(directory: str) -> None:
-    """Try to train. In each process of a job."""
+    """Check that a training is refused. Runs in each process of a job."""
     with pytest.raises(NotImplementedError, match=r"adapters with FSDP 1.*Set fsdp_config=\{'version': 2\}"):
         trainer(Path(directory), 1, adapters=True).train()
     assert not Path(directory).exists() or os.listdir(directory) == []
@@ -138,15 +130,15 @@ def assert_equal(left: Any, right: Any) -> None:
             assert_equal(value, right[key])
     elif isinstance(left, list):
         assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
+        for first, other in zip(left, right, strict=True):
+            assert_equal(first, other)
     else:
         assert (left == right).all() if hasattr(left, "shape") else left == right
 
 
-def assert_same_step(one: Path, other: Path) -> None:
+def assert_same_step(first: Path, other: Path) -> None:
     for name in ("model", "optimizer", "scheduler"):
-        assert_equal(ckptcore.load(one / name), ckptcore.load(other / name))
+        assert_equal(ckptcore.load(first / name), ckptcore.load(other / name))
 
 
 @pytest.mark.brings("Trainer with FSDP 1 and 2, killed in a save; another number of processes", "transformers", "same")
@@ -184,12 +176,12 @@ def test_a_killed_job_resumes_bit_for_bit(
         else:
             assert job(tmp_path, other, f"carry_over(*{arguments!r}, adapters={adapters})") == [0] * other
         moved, source = (path / "checkpoint-8" for path in (third, first))
-        if not adapters:  # one process saves adapters alone
+        if not adapters:  # a single process saves only the adapters
             assert_equal(ckptcore.load(moved / "model"), ckptcore.load(source / "model"))
         if other > 1:
             assert_same_step(moved, source)
     names = ckptcore.load(first / "checkpoint-8" / "optimizer")["state"].keys()
-    assert version == 1 or not [name for name in names if "unused" in name]  # FSDP 1 makes gradients of zero
+    assert version == 1 or not [name for name in names if "unused" in name]  # FSDP 1 creates gradients of zero
     assert adapters or not [name for name in names if "classifier.bias" in name]  # frozen
     if adapters:
         model = transformers.BertForSequenceClassification(

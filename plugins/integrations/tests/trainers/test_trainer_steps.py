@@ -1,4 +1,4 @@
-"""`newest_sound` on steps of plain Trainers: alone, with PEFT, FSDP and DeepSpeed, intact, damaged and unknown."""
+"""`newest_sound` on steps that plain Trainers saved, also with PEFT, FSDP and DeepSpeed: sound, damaged and unknown."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
 from plugins.integrations.tests.trainers.trainer_jobs import run_job
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT uses
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses this property
 RANKS = 2
 
 
 class Process:
-    """The part of an Accelerator that Accelerate's functions for FSDP use."""
+    """The attributes of an Accelerator that Accelerate's functions for FSDP use."""
 
     num_processes, process_index, is_main_process, is_fsdp2 = 1, 0, True, True
 
     def wait_for_everyone(self) -> None:
-        """Return."""
+        """Return at once, because the job has one process."""
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAMES_RANKS = "use_dcp" in inspect.signature(save_fsdp_model).parameters
-"""Return True if this Accelerate can write files by rank without DCP."""
+"""True if this version of Accelerate can write a file for each rank, without DCP."""
 
 
 @pytest.fixture(scope="module")
 def sharded(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps with the files of FSDP 2 that Accelerate writes: whole, sharded, and by rank."""
+    """Two steps with the files that Accelerate writes with FSDP 2: whole, sharded, and one file for each rank."""
     directory = tmp_path_factory.mktemp("sharded")
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
     try:
@@ -96,7 +96,7 @@ def sharded(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_deepspeed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps with the files that DeepSpeed writes with ZeRO 3; see `test_steps_of_deepspeed_itself`."""
+    """Two steps with files like those of DeepSpeed with ZeRO 3. `test_steps_of_deepspeed_itself` uses real files."""
     run: Path = tmp_path_factory.mktemp("deepspeed") / "run"
     shutil.copytree(trained, run)
     for step in run.iterdir():
@@ -137,7 +137,7 @@ def truncate(path: Path) -> None:
 
 
 def assert_damage(source: Path, tmp_path: Path, name: str, *changes: Callable[[Path], None]) -> None:
-    """Change a file or directory of the newest step, which is sound otherwise, and expect the step before it."""
+    """Damage a file or directory of the newest step, which was sound, and expect the previous step."""
     run, newest = copied(source, tmp_path)
     assert newest_sound(run) == str(newest)
     for change in changes:
@@ -192,7 +192,7 @@ def test_deepspeed(by_deepspeed: Path, tmp_path: Path, name: str) -> None:
 
 
 def train_with_deepspeed(directory: str, stage: int) -> None:
-    """Train with the plain Trainer and DeepSpeed. In each process of a job."""
+    """Train with the plain Trainer and DeepSpeed. Runs in each process of a job."""
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
     sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     config = {"zero_optimization": {"stage": stage}, "optimizer": optimizer, **sizes}
@@ -227,12 +227,12 @@ def test_a_missing_rank_is_damage(sharded: Path, tmp_path: Path) -> None:
     assert newest_sound(run) == str(run / "checkpoint-4")
 
 
-def test_other_ways_to_save_are_sound(trained: Path, tmp_path: Path) -> None:
+def test_steps_with_other_formats_of_files_are_sound(trained: Path, tmp_path: Path) -> None:
     run, newest = copied(trained, tmp_path)
-    torch.save({"w": torch.ones(2)}, newest / "pytorch_model.bin")  # save_safetensors=False of Transformers 4
+    torch.save({"w": torch.ones(2)}, newest / "pytorch_model.bin")  # Transformers 4 with save_safetensors=False
     (newest / "model.safetensors").unlink()
     assert newest_sound(run) == str(newest)
-    for number in (1, 2):  # in several files
+    for number in (1, 2):  # weights in several files
         torch.save({"w": torch.ones(2)}, newest / f"pytorch_model-0000{number}-of-00002.bin")
     index = {"weight_map": {name: f"pytorch_model-0000{name}-of-00002.bin" for name in "12"}}
     (newest / "pytorch_model.bin.index.json").write_text(json.dumps(index))
@@ -240,7 +240,7 @@ def test_other_ways_to_save_are_sound(trained: Path, tmp_path: Path) -> None:
     (run / "tmp-checkpoint-12").mkdir()
     (newest / "notes.bin").write_bytes(b"of the user")
     assert newest_sound(run) == str(newest)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # save_only_model
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # as with save_only_model
         (newest / name).unlink()
     assert newest_sound(run) == str(newest)
     (newest / "pytorch_model-00002-of-00002.bin").unlink()
@@ -252,17 +252,18 @@ def unknown_weights(step: Path) -> None:
 
 
 def unknown_optimizer(step: Path) -> None:
-    (step / "optimizer.pt").rename(step / "rank0-of-1-optimizer.pt")  # of FSDP on XLA
+    (step / "optimizer.pt").rename(step / "rank0-of-1-optimizer.pt")  # a file of FSDP on XLA
 
 
 def unknown_directory(step: Path) -> None:
     (step / "model.safetensors").unlink()
-    (step / "iter_0000008").mkdir()  # of Megatron-LM
+    (step / "iter_0000008").mkdir()  # a directory of Megatron-LM
 
 
 def unreadable(step: Path) -> None:
     (step / "optimizer.pt").unlink()
-    (step / "optimizer.pt").symlink_to("optimizer.pt")  # as with a mount that fails: no error of a missing file
+    # The error of a loop of links differs from that of a missing file, like the error of a failing mount.
+    (step / "optimizer.pt").symlink_to("optimizer.pt")
 
 
 def old_pickle(step: Path) -> None:
@@ -303,7 +304,7 @@ def test_a_run_with_an_unknown_step_deletes_nothing(trained: Path, tmp_path: Pat
     assert (newest / "weights.msgpack").exists()
 
 
-def test_the_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
+def test_a_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, newest = copied(trained, tmp_path)
@@ -323,7 +324,7 @@ def test_the_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
     assert ckptcore.verify(newest).ok
 
 
-def test_old_steps_are_those_with_low_numbers(tmp_path: Path) -> None:
+def test_steps_with_low_numbers_are_old(tmp_path: Path) -> None:
     for step in (2, 10, 9, 100):
         (tmp_path / f"checkpoint-{step}").mkdir()
         os.utime(tmp_path / f"checkpoint-{step}", (0, 1000 - step))

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with `CheckpointMixin`: kill and resume, retention, the best model, exports, and jobs."""
+"""The Trainer of Transformers with `CheckpointMixin`: kills and resumes, retention, best models, exports, and jobs."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from transformers.training_args import ParallelMode
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit, run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT uses
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses this property
 torch.set_num_threads(1)
 
 
 class Observed(Trainer):  # type: ignore[misc]  # without types here
-    """Records the loss and the data of each step."""
+    """A Trainer that records the loss and the data of each step."""
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], *args: Any) -> Any:
         loss = super().training_step(model, inputs, *args)
@@ -63,7 +63,7 @@ class Observed(Trainer):  # type: ignore[misc]  # without types here
 
 
 class Checkpointed(CheckpointMixin, Observed):
-    """The Trainer of the tests."""
+    """The Trainer that the tests use."""
 
 
 DIGITS = load_digits()
@@ -81,7 +81,7 @@ def images() -> tuple[Any, list[dict[str, Any]]]:
 
 
 def tokens() -> tuple[Any, list[dict[str, Any]]]:
-    """Return a new BERT with dropout, and images as tokens. The Trainer's own files have the names of its weights."""
+    """Return a new BERT with dropout, and images as tokens. The plain Trainer saves its weights with the same names."""
     rows = [
         {"input_ids": torch.tensor(pixels, dtype=torch.int64), "labels": int(label)}
         for pixels, label in zip(DIGITS.data[:96], DIGITS.target[:96], strict=True)
@@ -90,7 +90,7 @@ def tokens() -> tuple[Any, list[dict[str, Any]]]:
 
 
 def trainer(directory: Path, kind: type[Observed] = Checkpointed, task: Any = images, **options: Any) -> Observed:
-    """Return a trainer of a small model: 6 steps in an epoch, saved at every 4th of 12."""
+    """Return a trainer of a small model that trains 12 steps, 6 in an epoch, and saves every 4th step."""
     set_seed(0)
     model, rows = task()
     given = {"max_steps": 12, "save_steps": 4, "logging_steps": 2, "per_device_train_batch_size": 16, "use_cpu": True}
@@ -114,7 +114,7 @@ def assert_same(run: Any, other: Any, *, since: int = 0) -> None:
     for number, moments in left["state"].items():
         assert all(torch.equal(value, right["state"][number][name]) for name, value in moments.items())
     assert run.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
-    losses = [[row.get("loss") for row in one.state.log_history] for one in (run, other)]
+    losses = [[row.get("loss") for row in each.state.log_history] for each in (run, other)]
     assert losses[0] == losses[1]
 
 
@@ -127,16 +127,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 
 def kill_in_second_save(directory: Path) -> None:
-    """Train, and kill this process after the files of the second save are written, right before its commit."""
-    commit = added_files._CommitWithFiles.commit  # no public event is as late
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "checkpoint-4").exists():
-            (directory.parent / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    """Train, and kill this process in the second save, after its files are written and right before its commit."""
+    kill_before_commit(directory / "checkpoint-4", directory.parent / "written")
     trainer(directory).train()
 
 
@@ -146,11 +138,9 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Observed, tmp_path: Pat
     directory = tmp_path / "run"
     program = f"import test_transformers as t, pathlib; t.Checkpointed.save_in_background = {in_background}; "
     program += f"t.kill_in_second_save(pathlib.Path({str(directory)!r}))"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(), check=False, capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # in the middle of the save
+    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # the kill happened during the save
 
     assert get_last_checkpoint(str(directory)) == newest_sound(directory) == str(directory / "checkpoint-4")
     resumed: Any = trainer(directory)
@@ -165,13 +155,13 @@ def test_a_run_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     plain = trainer(tmp_path, Observed, tokens)
     plain.train()
     shutil.rmtree(tmp_path / "checkpoint-12")
-    (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()  # as if it was killed
-    found = newest_sound(tmp_path)
-    assert found == str(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()  # as if the save had been killed
+    newest = newest_sound(tmp_path)
+    assert newest == str(tmp_path / "checkpoint-4")
     resumed = trainer(tmp_path, task=tokens)
-    resumed.train(resume_from_checkpoint=found)
+    resumed.train(resume_from_checkpoint=newest)
     assert_same(plain, resumed, since=4)
-    assert ckptcore.verify(tmp_path / "checkpoint-8").ok  # replaced
+    assert ckptcore.verify(tmp_path / "checkpoint-8").ok  # the damaged step was replaced
 
 
 def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
@@ -184,7 +174,7 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         at_step[run.state.global_step] = weights(run)
-        # The best is in the middle, so that it is neither the first nor the last.
+        # The best step is in the middle, so that it is neither the first nor the last step.
         return {**evaluate(*args, **kwargs), "eval_loss": abs(run.state.global_step - 6.0)}
 
     run.evaluate = evaluated
@@ -199,22 +189,21 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [8, 12]), (2, [8, 12]), (3, [4, 8, 12])])
 @pytest.mark.parametrize("newer", [0, 10_000, -10_000], ids=["equal times", "clock set back", "copied"])
-def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
+def test_the_step_that_was_just_saved_is_never_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, kept: list[int], newer: int
+) -> None:
     trainer(tmp_path).train()
     now = os.stat(tmp_path / "checkpoint-12").st_mtime
     run = trainer(tmp_path, max_steps=8, save_total_limit=limit)
 
-    def set_times() -> None:
+    delete = ckptcore_integrations.transformers.delete_old_steps
+
+    def set_times_and_delete(*arguments: Any, **options: Any) -> None:
         for step, seconds in ((4, newer), (12, newer * 2), (8, 0)):
             os.utime(tmp_path / f"checkpoint-{step}", (now, now + seconds))
+        delete(*arguments, **options)
 
-    finish = run._after_save
-
-    def after_save(*arguments: Any) -> Any:
-        set_times()
-        return finish(*arguments)
-
-    run._after_save = after_save  # type: ignore[attr-defined]
+    monkeypatch.setattr(ckptcore_integrations.transformers, "delete_old_steps", set_times_and_delete)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert sorted(os.listdir(tmp_path)) == sorted(f"checkpoint-{step}" for step in kept)
 
@@ -233,7 +222,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path: Path, name: str) -> None:
+def test_damage_to_a_step_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path: Path, name: str) -> None:
     shutil.copytree(uninterrupted.args.output_dir, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint-12"
     content = (newest / name).read_bytes()
@@ -247,12 +236,12 @@ def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path:
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors.index.json", "optimizer.pt", "added"])
 @pytest.mark.parametrize("special", ["pipe", "device"])
-def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) -> None:
+def test_steps_with_special_files_are_not_sound(tmp_path: Path, name: str, special: str) -> None:
     for step in (4, 8):
         directory = tmp_path / f"checkpoint-{step}"
         ckptcore.save(directory, {"w": torch.ones(2)}, metadata={"files": added_files.digests_of({"added": b"x"})})
         (directory / "added").write_bytes(b"x")
-    if name != "added":  # a directory of a plain Trainer
+    if name != "added":  # make it a directory of a plain Trainer
         (directory / "checkpoint.json").unlink()
         (directory / "trainer_state.json").write_text('{"global_step": 8}')
     (directory / name).unlink(missing_ok=True)
@@ -260,15 +249,15 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) 
         os.mkfifo(directory / name)
     else:
         (directory / name).symlink_to("/dev/zero")
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(newest_sound(tmp_path)), daemon=True)
+    newest_steps: list[str | None] = []
+    thread = threading.Thread(target=lambda: newest_steps.append(newest_sound(tmp_path)), daemon=True)
     thread.start()
     thread.join(60)
-    assert found == [str(tmp_path / "checkpoint-4")]
+    assert newest_steps == [str(tmp_path / "checkpoint-4")]
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -> None:
+def test_compressed_members_are_refused(tmp_path: Path, compression: int) -> None:
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"global_step": 8}')
     path = tmp_path / "checkpoint-8" / "pytorch_model.bin"
@@ -283,24 +272,24 @@ def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -
     path.write_bytes(content)
 
 
-def test_members_that_share_bytes_are_not_read_again_and_again(tmp_path: Path) -> None:
+def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", bytes(10_000))
-        archive.filelist *= 3  # in the directory
+        archive.filelist *= 3  # the archive's directory lists the member three times
     with pytest.raises(CorruptCheckpointError, match="together longer than the file"):
         check_zip(path)
 
 
-def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
+def test_only_the_model_is_saved_on_request(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=4, save_only_model=True)
     run.train()
     assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
-    found = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
-    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(CheckpointError, match="save_only_model=True.*from_pretrained, and train without resume_from"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
-    again = trainer(tmp_path / "again", task=lambda: (found, images()[1]), max_steps=1)
+    again = trainer(tmp_path / "again", task=lambda: (model, images()[1]), max_steps=1)
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(run).items())
     again.train()
 
@@ -332,7 +321,7 @@ def test_what_is_not_supported_is_refused_at_the_start(
 
 
 class Hub:
-    """A fake of `huggingface_hub.HfApi`: repositories are directories."""
+    """A fake of `huggingface_hub.HfApi` whose repositories are directories."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -361,7 +350,7 @@ class Hub:
         return done
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the Trainer and the adapter upload here."""
+        """Make the Trainer and the adapter upload to this fake."""
         monkeypatch.setattr(ckptcore_integrations.transformers, "HfApi", lambda: self)
         if hasattr(transformers.trainer, "hf_api"):
             monkeypatch.setattr(transformers.trainer, "hf_api", lambda: self)
@@ -392,12 +381,12 @@ def test_uploads(
         "all_checkpoints": ["checkpoint-4", "checkpoint-8"],
     }
     directories = sorted(path.name for path in hub.directory.iterdir() if path.is_dir())
-    assert directories == resumable[strategy]  # as the plain Trainer
+    assert directories == resumable[strategy]  # the same as with the plain Trainer
     assert len(hub.commits) == 2 + (2 if strategy != "every_save" else 0)
     assert {"config.json", "model.safetensors", "training_args.bin"} <= set(os.listdir(hub.directory))
     assert "model.safetensors.index.json" not in os.listdir(hub.directory)
-    found = BertForSequenceClassification.from_pretrained(hub.directory)
-    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    model = BertForSequenceClassification.from_pretrained(hub.directory)
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in model.state_dict().items())
     for name in directories:
         step = int(json.loads((hub.directory / name / "trainer_state.json").read_text())["global_step"])
         resumed = trainer(tmp_path / f"from-{name}", Checkpointed, tokens, max_steps=9)
@@ -419,10 +408,10 @@ def test_files_in_subdirectories_are_uploaded(tmp_path: Path, monkeypatch: pytes
 
 
 class Stopped(TrainerCallback):
-    """Interrupts a training, like Ctrl-C."""
+    """A callback that interrupts a training, like Ctrl-C."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Interrupt it after the first save."""
+        """Interrupt the training after the first save."""
         if state.global_step == 5:
             raise KeyboardInterrupt
 
@@ -440,16 +429,16 @@ def test_after_an_interrupt_the_next_training_saves_the_same_steps(
     assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
     again: Any = trainer(tmp_path)
     again.save_in_background = in_background
-    again.train()  # from the beginning: meets checkpoint-4
+    again.train()  # starts from the beginning, and must replace checkpoint-4
     assert_same(uninterrupted, again)
     resumed: Any = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=newest_sound(tmp_path))
-    resumed._save_checkpoint(resumed.model, trial=None)  # the step just restored
+    resumed._save_checkpoint(resumed.model, trial=None)  # saves the restored step again
     assert newest_sound(tmp_path) is not None
 
 
 def on_own_disks(directory: str) -> None:
-    """Train with `save_on_each_node`, where each process is on a node and sees its own directory, and resume."""
+    """Train with `save_on_each_node`, and resume. Each process acts as a node with its own directory."""
     os.environ["LOCAL_RANK"] = "0"
     node = Path(directory, os.environ["RANK"])
     node.mkdir()
@@ -479,13 +468,13 @@ def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[], save_only_model=True)
     run: Any = Checkpointed(model=model, args=arguments, processing_class=tokenizer)
     run.state.global_step = 7
-    run._save_checkpoint(model, trial=None)  # what the Trainer calls at a step
+    run._save_checkpoint(model, trial=None)  # the Trainer calls this to save a step
     checkpoint = tmp_path / "run" / "checkpoint-7"
     export_pretrained(checkpoint, tmp_path / "published")
     assert ckptcore.verify(tmp_path / "published").ok
     for path in (checkpoint, tmp_path / "published"):
-        found = AutoModel.from_pretrained(path).state_dict()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+        weights_of_path = AutoModel.from_pretrained(path).state_dict()
+        assert all(torch.equal(tensor, weights_of_path[name]) for name, tensor in model.state_dict().items())
         text = "A checkpoint is committed as a whole."
         assert AutoTokenizer.from_pretrained(path)(text) == tokenizer(text)
     assert "training_args.bin" not in os.listdir(tmp_path / "published")
@@ -506,8 +495,8 @@ def test_a_tokenizer_with_files_in_subdirectories(tmp_path: Path) -> None:
         export_pretrained(checkpoint, published)
     AutoModel.from_pretrained(checkpoint).save_pretrained(published)
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(published)
-    found = AutoModel.from_pretrained(published).state_dict()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+    state_dict = AutoModel.from_pretrained(published).state_dict()
+    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(published).chat_template == tokenizer.chat_template
 
 
@@ -516,41 +505,41 @@ def test_tied_weights(tmp_path: Path) -> None:
     model = BertForMaskedLM(config)
     run: Any = Checkpointed(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     run.create_optimizer_and_scheduler(1)
-    run._save_checkpoint(model, trial=None)  # what the Trainer calls at a step
-    found = BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-0")
-    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in model.state_dict().items())
+    run._save_checkpoint(model, trial=None)  # the Trainer calls this to save a step
+    loaded = BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-0")
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
     other: Any = Checkpointed(model=BertForMaskedLM(config), args=run.args)
     other._load_from_checkpoint(str(tmp_path / "checkpoint-0"))
     assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in model.state_dict().items())
 
 
 def resume_in_a_job(directory: Path) -> None:
-    """Train 8 steps, and resume from the first save. In each process of a job."""
+    """Train 8 steps, and resume from the first save. Runs in each process of a job."""
     run: Any = trainer(directory, max_steps=8, per_device_train_batch_size=8, ddp_backend="gloo")
     run.train()
     resumed: Any = trainer(directory, max_steps=8, per_device_train_batch_size=8, ddp_backend="gloo")
     (directory / "checkpoint-8" / "model" / "model.safetensors").unlink(missing_ok=True)
     torch.distributed.barrier()
-    found = newest_sound(directory)
-    assert found == str(directory / "checkpoint-4")
-    resumed.train(resume_from_checkpoint=found)
+    newest = newest_sound(directory)
+    assert newest == str(directory / "checkpoint-4")
+    resumed.train(resume_from_checkpoint=newest)
     assert_same(run, resumed, since=4)
     Path(directory.parent / f"done-{run.args.process_index}").write_text(json.dumps([row[1] for row in run.seen]))
     torch.distributed.destroy_process_group()
 
 
 class Wrong(torch.nn.Module):
-    """Its extra state has a lock and a function."""
+    """A module whose extra state has a lock and a function."""
 
     def get_extra_state(self) -> Any:
-        """Return both."""
+        """Return the lock and the function."""
         return {"lock": threading.Lock(), "function": print}
 
     def set_extra_state(self, state: Any) -> None:
         """Do nothing."""
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_saved_is_refused_before_the_training(tmp_path: Path) -> None:
     run: Any = trainer(tmp_path / "run")
     run.model.wrong = Wrong()
     for _ in range(2):
@@ -571,14 +560,14 @@ def test_two_processes(tmp_path: Path) -> None:
     program = f"import test_transformers as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path / 'run')!r}))"
     assert run_job(program, 2, tmp_path) == [0, 0]
     first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
-    assert first != second  # each process has its part of the data
+    assert first != second  # the processes train on different data
     names = os.listdir(tmp_path / "run" / "checkpoint-8")
     assert {"random.rank_0", "random.rank_1", "trainer_state.json", "config.json"} <= set(names)
     assert ckptcore.verify(tmp_path / "run" / "checkpoint-8").ok
     AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "checkpoint-8")
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-transformers.md"
     module = page_module(page, "trainers")

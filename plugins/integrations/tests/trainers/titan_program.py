@@ -17,7 +17,7 @@ import torch
 
 torch.set_num_threads(1)
 
-# TorchTitan runs on accelerators only: let it use the CPU, without a communication library that needs Triton.
+# TorchTitan supports only accelerators. Make it use the CPU, without a communication library that needs Triton.
 sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock()
 from torchtitan.tools import utils
 
@@ -57,14 +57,14 @@ from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Event
 from tests.ownership.killed_owner import leave_lease
 
-distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
+distributed.set_pg_timeouts = lambda **_: None  # the original needs an unreleased version of PyTorch
 
 PIXELS = torch.tensor(load_digits().data[:96], dtype=torch.int64)
 INIT: Any = {"weight": torch.nn.init.xavier_normal_, "bias": torch.nn.init.zeros_}
 
 
 class Digits(IterableDataset):  # type: ignore[type-arg]
-    """Pixels as tokens, one image after another; each rank has its own. It can resume within an epoch."""
+    """A dataset of images as tokens, one image after another. Each rank has its own images. Can resume in an epoch."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.position = rank, size, 0
@@ -89,7 +89,7 @@ class Loader(ParallelAwareDataloader):  # type: ignore[misc]  # without types he
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **kwargs: Any) -> None:
         rows = Digits(dp_rank, dp_world_size)
@@ -97,11 +97,11 @@ class Loader(ParallelAwareDataloader):  # type: ignore[misc]  # without types he
 
 
 class Tokenizer(BaseTokenizer):  # type: ignore[misc]  # without types here
-    """Pixels are tokens already."""
+    """A tokenizer that does nothing, because pixels are already tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -110,17 +110,17 @@ class Tokenizer(BaseTokenizer):  # type: ignore[misc]  # without types here
 
 
 class Model(BaseModel):  # type: ignore[misc]  # without types here
-    """Predicts the next pixel."""
+    """A model that predicts the next pixel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
         def update_from_config(self, **kwargs: Any) -> None:
-            """Take nothing from the configuration."""
+            """Ignore the configuration."""
 
         def get_nparams_and_flops(self, model: Any, seq_len: int) -> tuple[int, int]:
-            """Return the number of parameters, and of operations."""
+            """Return the number of parameters and the number of operations."""
             return sum(parameter.numel() for parameter in model.parameters()), 1
 
     def __init__(self, config: Any) -> None:
@@ -136,11 +136,11 @@ class Model(BaseModel):  # type: ignore[misc]  # without types here
 
 
 class WithUnused(Model):
-    """Has a layer that is not used, and one that is only used from the 6th step on."""
+    """A model with an unused layer, and a layer that is used only from the 6th step on."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Model.Config):
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -156,7 +156,7 @@ class WithUnused(Model):
 
 
 class Adapter(StateDictAdapter):  # type: ignore[misc]  # without types here
-    """Names of Hugging Face have a prefix."""
+    """An adapter that adds a prefix to names for Hugging Face."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Add the prefix."""
@@ -173,15 +173,15 @@ def parallelize(model: Any, *, parallel_dims: Any, **kwargs: Any) -> Any:
 
 
 class Recorded(Trainer):  # type: ignore[misc]  # without types here
-    """Records the data and the loss of each step."""
+    """A Trainer that records the data and the loss of each step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]  # without types here
-        """The same options."""
+        """The configuration, with the options of `Trainer`."""
 
     def forward_backward_step(self, **kwargs: Any) -> Any:
         """Record the data and the loss. Seed the dropout, which TorchTitan does not save."""
-        torch.manual_seed(self.step)  # not earlier: a new loader draws a number
+        torch.manual_seed(self.step)  # an earlier seed would have no effect, because a new loader draws a number
         loss = super().forward_backward_step(**kwargs)
         images = kwargs["input_dict"]["input"].sum(1).tolist()
         self.__dict__.setdefault("seen", []).append((self.step, float(loss.detach()), images))
@@ -189,11 +189,11 @@ class Recorded(Trainer):  # type: ignore[misc]  # without types here
 
 
 class Killed(CkptcoreManager):
-    """Kills the process when the files of the second step are written, before the commit."""
+    """A manager that kills the process in the second save, after its files are written and before its commit."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CkptcoreManager.Config):
-        """The same options."""
+        """The configuration, with the options of `CkptcoreManager`."""
 
     @staticmethod
     def _kill(event: Event) -> None:
@@ -239,7 +239,7 @@ def build(
 
 
 def run_refused(folder: Path, report: Path) -> None:
-    """Train with a state that cannot be saved, and report the error and the number of steps."""
+    """Train with a state that cannot be saved. Report the error and the number of trained steps."""
     trainer = build(folder)
     trainer.checkpointer.states["others"] = {"lock": threading.Lock(), "deep": [print]}
     message = ""
@@ -253,7 +253,7 @@ def run_refused(folder: Path, report: Path) -> None:
 
 
 def run_remedies(folder: Path, report: Path) -> None:
-    """Follow the errors of wrong options, and report the errors, and the steps and states that are then loaded."""
+    """Follow the remedies in errors about options. Report the errors, and the steps and states that are then loaded."""
     messages = []
 
     def refuse(call: Any) -> None:
@@ -287,14 +287,14 @@ def full(trainer: Any) -> dict[str, Any]:
 
 
 def run(folder: Path, report: Path, managers: str = "CkptcoreManager", models: str = "Model", **options: Any) -> None:
-    """Train, and write what was seen, and the final weights, as JSON."""
+    """Train. Write the data of each step and the final weights as JSON."""
     trainer = build(folder, globals()[managers], model=globals()[models], **options)
     for part in trainer.model_parts:
         getattr(part, "trainer", []).append(trainer)
     trainer.train()
-    found = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
+    seen = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
     if torch.distributed.get_rank() == 0 or "per_rank" in report.name:
-        report.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(found, default=repr))
+        report.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(seen, default=repr))
     trainer.close()
     torch.distributed.destroy_process_group()
 
@@ -313,14 +313,14 @@ __all__ = [
 
 
 def run_after_a_killed_job(folder: Path, report: Path) -> None:
-    """Train where a killed job left the lease of the directory."""
+    """Train in a directory that still has the lease of a killed job."""
     killed = leave_lease(folder / "checkpoint")
     run(folder, report, steps=4)
     del killed
 
 
 def run_exports(report: Path) -> None:
-    """Export the weights of a step on an object store where a killed process left its shards, and once more."""
+    """Export the weights of a step twice to an object store on which a killed process has left its shards."""
     manager: Any = types.SimpleNamespace(
         folder="memory://exports/run",
         context=None,
@@ -330,6 +330,6 @@ def run_exports(report: Path) -> None:
     ckptcore.save("memory://exports/run/shards-of-step-4", {"w": torch.zeros(2)}, layout="dcp")
     for number in (1, 2):
         weights = {"w": torch.full((2,), float(number))}
-        manager.states = {"model": types.SimpleNamespace(state_dict=lambda found=weights: found)}
-        CkptcoreManager._save_weights(manager, None, 4)  # type: ignore[arg-type]  # no steps are saved
+        manager.states = {"model": types.SimpleNamespace(state_dict=lambda exported=weights: exported)}
+        CkptcoreManager._save_weights(manager, None, 4)  # type: ignore[arg-type]  # the manager saves no steps
     report.write_text(json.dumps(ckptcore.load("memory://exports/run/step-4")["w"].tolist()))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ckptcore_integrations import added_files
+from ckptcore_testing.servers import free_port
 
 HERE = Path(__file__).parent
 
@@ -21,14 +23,13 @@ def environment() -> dict[str, str]:
 
 
 def run_job(program: str, size: int, directory: Path, **variables: str) -> list[int]:
-    """Run Python code in each process of a job, and return the exit statuses. A process fails only if one is killed.
+    """Run Python code in each process of a job, and return the exit statuses. No process may fail, except after a kill.
 
-    If a process is killed, the others are too, as a launcher does it. Errors are written to files in `directory`.
+    If a process is killed, the others are killed as well, as a launcher does it. Errors are written to files in
+    `directory`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {**environment(), "WORLD_SIZE": str(size), **address, **variables}
     processes = []
     for rank in range(size):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
@@ -45,13 +46,38 @@ def run_job(program: str, size: int, directory: Path, **variables: str) -> list[
     return statuses
 
 
+def kill_before_commit(earlier: Path, written: Path | None = None) -> None:
+    """Kill this process right before a trainer's save commits, once the path `earlier` exists.
+
+    No public event happens so late in a save. Before the kill, the paths of all files that are in the directory of
+    `written` are written to the file `written`.
+    """
+    begin = added_files.SaveWithFiles.begin
+
+    def begin_killed(self: Any, save: Any) -> Any:
+        transaction = begin(self, save)
+        commit = transaction.commit
+
+        def kill_or_commit(payloads: Any) -> None:
+            if earlier.exists():
+                if written is not None:
+                    written.write_text("\n".join(map(str, written.parent.rglob("*"))))
+                os.kill(os.getpid(), signal.SIGKILL)
+            commit(payloads)
+
+        transaction.commit = kill_or_commit  # type: ignore[method-assign]
+        return transaction
+
+    added_files.SaveWithFiles.begin = begin_killed  # type: ignore[method-assign]
+
+
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Make Accelerate use torch's FSDP in a job of CPUs, where version 1.15 silently uses DistributedDataParallel.
+    """Make Accelerate use PyTorch's FSDP in a job of CPUs. Version 1.15 would silently use DistributedDataParallel.
 
-    Replaces `AcceleratorState.__init__`: after it, a state of several CPUs that was given an FSDP plugin has
-    `DistributedType.FSDP`, the plugin, and the device "cpu", as a state of several GPUs has.
-    All else is Accelerate's and torch's.
+    Replaces `AcceleratorState.__init__`. If the state of a job of CPUs gets an FSDP plugin, it then has
+    `DistributedType.FSDP`, the plugin, and the device "cpu", like a state of several GPUs. Everything else in
+    Accelerate and PyTorch is unchanged.
     """
     import torch
     from accelerate.state import AcceleratorState, DistributedType, PartialState
@@ -63,7 +89,7 @@ def fsdp_on_cpus() -> Iterator[None]:
         if fsdp_plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
-            self.device = torch.device("cpu")  # not cpu:0, which FSDP 1 refuses
+            self.device = torch.device("cpu")  # FSDP 1 refuses cpu:0
             PartialState._shared_state.update(distributed_type=self.distributed_type, device=self.device)
 
     AcceleratorState.__init__ = init  # type: ignore[method-assign]

@@ -1,12 +1,11 @@
-"""The model loader in vLLM itself: its registry, its model classes, and workers of tensor-parallel groups.
+"""The model loader for vLLM, tested in vLLM: the registry, model classes, and workers of tensor-parallel groups.
 
-`make test-vllm` runs these tests in an environment of their own, because vLLM requires other versions of libraries.
+`make test-vllm` runs these tests in a separate environment, because vLLM requires other versions of libraries.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers
 from ckptcore_integrations import vllm as loader
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, UnknownPathError
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def models() -> dict[str, Any]:
-    """Small models with random weights. vLLM makes the groups of experts only if the first one has experts."""
+    """Return small models with random weights. vLLM creates groups of experts only if the first model has experts."""
     torch.manual_seed(0)
     mixtral = transformers.MixtralConfig(num_key_value_heads=4, num_local_experts=4, **SIZES)
     llama = transformers.LlamaConfig(num_key_value_heads=2, **SIZES)
@@ -59,10 +59,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run_workers(size: int, reads: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
-    """Load in the workers of a tensor-parallel group, and return what each reports of each model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Load models in the workers of a tensor-parallel group. Return each worker's report for each model."""
+    port = free_port()
     workers = []
     for rank in range(size):
         command = [sys.executable, str(WORKER), str(rank), str(size), str(port), reads, *map(str, directories)]
@@ -75,7 +73,7 @@ def run_workers(size: int, reads: str, directories: list[Path]) -> list[list[dic
 
 @pytest.mark.parametrize(("size", "reads"), [(1, "broadcast"), (2, "all"), (2, "broadcast"), (4, "broadcast")])
 def test_each_worker_gets_its_part(saved: dict[str, Path], size: int, reads: str) -> None:
-    """The parameters equal those of vLLM's own loader, and a group reads each byte once."""
+    """The parameters equal those that vLLM's own loader loads, and the group reads each byte once."""
     reports = run_workers(size, reads, list(saved.values()))
     for number, (name, directory) in enumerate(saved.items()):
         assert [report[number]["different"] for report in reports] == [[]] * size, name
@@ -85,7 +83,7 @@ def test_each_worker_gets_its_part(saved: dict[str, Path], size: int, reads: str
 
 
 class Served(torch.nn.Module):
-    """A model whose `load_weights` is that of most models of vLLM."""
+    """A model with a `load_weights` like that of most models of vLLM."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

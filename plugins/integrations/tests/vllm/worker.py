@@ -1,8 +1,9 @@
-"""A worker of vLLM, with its real model classes: loads models with its own loader and with ours, and compares.
+"""A worker of vLLM that loads models with vLLM's loader and with ours, and compares the parameters.
 
-``python worker.py RANK SIZE PORT READS MODEL...``, where `MODEL` is a directory in which ``config`` is a model of
-Hugging Face and ``checkpoint`` a checkpoint of ckptcore. Prints a line of JSON for each model: the names of weights
-that differ, and the bytes that this worker read from the storage and that its parameters have.
+``python worker.py RANK SIZE PORT READS MODEL...``. Each `MODEL` is a directory with a Hugging Face model in ``config``
+and a checkpoint of ckptcore in ``checkpoint``. The worker uses vLLM's real model classes. For each model, it prints a
+line of JSON: the names of weights that differ, the number of bytes that this worker read from the storage, and the
+number of bytes of its parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ckptcore.protocols.storage import ReaderByKey
 
 
 class Counted:
-    """A plugin: ``counted:///PATH`` is a local directory, of which the bytes that are read are counted."""
+    """A plugin for URLs ``counted:///PATH``, which are local directories. It counts the bytes that are read."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -59,7 +60,7 @@ COUNTED = Counted()
 
 
 class CountedStorage(FaultyStorage):
-    """Counts what is read."""
+    """A storage that counts the bytes that are read."""
 
     def __init__(self, path: str, options: StorageOptions) -> None:
         super().__init__(LocalStorage(path, options), FaultPlan())
@@ -96,8 +97,8 @@ def load(directory: str, load_format: str, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Load each model twice."""
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's runner for CPUs does
+    """Load each model with both loaders, and print the reports."""
+    torch.accelerator.empty_cache = lambda: None  # vLLM's runner for CPUs replaces it as well
     load_general_plugins()
     ours: Any = sys.modules["ckptcore_integrations.vllm"]
     context = ours.Context
@@ -106,9 +107,9 @@ def main() -> None:
         expected = dict(load(directory, "safetensors", {}).named_parameters())
         COUNTED.nbytes = 0
         options = {"checkpoint": f"counted://{directory}/checkpoint", "reads": READS, "batch_bytes": 1 << 30}
-        found = dict(load(directory, "ckptcore", options).named_parameters())
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
-        nbytes = sum([tensor.nbytes for tensor in found.values()])
+        loaded = dict(load(directory, "ckptcore", options).named_parameters())
+        different = [name for name in expected if not torch.equal(loaded[name], expected[name])]
+        nbytes = sum([tensor.nbytes for tensor in loaded.values()])
         print(json.dumps({"different": different, "read": COUNTED.nbytes, "needed": nbytes}), flush=True)
 
 

@@ -34,7 +34,7 @@ class DeviceCollectives:
     name = "collectives of jax"
 
     def __init__(self, rank: int, size: int) -> None:
-        """Compile nothing.
+        """Create the collectives. Compiles nothing.
 
         Args:
             rank, size: rank of this process and number of processes, as passed to

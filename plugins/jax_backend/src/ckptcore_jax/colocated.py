@@ -36,8 +36,8 @@ class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: for each worker, its boxes. Each box has the position, among all devices, of the
-            worker's first device with this box.
+        boxes: for each worker, its boxes. The value of a box is the position of the worker's first device with this
+            box, counted among all devices.
         workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """
@@ -150,7 +150,9 @@ class ColocatedExecutor(StagedExecutor):
             numbers: dict[int, int] = {}
             of_leaf = []
             for box in leaf.boxes:
-                outer, position = next((outer, found) for outer, found in positions.items() if outer.contains(box))
+                outer, position = next(
+                    (outer, position) for outer, position in positions.items() if outer.contains(box)
+                )
                 if position not in numbers:
                     numbers[position] = len(parts)
                     parts.append(array.addressable_data(position))  # a reference, not a copy

@@ -85,11 +85,11 @@ def service_of_job() -> JobService | None:
     return JobService(client, int(rank), int(size))
 
 
-def _unsupported_version(found: str) -> PluginError:
+def _unsupported_version(problem: str) -> PluginError:
     version = getattr(sys.modules.get("jax"), "__version__", "unknown")
     return PluginError(
         f"jax {version} is not supported: ckptcore-jax expects the key-value service of a job in "
-        f"{_MODULE}.global_state: {found}; upgrade ckptcore-jax, or use "
+        f"{_MODULE}.global_state: {problem}; upgrade ckptcore-jax, or use "
         "Context(job=JobOptions(coordinator=...)) with another coordinator"
     )
 
@@ -124,7 +124,7 @@ class KeyValueCoordinator:
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
-        """Do no I/O.
+        """Create the coordinator. Does no I/O.
 
         Args:
             client: client of the service.
@@ -193,7 +193,7 @@ class KeyValueCoordinator:
         return received
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Ranks for which this rank waits: missing ranks of a gather for the leader, the leader for other ranks.
+        """Return the ranks for which this rank waits: ranks missing in a gather if it is the leader, else the leader.
 
         See `ckptcore.protocols.ReportsAwaited`.
         """
@@ -236,7 +236,7 @@ class KeyValueCoordinator:
         pieces = []
         for number in range(int(count)):
             piece = self._wait(_piece_key(prefix, rank, number), time.monotonic() + self._timeout_seconds)
-            if piece is None:  # another process has removed it, because pieces are set before their head
+            if piece is None:  # another process has removed it: the head was set after all pieces
                 raise self._timed_out(key, [rank])
             pieces.append(piece)
         return b"".join(pieces) if pieces else inline
@@ -312,7 +312,7 @@ class JobCoordinator(KeyValueCoordinator):
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, incarnation: int) -> None:
-        """Do no I/O.
+        """Create the coordinator. Does no I/O.
 
         Args:
             client, rank, size: see `KeyValueCoordinator`.

@@ -236,15 +236,15 @@ def _mesh_devices(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any
     """Return the devices of a mesh in order, or None for invalid ids. Expects at least `count` devices."""
     if ids is None:
         ids = list(range(count))
-    if not isinstance(ids, list | tuple) or len(ids) != count or any(type(one) is not int for one in ids):
+    if not isinstance(ids, list | tuple) or len(ids) != count or any(type(device_id) is not int for device_id in ids):
         return None
     if len(set(ids)) != count:
         return None
     by_id = {device.id: device for device in devices}
-    if all(one in by_id for one in ids):
-        return [by_id[one] for one in ids]
-    position = {one: number for number, one in enumerate(sorted(ids))}
-    return [devices[position[one]] for one in ids]
+    if all(device_id in by_id for device_id in ids):
+        return [by_id[device_id] for device_id in ids]
+    position = {device_id: number for number, device_id in enumerate(sorted(ids))}
+    return [devices[position[device_id]] for device_id in ids]
 
 
 def _axis_types(noted: JSON) -> Mapping[str, Any]:

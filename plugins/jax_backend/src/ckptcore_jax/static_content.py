@@ -40,8 +40,8 @@ _STATIC_TYPES: Final = (
     type,  # classes, also dtypes such as jax.numpy.float32
     jax.Device,
     tree_util.PyTreeDef,
-    *(found for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
-      if isinstance(found := getattr(jax.sharding, name, None), type)),
+    *(sharding_type for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
+      if isinstance(sharding_type := getattr(jax.sharding, name, None), type)),
 )  # fmt: skip
 """Other types of static content. Their objects describe a program or its devices, and are leaves for JAX."""
 
@@ -54,7 +54,10 @@ _Share: TypeAlias = Literal["none", "some", "all"]
 
 
 def _share_of_static(value: object, depth: int = 0) -> _Share:
-    """Return which share of a child is static: all of a static object, or of a container with only static content."""
+    """Return whether none, some or all of a child is static.
+
+    A container with only static content is static as a whole.
+    """
     kind: type = type(value)
     if _is_data_type(kind):
         return "none"
@@ -74,7 +77,7 @@ def _share_of_static(value: object, depth: int = 0) -> _Share:
 def _is_data_type(kind: type) -> bool:
     """Return True for types of arrays and plain values.
 
-    Their objects are not inspected, because a state can have a million.
+    Their objects are not inspected, because a state can have a million of them.
     """
     is_container = kind in PYTHON_TYPES - {type(None)} or issubclass(kind, tuple)
     is_callable = any("__call__" in vars(base) for base in kind.__mro__)

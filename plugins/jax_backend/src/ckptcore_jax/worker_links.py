@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -39,7 +40,7 @@ class WorkerLink:
     """
 
     def __init__(self, name: str, lead: Any) -> None:
-        """Compile nothing.
+        """Create the link. Compiles nothing.
 
         Raises:
             PluginError: if colocated Python is unavailable.
@@ -63,6 +64,7 @@ class WorkerLink:
             out_specs_fn=lambda message, *arrays: text
         )
         self._python = colocated_python
+        self._lock = threading.Lock()
         self._reads: dict[tuple[Any, ...], Any] = {}
 
     def take(self, arrays: Sequence[jax.Array], *, may_alias: bool) -> Sequence[jax.Array]:
@@ -109,9 +111,10 @@ class WorkerLink:
             abstract: Any = jax.ShapeDtypeStruct
             results = [self._text, *[abstract(shape, dtype, sharding=self._sharding) for shape, dtype in boxes]]
             call = self._python.colocated_python(_run_read_stage).specialize(out_specs_fn=lambda message: results)
-            if len(self._reads) >= _CACHED_CALLS:
-                self._reads.pop(next(iter(self._reads)), None)
-            self._reads[key] = call
+            with self._lock:
+                if len(self._reads) >= _CACHED_CALLS:
+                    del self._reads[next(iter(self._reads))]
+                self._reads[key] = call
         return call
 
     def _worker_error(self, error: Exception) -> RankFailedError:

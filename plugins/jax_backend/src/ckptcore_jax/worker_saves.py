@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LeavesAtWorkers(LeafHandler):
-    """A leaf handler of a controller for leaves at its workers. The controller itself has no boxes of them.
+    """A leaf handler of a controller for leaves at its workers. The controller itself has no boxes of such leaves.
 
     The wrapped handler handles other leaves.
     """
@@ -172,14 +172,16 @@ class WorkerSave(PlainSave):
     held: _WorkerElements | None = None
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Prepare the save, and plan which of its boxes each worker writes, also for its further saves."""
-        save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
+        """Prepare the save and its further saves, and plan which boxes each worker writes."""
+        save = self.strategy.prepare(
+            draft._replace(descriptions=[self._cut(draft, description) for description in draft.descriptions])
+        )
         held = _WorkerElements(self.executor, save)
         if not held.shares:
             return save
-        for one in (save, *save.further):
-            one.strategy.begin(one)  # raises errors before any array is captured
-        further = [self._with_workers(one, held) for one in save.further]
+        for prepared in (save, *save.further):
+            prepared.strategy.begin(prepared)  # raises errors before any array is captured
+        further = [self._with_workers(further_save, held) for further_save in save.further]
         own = self._with_workers(save, held)
         return own._replace(further=further, capture_elsewhere=held.start, nbytes_elsewhere=held.nbytes)
 

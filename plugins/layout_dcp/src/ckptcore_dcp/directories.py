@@ -52,10 +52,10 @@ _PICKLE: Final = b"\x80"
 
 
 def missing_metadata(names: Sequence[str]) -> str | None:
-    """Return the first missing metadata file of a directory with one per rank; None if no file is known to be missing.
+    """Return the first missing metadata file if each rank has its own; None if no file is known to be missing.
 
-    Each process writes one, and ranks have no gaps. If the last rank lacks both its metadata and its data file, this is
-    not detected.
+    Each process writes a metadata file, and ranks have no gaps. If the last rank lacks both its metadata and its data
+    file, this is not detected.
     """
     ranks = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
     if not ranks or _METADATA in names:
@@ -123,12 +123,12 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     checkpoints: list[str] = []
     for name in directories:
         inside = store.list_names(f"{name}/")
-        found, files = find_dcp_files(inside)
-        if files and not found:
+        metadata_keys, files = find_dcp_files(inside)
+        if files and not metadata_keys:
             raise unfinished(store, f"{name}/", files[0])
-        if found:
+        if metadata_keys:
             checkpoints.append(name)
-        if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
+        if metadata_keys or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
             members[name] = "tree"
     if not any(_PART.fullmatch(name) for name in checkpoints):
         return None

@@ -82,7 +82,10 @@ class EmbeddedStorages:
         return self._of_bytes(lambda first, stop: content[first:stop], len(content), place.start)
 
     def _of_text(self, start: int, text: str, escaped: bool) -> EmbeddedStorage | None:
-        """Return a storage in a text that begins at byte `start` of the pickle, and has a character for each byte."""
+        """Return the storage in a text that has a character for each byte.
+
+        The text begins at byte `start` of the pickle.
+        """
         content = builtin_value(Call(_ENCODE, (text, "latin1")))
         if escaped or not isinstance(content, bytes):  # escapes differ between writers, so offsets are unknown
             return None

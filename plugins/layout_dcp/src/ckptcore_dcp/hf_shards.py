@@ -96,7 +96,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
     for name, parts in by_name.items():
         first = parts[0]
         if (problem := _problem(name, parts)) is not None or first.dtype is None:
-            assert problem is not None  # of the dtype
+            assert problem is not None  # a missing dtype is a problem
             leaves.append(unreadable_leaf(problem))
             continue
         shape = tuple([max(stops) for stops in zip(*[part.box.stop for part in parts], strict=True)])

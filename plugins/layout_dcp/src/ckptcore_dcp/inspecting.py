@@ -68,8 +68,8 @@ def with_common(
 ) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
     """Return the metadata, and the values in ``common.pt`` of a Megatron directory; no values for other directories.
 
-    A name that is also in the metadata becomes a leaf that cannot be loaded. So does the file if it is missing or
-    cannot be read.
+    A name that is also in the metadata becomes a leaf that cannot be loaded. If ``common.pt`` is missing or cannot be
+    read, it becomes a leaf that cannot be loaded.
 
     Args:
         metadata: the tensors.
@@ -138,12 +138,12 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if entry is not None and entry != _METADATA:
         return None
     names = store.list_names("")
-    found = _find_metadata(store, names)
-    if isinstance(found, DcpMetadata):
-        metadata, common = with_common(found, store, names)
+    result = _find_metadata(store, names)
+    if isinstance(result, DcpMetadata):
+        metadata, common = with_common(result, store, names)
         inspection = _inspection(metadata, {**read_values(metadata.values, store), **common})
         return inspection._replace(files={value.key for value in common.values()})
-    return found
+    return result
 
 
 def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
@@ -176,24 +176,24 @@ def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Insp
         UncommittedCheckpointError: there are data files without metadata.
         CorruptCheckpointError: the metadata cannot be read, or the metadata of one rank is missing.
     """
-    found, files = find_dcp_files(names)
-    if not found:
+    metadata_keys, files = find_dcp_files(names)
+    if not metadata_keys:
         if files:
             raise unfinished(store, "", files[0])
         return inspect_shards(store, names)
     parts: list[DcpMetadata] = []
-    for key in found:
+    for key in metadata_keys:
         data = store.get(key)
         if data[:1] != _PICKLE and not files:
             return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
     if (absent := missing_metadata(names)) is not None:
         raise CorruptCheckpointError(
-            f"{absent} is missing, in which a process lists what it saved ({found[-1]} is here): restore it from a "
-            "copy, or load another checkpoint",
+            f"{absent} is missing, in which a process lists what it saved ({metadata_keys[-1]} is here): restore it "
+            "from a copy, or load another checkpoint",
             key=absent,
         )
-    metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
+    metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, metadata_keys)
     others: dict[str, Sequence[str]] = {file: () for file in files if file not in metadata.files}
     return replace(metadata, unlisted={**metadata.unlisted, **others})
 
@@ -201,7 +201,7 @@ def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Insp
 def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
     """Merge the metadata of processes that saved without communicating.
 
-    An entry that they list differently cannot be loaded.
+    An entry that two processes list differently cannot be loaded.
     """
     tensors: dict[str, DcpTensor] = {}
     chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}

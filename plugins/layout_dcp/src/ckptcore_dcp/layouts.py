@@ -46,7 +46,7 @@ class DcpLayout(Layout):
             hash. Object stores limit the request rate per key prefix; spreading avoids that limit.
             1: always; None: never.
         checkpoint_id, save_id: ids in ``.metadata``, where ``torch.distributed.checkpoint.save``
-            stores the location and a random id. None: no id.
+            stores the location and a random id. None for no id.
         items: names of values whose bytes are a file of ``torch.save``. The file is stored as it
             is, so that torch loads the object in it. ``ckptcore.load`` returns the bytes.
     """

@@ -1,9 +1,9 @@
 """The torch.save format before torch 1.6, also written with ``_use_new_zipfile_serialization=False``.
 
 A sequence of pickles (``torch/serialization.py``, `_legacy_save`): a magic number, the version
-1001, a dict about the machine, the value, and a list of storage keys. Then follow the storages in
-that order: each is a count of elements in 8 bytes, then the elements. Everything is little endian
-on all machines. The element size is known from the pickle only.
+1001, a dict about the machine, the value, and a list of storage keys. The storages follow in that order. Each consists
+of a count of elements in 8 bytes, and the elements. Everything is little endian on all machines. The element size is
+known from the pickle only.
 """
 
 from __future__ import annotations

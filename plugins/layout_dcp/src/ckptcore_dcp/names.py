@@ -1,4 +1,4 @@
-"""Entry names of a tree, as torch.distributed.checkpoint flattens state dicts, and the reverse.
+"""Conversion of trees to named entries, as torch.distributed.checkpoint flattens state dicts, and back.
 
 torch joins the keys of a path by dots, each key as text (torch 2.13.0, ``_traverse.py`` and
 ``_nested_dict.py``). It flattens every mapping, and every list that contains a tensor or a mapping,

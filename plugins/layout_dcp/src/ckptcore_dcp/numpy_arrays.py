@@ -24,7 +24,10 @@ Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
 """An array, a description of an array that cannot be loaded, or the arrays of the fields of a structure by name."""
 
 _BFLOAT16: Final = np.dtype("V2")
-"""The dtype that numpy.save stores for bfloat16, whose name it loses. `jax.numpy.load` reads it as bfloat16 too."""
+"""The dtype that numpy.save stores instead of bfloat16, because the format has no name for bfloat16.
+
+`jax.numpy.load` reads it as bfloat16 too.
+"""
 
 
 def arrays_of(
@@ -318,20 +321,20 @@ def _structure(state: tuple[Value, ...], depth: int) -> np.dtype[Any] | None:
         return None
     if not isinstance(names, tuple) or not isinstance(fields, dict) or type(size) is not int:
         return None
-    found: list[tuple[str, np.dtype[Any], int]] = []
+    parsed_fields: list[tuple[str, np.dtype[Any], int]] = []
     for name in names:
         match fields.get(name):
             case (Call() as inner, int() as offset, *_) if isinstance(name, str):
                 kind = numpy_dtype(inner, depth + 1)
                 if kind is None:
                     return None
-                found.append((name, kind, offset))
+                parsed_fields.append((name, kind, offset))
             case _:
                 return None
     columns: Any = {
-        "names": [name for name, _, _ in found],
-        "formats": [kind for _, kind, _ in found],
-        "offsets": [offset for _, _, offset in found],
+        "names": [name for name, _, _ in parsed_fields],
+        "formats": [kind for _, kind, _ in parsed_fields],
+        "offsets": [offset for _, _, offset in parsed_fields],
         "itemsize": size,
     }
     structure: np.dtype[Any] = np.dtype(columns)
@@ -345,7 +348,7 @@ def _objects(elements: list[Value], shape: tuple[int, ...]) -> Objects | None:
     array: HostArray = np.empty(len(elements), object)
     for number, element in enumerate(elements):
         array[number] = element
-    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, even of a Fortran array
+    return Objects(array.reshape(shape).tolist())  # NumPy pickles objects in C order, also from Fortran arrays
 
 
 def _unit(state: tuple[Value, ...]) -> str:

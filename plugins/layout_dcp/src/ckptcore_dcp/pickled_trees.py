@@ -71,7 +71,7 @@ _ATTRIBUTE_DEPTH: Final = 3
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _TEXTS: Final = frozenset([str, bytes])
 _MAX_CONTENT_BYTES: Final = 1 << 26
-"""Maximum length of an `OutOfLine` text, or of such bytes, that is read into a leaf, in bytes."""
+"""Maximum length, in bytes, of an `OutOfLine` text or bytes object that is read into a leaf."""
 _WITHOUT_TEXT: Final = _PLAIN - _TEXTS
 _STRINGS: Final = frozenset([str])
 _EXACT: Final = 1 << 53
@@ -122,7 +122,8 @@ def tree_of(
         value: the unpickled value.
         key: the object that contains the pickle, for errors.
         limit: maximum number of containers and leaves. A pickle of a few bytes can refer to one
-            container any number of times; a pickle without such references has at least one byte for each.
+            container any number of times; a pickle without such references has at least one byte for each container and
+            leaf.
         places: byte ranges of texts and bytes in the pickle. Without them, NumPy scalars become numbers, and
             NumPy arrays become objects of an unknown class.
         embedded: finds storages of PyTorch in the pickle itself.
@@ -317,7 +318,8 @@ class _TreeBuilder:
     def _numpy_array(self, array: NumpyValue, storage: str, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of an array, of the fields of a structure, or of objects.
 
-        `storage` identifies the array. Its bytes cannot: different arrays of one byte can share one literal.
+        `storage` identifies the array. The position of its bytes cannot, because different arrays of one byte can share
+        one literal.
         """
         self._remaining -= 1
         if self._remaining < 0:

@@ -280,9 +280,9 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             if not isinstance(key, str):
                 raise TypeError("a file name is expected")
             start, nbytes, size, crc, descriptor, compression = [
-                _natural(one) for one in (start, nbytes, size, crc, descriptor, compression)
+                _natural(number) for number in (start, nbytes, size, crc, descriptor, compression)
             ]
-            (skip,) = [_natural(one) for one in skips] or [0]
+            (skip,) = [_natural(number) for number in skips] or [0]
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1, skip))
             if compression != DEFLATED and compression not in _FORMS.values():
                 raise ValueError("the compression of a storage is unknown")

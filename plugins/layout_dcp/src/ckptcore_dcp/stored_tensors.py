@@ -106,7 +106,7 @@ _MAX_COUNT: Final = 1 << 62
 _MAX_REPETITION: Final = 64
 """Maximum ratio of the size of an array to its storage, for views that repeat elements."""
 _ALWAYS_ALLOWED_BYTES: Final = 1 << 26
-"""Size that such a view may always have, in bytes."""
+"""Size that a view with repeated elements may always have, in bytes."""
 
 _TENSOR_TYPES: Final = frozenset(
     [

@@ -2,7 +2,7 @@
 
 A pickle of one process has the local tensor and the description of the whole (torch 2.13.0,
 ``torch/distributed/tensor/_dtensor_spec.py``, ``placement_types.py`` and
-``torch/distributed/_shard/sharded_tensor/api.py``). Nothing of torch is needed to place the part.
+``torch/distributed/_shard/sharded_tensor/api.py``). This module locates the part in the whole without importing torch.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _read_mesh(subject: _Subject, value: Value) -> tuple[tuple[int, ...], tuple[
 
 
 def _product(subject: _Subject, extent: Value, depth: int) -> int:
-    """Return the number of processes along an axis of a mesh, which may be several axes flattened."""
+    """Return the number of processes along an axis of a mesh. The axis may consist of several flattened axes."""
     if type(extent) is int and 0 < extent < _MAX_COUNT:
         return extent
     if not isinstance(extent, tuple) or not extent or depth > 8 or len(extent) > 64:
@@ -256,24 +256,24 @@ def _chunk(intervals: Sequence[Interval], count: int, number: int) -> Sequence[I
     total = sum([stop - start for start, stop in intervals])
     extent = -(-total // count)
     first, last = min(number * extent, total), min((number + 1) * extent, total)
-    found: list[Interval] = []
+    chunk: list[Interval] = []
     position = 0
     for start, stop in intervals:
         low, high = max(first, position), min(last, position + stop - start)
         if low < high:
-            found.append((start + low - position, start + high - position))
+            chunk.append((start + low - position, start + high - position))
         position += stop - start
-    return found
+    return chunk
 
 
 def _joined(intervals: itertools.chain[Interval]) -> Sequence[Interval]:
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, stop in intervals:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _cut(

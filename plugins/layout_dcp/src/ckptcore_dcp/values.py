@@ -166,7 +166,7 @@ def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates)
         pickle = _pickle_of_item(name, key, item, start, templates, limit)
     else:
         pickle = bytes(known[0])
-    first = -1 if value.transforms else item.find(pickle)  # the item contains it, unless it is compressed
+    first = -1 if value.transforms else item.find(pickle)  # -1 if the pickle is compressed
     places = Places() if first >= 0 else None
     read, _ = read_pickle(pickle, key=key, places=places)
     skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024, places=places)

@@ -84,7 +84,7 @@ def data_file_name(rank: int, *, spread: bool, tag: str = "") -> str:
 def write_items(
     snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteStore, file: str, encoded: Collection[str] = ()
 ) -> WrittenItems:
-    """Write the boxes of this process, and `values`, to its file. Writes no file if there are none.
+    """Write the boxes of this process, and `values`, to its file. Writes no file if there are neither boxes nor values.
 
     A value named in `encoded` consists of the bytes of its item, which are written unchanged.
     """
@@ -109,8 +109,8 @@ def _segments(
 ) -> Iterator[Segment]:
     """Yield the segments of the file.
 
-    After the elements of an item come its tail with the checksum as one segment, and the padding
-    with the head of the next item as another. Many small values form one segment.
+    Two segments follow the elements of an item: the tail of the item with its checksum, and the padding with the head
+    of the next item. Many small values form one segment.
     """
     position = 0
     between: list[bytes] = []

@@ -150,7 +150,9 @@ def find_directory(window: ZipBytes) -> tuple[int, int, int]:
         old = (disk, directory_disk, here, count), (nbytes, offset)
         new = (disk64, directory_disk64, here64, count64), (nbytes64, offset64)
         for olds, news, full in zip(old, new, (FULL16, FULL32), strict=True):
-            if magic != b"PK\x06\x06" or any(one not in (full, other) for one, other in zip(olds, news, strict=True)):
+            if magic != b"PK\x06\x06" or any(
+                value not in (full, other) for value, other in zip(olds, news, strict=True)
+            ):
                 raise corrupt_zip(key, record_start, end, "the two ends of the zip directory disagree")
         disk, directory_disk, here, count, nbytes, offset = (*new[0], *new[1])
         limit = record_start

@@ -3,8 +3,8 @@
 The format is PKWARE's APPNOTE 6.3.10: local headers (4.3.7) with members after them, data
 descriptors after members whose header has no sizes (4.3.9), the directory (4.3.12), and its end
 (4.3.14 to 4.3.16). ``torch.save`` writes uncompressed members, aligned to 64 bytes by an extra
-field of the local header, each followed by a data descriptor. Every number in a zip is hostile
-until it has been checked against the bytes that exist.
+field of the local header, each followed by a data descriptor. Numbers in a zip are untrusted, and are checked against
+the bytes that exist.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _POLYNOMIAL: Final = 0x82F63B78
 """Castagnoli polynomial, bit-reversed as in RFC 3720 appendix B.4: bit 31 is x^0, bit 0 is x^31."""
 
 _NIBBLES: Final = 8
-"""4-bit groups in a checksum."""
+"""Number of 4-bit groups in a checksum."""
 
 
 def crc32c_of(data: bytes | bytearray | memoryview) -> int:

@@ -1,8 +1,10 @@
-"""Writes the golden checkpoints in this directory, with Orbax and tensorstore. Run by hand; tests only read them.
+"""Write the golden checkpoints in this directory with Orbax, Flax and tensorstore.
+
+Run this program by hand. The tests only read the checkpoints.
 
     python generate.py [name ...]
 
-Each golden is a directory and a JSON file of the same name that describes its contents:
+Each golden checkpoint has a directory, and a JSON file of the same name that describes its contents:
 
     {"directory": directory of the checkpoint in the golden, or "file": its file,
      "tree": result of `ckptcore.load`, if the checkpoint is one tree or has a default tree,
@@ -56,7 +58,7 @@ MADE: dict[str, Any] = {}
 
 
 def golden(function: Any) -> Any:
-    """Register a function that writes a golden into a path and returns its description."""
+    """Register a function that writes a golden checkpoint to a path, and returns its description."""
     MADE[function.__name__] = function
     return function
 
@@ -71,7 +73,7 @@ def numbers(dtype: str, shape: list[int], start: int) -> np.ndarray:
 
 
 def built(value: Any, place: Any = jnp.asarray) -> Any:
-    """Return the value to save for a JSON value."""
+    """Return the value that a JSON value describes."""
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
         ((tag, content),) = value.items()
         if tag == "$array":
@@ -108,7 +110,7 @@ def v1_default(path: Path) -> Any:
 
 @golden
 def v1_leaves(path: Path) -> Any:
-    """Every type of leaf and container that Orbax supports."""
+    """Write every type of leaf and container that Orbax supports."""
     tree = {
         "arrays": {
             name: array(name, (2, 3))
@@ -139,7 +141,7 @@ def v1_leaves(path: Path) -> Any:
 
 @golden
 def v1_root_leaf(path: Path) -> Any:
-    """A tree that is one array, whose name is empty."""
+    """Write a tree that is one array, whose name is empty."""
     tree = array("float32", (2, 3), 4)
     v1.save(path, built(tree))
     return {"tree": tree}
@@ -147,7 +149,7 @@ def v1_root_leaf(path: Path) -> Any:
 
 @golden
 def v1_optimizer(path: Path) -> Any:
-    """Named tuples of optax, also empty ones: Orbax returns dicts, and None."""
+    """Write named tuples of optax. Orbax loads them as dicts, and empty ones as None."""
     adam = collections.namedtuple("ScaleByAdamState", ["count", "mu"])  # as in user code
     empty = collections.namedtuple("EmptyState", [])  # as in user code
     count, mu = array("int32", (), 5), {"w": array("float32", (3,))}
@@ -157,7 +159,7 @@ def v1_optimizer(path: Path) -> Any:
 
 @golden
 def v1_numpy(path: Path) -> Any:
-    """NumPy arrays, also of dtypes that JAX lacks; tuples and int keys as Orbax stores them."""
+    """Write NumPy arrays with dtypes of 64 bits. Orbax stores the tuple as a list, and the int keys as text."""
     tree = {
         "float64": array("float64", (3,)),
         "int64": array("int64", (2, 2)),
@@ -185,7 +187,7 @@ def _options(**saving: Any) -> v1.Context:
 
 @golden
 def v1_zarr3_plain(path: Path) -> Any:
-    """A directory for each array, uncompressed."""
+    """Write uncompressed arrays of zarr 3, each in its own directory."""
     with _options(use_ocdbt=False, use_zarr3=True, use_compression=False):
         v1.save(path, built(PARAMS))
     return {"tree": PARAMS}
@@ -204,7 +206,10 @@ def _mesh(**sizes: int) -> jax.sharding.Mesh:
 
 @golden
 def v1_sharded(path: Path) -> Any:
-    """Four devices: sharded along one axis, two, both mesh axes on one array axis, or replicated; with read chunks."""
+    """Write arrays of four devices, with read chunks.
+
+    They are sharded along one or two axes, by both mesh axes along one array axis, or replicated.
+    """
     tree = {
         "columns": array("float32", (8, 8)),
         "rows": array("float32", (8, 4)),
@@ -238,7 +243,7 @@ SHARED = {"columns": array("float32", (4, 8)), "same": array("int32", (3,), 4), 
 
 
 def save_from_processes(path: Path) -> None:
-    """One process of two, with two devices each."""
+    """Save in one of two processes, which have two devices each."""
     v1.save(path, shared_state())
 
 
@@ -254,7 +259,7 @@ def shared_state() -> Any:
 
 
 def flax_from_processes(path: Path) -> None:
-    """One process of two: Flax without Orbax, which stores shared arrays next to its file."""
+    """Save in one of two processes with Flax without Orbax, which writes a directory of shared arrays and a file."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     state = {**shared_state(), "epoch": 3, "own": np.arange(4)}
     manager = GlobalAsyncCheckpointManager()
@@ -289,7 +294,7 @@ def flax_processes(path: Path) -> Any:
 
 @golden
 def flax_file(path: Path) -> Any:
-    """A run of `flax.training.checkpoints` without Orbax: each step is a file."""
+    """Write a run of `flax.training.checkpoints` without Orbax, in which each step is a file."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     for step in (5, 10):
         optimizer = {"0": {"count": array("int32", (), step), "mu": {"w": array("float32", (40, 30), step)}}, "1": {}}
@@ -310,7 +315,7 @@ def flax_file(path: Path) -> Any:
 
 @golden
 def flax_bytes(path: Path) -> Any:
-    """One array of `flax.serialization.to_bytes`, in a file of any name."""
+    """Write one array with `flax.serialization.to_bytes`, to a file with any name."""
     path.mkdir()
     (path / "weights").write_bytes(flax.serialization.to_bytes(numbers("float32", [3, 400], 2)))
     return {"file": "weights", "tree": array("float32", (3, 400), 2)}
@@ -318,7 +323,7 @@ def flax_bytes(path: Path) -> Any:
 
 @golden
 def v1_separate_nodes(path: Path) -> Any:
-    """Nodes in ``ocdbt_meta`` and values in ``ocdbt_data``: an option of two internal functions of Orbax, here on."""
+    """Write nodes to ``ocdbt_meta`` and values to ``ocdbt_data``, with an option of two internal functions of Orbax."""
     for function in (ts_utils.ArrayWriteSpec.__init__, ocdbt_utils.merge_ocdbt_per_process_files):
         function.__kwdefaults__["store_ocdbt_metadata_and_values_separately"] = True
     try:
@@ -341,7 +346,7 @@ def v1_partial(path: Path) -> Any:
 
 @golden
 def training(path: Path) -> Any:
-    """A directory of steps of `training.Checkpointer`."""
+    """Write a directory of steps with `training.Checkpointer`."""
     with v1.training.Checkpointer(path, custom_metadata={"project": "golden"}) as checkpointer:
         checkpointer.save(3, built(PARAMS), metrics={"loss": 0.25}, custom_metadata={"note": "third"})
     return {"directory": "3", "tree": PARAMS, "metrics": {"loss": 0.25}, "custom": {"note": "third"}}
@@ -349,7 +354,7 @@ def training(path: Path) -> Any:
 
 @golden
 def v0_standard(path: Path) -> Any:
-    """zarr2 in OCDBT, an earlier default."""
+    """Write arrays of zarr 2 in OCDBT, which was the default of Orbax."""
     tree = {**PARAMS, "empty": {}, "none": None, "count": 12, "key": {"$key": ["threefry2x32", [3, 4]]}}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, built(tree))
@@ -359,7 +364,7 @@ def v0_standard(path: Path) -> Any:
 
 @golden
 def v0_pytree_plain(path: Path) -> Any:
-    """zarr2, a directory for each array."""
+    """Write arrays of zarr 2, each in its own directory."""
     checkpointer = ocp.PyTreeCheckpointer(use_ocdbt=False)
     checkpointer.save(path, built({**PARAMS, "name": "plain"}))
     checkpointer.close()
@@ -376,7 +381,7 @@ def v0_zarr3(path: Path) -> Any:
 
 @golden
 def v0_without_metadata(path: Path) -> Any:
-    """Without `_METADATA`, as in old versions: directory names describe the tree."""
+    """Write a checkpoint without `_METADATA`, as old versions did. Names of directories describe the tree."""
     v0_pytree_plain(path)
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "commit_success.txt"):
         (path / name).unlink(missing_ok=True)
@@ -385,7 +390,7 @@ def v0_without_metadata(path: Path) -> Any:
 
 @golden
 def v0_rich_types(path: Path) -> Any:
-    """Tuples and named tuples, preserved by an option of the writer."""
+    """Write tuples and named tuples with the option that preserves their types."""
     pair = collections.namedtuple("Pair", ["mu", "nu"])  # as in user code
     handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=PyTreeMetadataOptions(support_rich_types=True))
     checkpointer = ocp.Checkpointer(handler)
@@ -412,7 +417,7 @@ def v0_rich_types(path: Path) -> Any:
 
 @golden
 def v0_items(path: Path) -> Any:
-    """A composite with a tree, JSON, an array and random keys, as Flax and MaxText users wrote them."""
+    """Write a composite with a tree, JSON, an array and random keys, like programs with Flax or MaxText."""
     config = {"name": "maxtext", "sizes": [1, 2.5, None], "deep": {"on": False}}
     key = jnp.asarray([0, 42], jnp.uint32)
     message = struct_pb2.Value(string_value="text of a message")
@@ -454,14 +459,14 @@ def _alone(path: Path, handler: Any, args: Any) -> None:
 
 @golden
 def v0_array(path: Path) -> Any:
-    """Orbax stores the array in a dict."""
+    """Write one array, which Orbax stores in a dict."""
     _alone(path, ocp.ArrayCheckpointHandler(), ocp.args.ArraySave(jnp.arange(1, 7, dtype=jnp.int32)))
     return {"tree": array("int32", (6,))}
 
 
 @golden
 def v0_array_named(path: Path) -> Any:
-    """A number, under a name that the program chose."""
+    """Write a number under a name that the program chose."""
     _alone(path, ocp.ArrayCheckpointHandler("count"), ocp.args.ArraySave(41))
     return {"tree": 41}
 
@@ -493,7 +498,7 @@ def v0_jax_key(path: Path) -> Any:
 
 @golden
 def v0_numpy_key(path: Path) -> Any:
-    """The state of NumPy's generator in its older form, under a name that the program chose."""
+    """Write the state of a NumPy generator in its older form, under a name that the program chose."""
     state = built(GENERATOR_TUPLE, np.asarray)
     _alone(path, ocp.handlers.NumpyRandomKeyCheckpointHandler("numpy"), ocp.args.NumpyRandomKeySave(state))
     return {"tree": GENERATOR_TUPLE}
@@ -501,7 +506,7 @@ def v0_numpy_key(path: Path) -> Any:
 
 @golden
 def v0_handlers(path: Path) -> Any:
-    """Every handler of Orbax in one checkpoint."""
+    """Write one checkpoint with every handler of Orbax."""
     raw = jnp.asarray([0, 7], jnp.uint32)
     config = {"name": "small"}
     arguments = ocp.args.Composite(
@@ -549,7 +554,7 @@ def v0_handlers(path: Path) -> Any:
 
 @golden
 def manager_array(path: Path) -> Any:
-    """A directory of steps of `CheckpointManager` without a tree: each step has one item, an array."""
+    """Write a directory of steps with `CheckpointManager`. The item of the step is an array and not a tree."""
     with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(step_prefix="model")) as checkpoints:
         checkpoints.save(100, args=ocp.args.ArraySave(jnp.arange(1, 5, dtype=jnp.float32)))
         checkpoints.wait_until_finished()
@@ -558,7 +563,7 @@ def manager_array(path: Path) -> Any:
 
 @golden
 def manager(path: Path) -> Any:
-    """A directory of steps of `CheckpointManager`, with metrics."""
+    """Write a directory of steps with `CheckpointManager`, with metrics."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(path, options=options, metadata={"project": "old"}) as checkpoints:
         checkpoints.save(
@@ -584,7 +589,7 @@ def manager_items(path: Path) -> Any:
 
 @golden
 def numbered_manifest(path: Path) -> Any:
-    """An Orbax checkpoint whose database has numbered manifests, which occur on some file systems."""
+    """Write a checkpoint whose database has numbered manifests, as on some file systems."""
     v1_zarr2(path)
     state = path / "state"
     source = ts.KvStore.open({"driver": "ocdbt", "base": state.as_uri() + "/"}).result()
@@ -610,7 +615,7 @@ def _aggregate(path: Path, tree: Any) -> None:
 
 @golden
 def legacy_msgpack(path: Path) -> Any:
-    """One msgpack file for small values, and directories of arrays."""
+    """Write one msgpack file with small values, and directories with arrays."""
     v0_pytree_plain(path)
     for name in ("_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "_sharding", "commit_success.txt"):
         (path / name).unlink(missing_ok=True)
@@ -650,7 +655,7 @@ def legacy_msgpack(path: Path) -> Any:
 
 @golden
 def flax_msgpack(path: Path) -> Any:
-    """Only the msgpack file, as Flax wrote checkpoints through Orbax's handler."""
+    """Write only the msgpack file, as Flax did with a handler of Orbax."""
     path.mkdir()
     tree = {"params": {"w": array("float32", (2, 3))}, "step": 9}
     _aggregate(path / "checkpoint", {"params": {"w": np.asarray(built(tree["params"]["w"]))}, "step": 9})
@@ -659,7 +664,7 @@ def flax_msgpack(path: Path) -> Any:
 
 @golden
 def axlearn(path: Path) -> Any:
-    """A step of AXLearn: a JSON index, zarr2 for each array, the state of an iterator in msgpack."""
+    """Write a step of AXLearn: an index in JSON, arrays of zarr 2, and the state of an iterator in msgpack."""
     step = path / "step_00000004"
     arrays = {
         "model/decoder/emb/weight": array("float32", (8, 4)),
@@ -700,13 +705,13 @@ def axlearn(path: Path) -> Any:
 
 
 def main(names: list[str]) -> None:
-    """Write the goldens with these names, or all."""
+    """Write the golden checkpoints with these names, or all of them."""
     for name in names or MADE:
         path = HERE / name
         shutil.rmtree(path, ignore_errors=True)
         content = MADE[name](path)
         for file in path.rglob("commit_success.txt"):
-            file.write_text("Checkpoint commit was successful")  # Orbax writes a path of this machine
+            file.write_text("Checkpoint commit was successful")  # Orbax writes a path of this machine to the file
         (HERE / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         print(name, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), "bytes")
 

@@ -1,7 +1,7 @@
-"""Writes golden checkpoints of the current layouts, once: ``python write.py`` in this directory.
+"""Write golden checkpoints of the current layouts. Run ``python write.py`` in this directory, once per format.
 
-Tests never run it. Do not write a version again: golden checkpoints prove that old checkpoints
-still load. A change of the format gets a new directory.
+The tests only read the checkpoints. Do not write the checkpoints of a version again, because they
+prove that old checkpoints still load. If the format changes, give `VERSION` a new value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ckptcore
 from ckptcore.protocols import Layout
 
 VERSION: Final = "state-1"
-"""Version of the layouts' state in the root."""
+"""Version of the state of the layouts in the root. It names the directory of the checkpoints."""
 
 
 def golden_layouts() -> Mapping[str, Layout]:
-    """Return the layouts with every storage option."""
+    """Return layouts that together use every storage option."""
     return {
         "ocdbt": OcdbtLayout(),
         "ocdbt-files": OcdbtLayout(data_file_bytes=256, checksum=False),

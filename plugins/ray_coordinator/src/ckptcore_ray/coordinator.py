@@ -111,7 +111,7 @@ class RayCoordinator:
         return payloads[0] if payload is None else payload
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
+        """Return the ranks for which this rank waits in an exchange. See `ckptcore.protocols.ReportsAwaited`.
 
         Raises:
             RankFailedError: if the job's actor has failed.

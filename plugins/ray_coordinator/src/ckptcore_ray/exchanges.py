@@ -14,7 +14,7 @@ from ckptcore_ray.progress import JobProgress, RankProgress, Waiting
 
 @dataclass(frozen=True, slots=True)
 class RankMembership:
-    """Membership of a rank in one incarnation. Each join returns a new one.
+    """Membership of a rank in one incarnation. Each join returns a new membership.
 
     Attributes:
         rank: number of the rank.
@@ -224,7 +224,7 @@ class Exchanges:
         return self._over is not None
 
     def awaited(self) -> frozenset[int]:
-        """Ranks for which others wait now."""
+        """Return the ranks for which other ranks wait now."""
         return frozenset(rank for exchange in self._exchanges() if exchange.waiting for rank in exchange.missing)
 
     def progress(self, name: str, incarnation: int, joined: frozenset[int]) -> JobProgress:

@@ -54,14 +54,14 @@ class JobActor:
         self._polling: asyncio.Task[None] | None = None
 
     async def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     async def join(self, rank: int, member: Any, token: str) -> RankMembership:
         """Add a rank to the current incarnation, and return its membership.
 
-        The next incarnation begins first if the rank has already joined the current one, or if the
-        exchanges of the current one have ended.
+        If the rank has already joined the current incarnation, or if the exchanges of that incarnation have ended, the
+        next incarnation begins first.
 
         Args:
             rank: number of the rank.
@@ -86,7 +86,7 @@ class JobActor:
         )
 
     async def progress(self) -> JobProgress:
-        """Progress of the ranks."""
+        """Return the progress of the ranks."""
         return self._exchanges.progress(self._name, self._incarnation, frozenset(self._members))
 
     def _begin(self, reason: str) -> None:
@@ -113,7 +113,7 @@ class JobActor:
     async def _probe(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
         """Probe an actor once. Its rank is lost if the actor failed or was restarted in another process."""
         try:
-            found = await member.__ray_call__.remote(_return_token)
+            current_token = await member.__ray_call__.remote(_return_token)
         except ActorUnavailableError:
             return  # restarting or unreachable: wait for the next probe
         except RayActorError as error:
@@ -121,5 +121,5 @@ class JobActor:
         except RayError:
             return  # only the call failed, not the actor; the timeout of the exchange still applies
         else:
-            if found != token:
+            if current_token != token:
                 exchanges.lose(rank, "its actor died and was restarted by Ray")

@@ -181,7 +181,7 @@ _COPY_STATUS: Final = "x-ms-copy-status"
 _FIRST_COPY_SECONDS: Final = 0.05
 _MAX_COPY_SECONDS: Final = 2.0
 _ALL_COPY_SECONDS: Final = 3600.0
-"""Time between two checks of a running copy (first and longest), and in total.
+"""Seconds between two checks of a running copy, at first and at most, and the maximum for all checks together.
 
 A copy inside one account is usually complete when its request returns.
 """

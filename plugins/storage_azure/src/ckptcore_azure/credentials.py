@@ -41,8 +41,8 @@ ANONYMOUS: Final = Credential("anonymous")
 class DefaultTokens(LibraryCredentials[Credential]):
     """Tokens of Microsoft Entra ID, found by `azure.identity.DefaultAzureCredential`.
 
-    It reads environment variables such as ``AZURE_CLIENT_ID``, the identity of the pod or machine,
-    and the logins of the command line tools.
+    `DefaultAzureCredential` reads environment variables such as ``AZURE_CLIENT_ID``, the identity of the pod or
+    machine, and the logins of the command line tools.
     """
 
     def find(self) -> Credential:

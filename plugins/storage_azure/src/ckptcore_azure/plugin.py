@@ -27,7 +27,7 @@ class AzurePlugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {scheme: partial(self._open, scheme) for scheme in _SCHEMES}
 
     @hookimpl

@@ -273,7 +273,7 @@ def _checked_endpoint(endpoint: str) -> str:
     endpoint = endpoint.rstrip("/")
     parts = urlsplit(endpoint)
     if "@" in parts.netloc or parts.query:
-        # Refuse it, because errors and addresses show the endpoint. This message does not.
+        # Refuse such an endpoint, because errors and addresses show it. This message does not show it.
         raise InvalidLocationError("the endpoint contains credentials; set them with their own options")
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.fragment:
         raise InvalidLocationError(

@@ -251,9 +251,9 @@ class FsspecStorage(StorageBackend):
             system.invalidate_cache(below)
             return _listed_sizes(system, below)
 
-        found = self._connection.request(f"cannot list {self._url}", listed)
-        sizes = {path[len(self._root) + 1 :]: size for path, size in found.items() if type(size) is int}
-        return sizes if len(sizes) == len(found) else None
+        sizes_by_path = self._connection.request(f"cannot list {self._url}", listed)
+        sizes = {path[len(self._root) + 1 :]: size for path, size in sizes_by_path.items() if type(size) is int}
+        return sizes if len(sizes) == len(sizes_by_path) else None
 
     # --- paths
 

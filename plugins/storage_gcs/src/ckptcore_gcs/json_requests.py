@@ -48,8 +48,8 @@ class JsonRequests:
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         """Put an object in one request, without retries. Return its generation.
 
-        Uses a multipart upload, which has metadata and data in one body, because all servers
-        enforce conditions on such uploads.
+        Uses a multipart upload, because all servers enforce conditions on such uploads. Its body has the metadata and
+        the data.
         """
         boundary = uuid.uuid4().hex
         resource = json.dumps({"name": key, **_properties(put_id)})
@@ -116,7 +116,7 @@ class JsonRequests:
             # Raise a permanent failure if one exists, because it ends the retries. After a
             # transient failure, all remaining deletions are retried.
             refused = [failure for failure in failures if failure is not None]
-            for failure in sorted(refused, key=lambda found: found.kind.is_transient):
+            for failure in sorted(refused, key=lambda failure: failure.kind.is_transient):
                 raise RequestFailed(failure)
 
         if left:

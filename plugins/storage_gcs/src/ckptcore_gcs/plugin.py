@@ -21,7 +21,7 @@ class GcsPlugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {"gs": self.open, "gcs": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:

@@ -89,7 +89,7 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     endpoint = (endpoint or f"https://storage.{domain}").rstrip("/")
     parts = urlsplit(endpoint)
     if "@" in parts.netloc:
-        # Refuse it, because errors and addresses show the endpoint. This message does not.
+        # Refuse such an endpoint, because errors and addresses show it. This message does not show it.
         raise InvalidLocationError("the endpoint contains a user or a password; set credentials with their own options")
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise InvalidLocationError(

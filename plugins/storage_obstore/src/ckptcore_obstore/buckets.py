@@ -165,7 +165,7 @@ class Bucket(BucketRequests):
     def abort_uploads(self, prefix: str) -> int:
         """Abort all uploads to keys with a prefix, and delete their temporary objects.
 
-        To complete such an upload then fails.
+        Completing such an upload then fails.
 
         Return the number of uploads. If the service does not list, abort or delete uploads, they
         remain, and one warning is logged. Remaining uploads do no harm: new objects do not replace

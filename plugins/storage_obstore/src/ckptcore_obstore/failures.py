@@ -300,7 +300,7 @@ def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | No
         return None
     try:
         error = json.loads(body)["error"]
-        reasons = [str(found["reason"]) for found in error.get("errors") or [] if "reason" in found]
+        reasons = [str(entry["reason"]) for entry in error.get("errors") or [] if "reason" in entry]
         reason, message = (reasons or [""])[0], str(error.get("message", ""))
         # The reason "notFound" is the same for objects and buckets. Only the message differs: "The
         # specified bucket does not exist."

@@ -203,7 +203,7 @@ class ObjectStoreDirectory(StorageBackend):
                 self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Abort all unfinished uploads in a directory. To complete such an upload then fails.
+        """Abort all unfinished uploads in a directory. Completing such an upload then fails.
 
         Return the number of uploads.
         """

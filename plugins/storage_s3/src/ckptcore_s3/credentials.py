@@ -14,7 +14,10 @@ from ckptcore.redaction import chainable, redacted
 from ckptcore_s3.sessions import open_session, refused_settings
 
 _CACHE_SECONDS: Final = 60.0
-"""Time for which credentials are cached. After that, botocore is asked again, and refreshes them if needed."""
+"""Time for which credentials are cached.
+
+After that, they are requested from botocore again, which refreshes them if needed.
+"""
 
 
 @dataclass(frozen=True, slots=True)

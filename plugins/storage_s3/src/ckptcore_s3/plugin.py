@@ -21,7 +21,7 @@ class S3Plugin:
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """Openers by scheme."""
+        """Return the openers by scheme."""
         return {"s3": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:

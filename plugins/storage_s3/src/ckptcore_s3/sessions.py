@@ -68,7 +68,7 @@ def find_place(settings: Settings) -> Place:
 def open_session(profile: str | None) -> Any:
     """Return a new session, which reads the environment and the files.
 
-    A profile of None means the profile that they name.
+    If `profile` is None, they also choose the profile.
 
     Raises:
         RequestFailed: if a file exists but cannot be read.
@@ -189,7 +189,7 @@ def check_endpoint(endpoint: str) -> str | None:
     """Return the problem of a service URL as text, or None if it is valid."""
     parts = urlsplit(endpoint)
     if "@" in parts.netloc:
-        # Refuse it, because errors and addresses show the endpoint. This message does not.
+        # Refuse such an endpoint, because errors and addresses show it. This message does not show it.
         return "the endpoint contains a user or a password; set credentials with their own options"
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         return f"the endpoint {endpoint!r} is not a service URL; expected one such as https://host:9000"

@@ -22,7 +22,7 @@ RunJson = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def state() -> dict[str, Any]:
-    """A tree with every kind of container and leaf that reports show."""
+    """Return a tree with every kind of container and leaf that reports show."""
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
     return {
         "params": {"w": weight, "tied": weight, "half": np.ones(5, ml_dtypes.bfloat16)},
@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run() -> Run:
-    """Runs a command in this process."""
+    """Return a function that runs a command in this process."""
 
     def invoke(*arguments: object) -> Result:
         from ckptcore_tools.cli.application import application
@@ -56,7 +56,10 @@ def run() -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> RunJson:
-    """Runs a command with ``--json``. Returns its exit code and its validated document."""
+    """Return a function that runs a command with ``--json`` and validates its document.
+
+    The function returns the exit code and the document.
+    """
 
     def invoke(kind: Any, *arguments: object) -> tuple[int, dict[str, Any]]:
         result = run(*arguments, "--json")
@@ -75,12 +78,12 @@ def flip(path: Path, offset: int) -> None:
 
 
 def read_terminal(master: int, *, question: bytes = b"", answer: bytes = b"") -> str:
-    """Read what a program writes to a terminal until the program ends, and answer one question. Closes `master`."""
+    """Return what a program writes to a terminal. Answer one question, and close `master` when the program ends."""
     seen = b""
     while True:
         try:
             piece = os.read(master, 1 << 16)
-        except OSError:  # Linux: the other end is closed
+        except OSError:  # Linux raises this error when the program closes its end
             break
         if not piece:
             break

@@ -1,8 +1,8 @@
 """Types of the JSON documents that ``--json`` prints.
 
-``schema`` names the type and its version. Within a version members are only added; a reader should ignore those it does
-not know. Sizes are in bytes, times ISO 8601 in UTC. Members of a leaf that represent containers, arrays and values are
-those of `LeafDocument`; ``path`` is for people, ``keys`` for programs.
+``schema`` names the type and its version. Within a version, members are only added, so a reader should ignore unknown
+members. Sizes are in bytes, and times are ISO 8601 in UTC. Descriptions of containers, arrays and values have the
+members of `LeafDocument`. ``path`` is for people, and ``keys`` is for programs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ckptcore.model import JSON
 
 
 class ErrorDocument(TypedDict):
-    """Any command that failed; its exit code is neither 0 nor 1."""
+    """The document of a failed command, whose exit code is neither 0 nor 1."""
 
     schema: Literal["ckptcore.error/1"]
-    error: str  #: name of the class in `ckptcore.errors`, or of another exception
+    error: str  #: name of the class, in `ckptcore.errors` or of another exception
     message: str
     exit_code: int
 
@@ -28,17 +28,17 @@ class AttributeKey(TypedDict):
 
 
 KeyDocument: TypeAlias = int | str | AttributeKey
-"""A step of a path: an index or int key, a str key, an attribute."""
+"""A part of a path: an index, an int key, a str key or an attribute."""
 
 
 class StatisticsDocument(TypedDict):
-    """Statistics of the elements of an array. Those of complex numbers are about their absolute values."""
+    """Statistics of the elements of an array. Complex numbers are counted by their absolute values."""
 
     elements: int
     nan: int
     infinite: int
     zeros: int
-    minimum: float | None  #: this and the following ones are of the finite elements; None if there are none
+    minimum: float | None  #: from here on, statistics of the finite elements; None without finite elements
     maximum: float | None
     mean: float | None
     deviation: float | str | None  #: "inf" if a square is larger than every float64
@@ -50,14 +50,14 @@ class LeafDocument(TypedDict):
 
     path: str
     keys: list[KeyDocument]
-    kind: str  #: ``array``, or what a leaf handler calls it: ``int``, ``str``, ``jax.key`` ...
-    dtype: str | None  #: of an array; None for a value
-    shape: list[int] | None  #: of an array; None for a value
-    nbytes: int  #: of the elements; 0 for a value and for an array that shares those of another
+    kind: str  #: ``array``, or the name that the leaf handler gives, such as ``int``, ``str`` or ``jax.key``
+    dtype: str | None  #: None for a value
+    shape: list[int] | None  #: None for a value
+    nbytes: int  #: bytes of the elements; 0 for a value, and for an array that shares the bytes of another one
     shares: str | None  #: the path of the array whose bytes this one shares
-    notes: dict[str, JSON]  #: what the leaf handler noted, such as a sharding
-    value: NotRequired[JSON]  #: of a value, in the encoding of the root
-    statistics: NotRequired[StatisticsDocument]  #: with --statistics, of an array of numbers
+    notes: dict[str, JSON]  #: notes of the leaf handler, such as a sharding
+    value: NotRequired[JSON]  #: only for a value, in the encoding of the root
+    statistics: NotRequired[StatisticsDocument]  #: only with --statistics, for an array of numbers
 
 
 class ContainerDocument(TypedDict):
@@ -66,7 +66,7 @@ class ContainerDocument(TypedDict):
     path: str
     keys: list[KeyDocument]
     kind: str  #: dict, OrderedDict, list, tuple or object
-    type: str | None  #: qualified name of the type that was saved, where `kind` does not tell
+    type: str | None  #: qualified name of the saved type, if `kind` does not determine it
     children: int
 
 
@@ -89,7 +89,7 @@ class TotalsDocument(TypedDict):
 
 
 class EventDocument(TypedDict):
-    """A phase of the save that wrote a checkpoint; see `ckptcore.events`."""
+    """A phase of the save that wrote a checkpoint. See `ckptcore.events`."""
 
     phase: str
     rank: int
@@ -110,31 +110,29 @@ class InspectDocument(TypedDict):
     save_id: str | None
     custom: dict[str, JSON]
     containers: list[ContainerDocument]
-    leaves: list[LeafDocument]  #: with --filter, those that match
+    leaves: list[LeafDocument]  #: with --filter, only matching leaves
     objects: list[ObjectDocument]
     totals: TotalsDocument
-    metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
-    timeline: list[EventDocument]  #: empty where none was kept
+    metrics: dict[str, float | str]  #: "nan", "inf" and "-inf" are text, because JSON lacks these numbers
+    timeline: list[EventDocument]  #: empty if the checkpoint has no timeline
     problems: list[ProblemDocument]  #: files that are missing or have another size
-    bases: list[str]  #: the checkpoints that have arrays of it, relative to the directory that it is in
-    left_out: NotRequired[list[str]]  #: as of `VerifyDocument`
-    unused: NotRequired[dict[str, list[str]]]  #: of other software's, by object the arrays that its index leaves out
+    bases: list[str]  #: locations of its bases, relative to the directory that contains the checkpoint
+    left_out: NotRequired[list[str]]  #: see `VerifyDocument`
+    unused: NotRequired[dict[str, list[str]]]  #: see `VerifyDocument`
 
 
 class CheckpointableDocument(TypedDict):
-    """One of several checkpointables, as `InspectDocument` has one tree."""
+    """One of several checkpointables. Members of the same name are described in `InspectDocument`."""
 
     name: str
     kind: Literal["tree", "files"]
-    processes: (
-        int | None
-    )  #: the number of processes with a state of their own, the first of which is shown; None: one state of all
+    processes: int | None  #: number of processes if each has its own state (the first state is shown), else None
     layout: str
-    containers: list[ContainerDocument]  #: of files none
-    leaves: list[LeafDocument]  #: of files none
+    containers: list[ContainerDocument]  #: empty for files
+    leaves: list[LeafDocument]  #: empty for files
     objects: list[ObjectDocument]
     totals: TotalsDocument
-    unused: NotRequired[dict[str, list[str]]]  #: of other software's, by object the arrays that its index leaves out
+    unused: NotRequired[dict[str, list[str]]]  #: see `VerifyDocument`
 
 
 class CheckpointablesDocument(TypedDict):
@@ -143,13 +141,13 @@ class CheckpointablesDocument(TypedDict):
     schema: Literal["ckptcore.inspect_checkpointables/1"]
     location: str
     writer: str
-    created: str | None  #: None where other software wrote it and does not say
-    save_id: str | None  #: None where other software wrote it
+    created: str | None  #: None if other software wrote the checkpoint without a time
+    save_id: str | None  #: None if other software wrote the checkpoint
     custom: dict[str, JSON]
     metrics: dict[str, float | str]
     checkpointables: list[CheckpointableDocument]
-    deleted: list[str]  #: names of what was saved too and deleted since
-    unreadable: NotRequired[dict[str, str]]  #: of other software's, by name why nothing that is installed reads it
+    deleted: list[str]  #: names of checkpointables that were saved and later deleted
+    unreadable: NotRequired[dict[str, str]]  #: other software's items that no installed plugin reads: name to reason
     timeline: list[EventDocument]
     problems: list[ProblemDocument]  #: files that are missing or have another size
 
@@ -159,16 +157,16 @@ class ListedDocument(TypedDict):
 
     name: str
     state: Literal["committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable", "run"]
-    steps: NotRequired[int]  #: of a run
-    newest: NotRequired[int]  #: of a run: its newest step
+    steps: NotRequired[int]  #: only for a run: the number of its steps
+    newest: NotRequired[int]  #: only for a run: its newest step
     layout: str | None
     created: str | None
-    arrays: int | None  #: shared ones counted once
+    arrays: int | None  #: arrays that share their bytes count once
     nbytes: int | None
-    error: str | None  #: why it is incomplete, corrupt or unreadable
-    writer: NotRequired[str]  #: the software that wrote it, where it can be read
-    checkpointables: NotRequired[list[str]]  #: their names, where it holds several; `layout` is "composite" then
-    problems: NotRequired[list[ProblemDocument]]  #: of an incomplete one: files that are missing or have another size
+    error: str | None  #: why the checkpoint is incomplete, corrupt or unreadable
+    writer: NotRequired[str]  #: the software that wrote the checkpoint, if the root is readable
+    checkpointables: NotRequired[list[str]]  #: names of several checkpointables; `layout` is then "composite"
+    problems: NotRequired[list[ProblemDocument]]  #: if incomplete: files that are missing or have another size
 
 
 class ListDocument(TypedDict):
@@ -183,10 +181,10 @@ class ProblemDocument(TypedDict):
     """A problem of a checkpoint."""
 
     object: str | None  #: the object (file)
-    start: int | None  #: the first byte in it that is wrong, or None where it is the whole object
-    stop: int | None  #: the byte behind the last
-    arrays: list[str]  #: the paths of the arrays that have bytes there
-    message: str  #: what was expected and found
+    start: int | None  #: the first wrong byte of the object; None if the whole object is wrong
+    stop: int | None  #: the end of the wrong bytes; the byte at `stop` is not included
+    arrays: list[str]  #: the paths of the arrays that have bytes in this range
+    message: str  #: the expected and the actual state
 
 
 class VerifyDocument(TypedDict):
@@ -195,23 +193,23 @@ class VerifyDocument(TypedDict):
     schema: Literal["ckptcore.verify/1"]
     location: str
     ok: bool
-    state: Literal["sound", "complete", "damaged"]  #: complete: all was read, but some bytes have no checksums
-    objects: int  #: how many were checked
-    nbytes: int  #: bytes checked
-    unverified: list[str]  #: objects of which no checksums are kept
-    deleted: list[str]  #: names of what was saved too and is not there: deleted since, or lost
-    unused: dict[str, list[str]]  #: of other software's, by object the arrays that its index leaves out
-    unsupported: list[str]  #: of other software's, the leaves that nothing that is installed reads
-    unjudged: NotRequired[list[str]]  #: statements about what may be complete or not
-    left_out: NotRequired[list[str]]  #: files with state, and tensors, next to other software's that are no part of it
+    state: Literal["sound", "complete", "damaged"]  #: complete: no problem found, but some bytes have no checksums
+    objects: int  #: number of checked objects
+    nbytes: int  #: number of checked bytes
+    unverified: list[str]  #: objects without checksums
+    deleted: list[str]  #: names of checkpointables that were saved and no longer exist: deleted or lost
+    unused: dict[str, list[str]]  #: other software's objects, with their arrays that the index omits
+    unsupported: list[str]  #: other software's leaves that no installed plugin reads
+    unjudged: NotRequired[list[str]]  #: descriptions of parts whose completeness cannot be determined
+    left_out: NotRequired[list[str]]  #: files and tensors in the directory that other software's checkpoint omits
     problems: list[ProblemDocument]
 
 
 class WorstElementDocument(TypedDict):
-    """An element that differs much."""
+    """One of the elements with the largest differences."""
 
     index: list[int]
-    a: float | int | str  #: text for a complex number, and for "nan", "inf" and "-inf"
+    a: float | int | str  #: complex numbers, "nan", "inf" and "-inf" are text
     b: float | int | str
     error: float | str  #: the absolute difference
 
@@ -222,16 +220,15 @@ class DifferenceDocument(TypedDict):
     path: str
     keys: list[KeyDocument]
     kind: Literal["only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"]
-    checkpointable: NotRequired[str]  #: the directory of the one it is in, where there are several
+    checkpointable: NotRequired[str]  #: directory of the checkpointable, if the checkpoint has several
     a: JSON
     b: JSON
-    differing: NotRequired[int]  #: of "values" of arrays: elements that differ; of "bytes" of files: bytes
-    elements: NotRequired[int]  #: ... of how many
-    max_absolute_error: NotRequired[
-        float | str | None
-    ]  #: "nan" where only one is; None of elements that are no numbers
+    differing: NotRequired[int]  #: number of elements that differ, or of bytes for the kind "bytes"
+    elements: NotRequired[int]  #: number of compared elements or bytes
+    #: "nan" if only one of the elements is NaN; None for elements that are not numbers
+    max_absolute_error: NotRequired[float | str | None]
     norm: NotRequired[float | str | None]  #: the Euclidean norm of the difference
-    worst: NotRequired[list[WorstElementDocument]]  #: up to ten elements with the largest errors, the worst first
+    worst: NotRequired[list[WorstElementDocument]]  #: up to ten elements, the largest error first
 
 
 class DiffDocument(TypedDict):
@@ -242,21 +239,21 @@ class DiffDocument(TypedDict):
     b: str
     same: bool
     leaves_compared: int
-    nbytes_compared: int  #: read from both
-    files_compared: NotRequired[int]  #: where both have files that objects wrote
+    nbytes_compared: int  #: number of bytes read from both checkpoints
+    files_compared: NotRequired[int]  #: only if both checkpoints have files that objects wrote
     differences: list[DifferenceDocument]
 
 
 class CopiedDocument(TypedDict):
     """The result of a copy of a checkpoint."""
 
-    objects: int  #: how many it has, its root included
-    nbytes: int  #: bytes of all of them
-    sent: int  #: bytes that were written at the destination
-    kept: int  #: bytes that were there already
-    read_back: int  #: bytes that were read at the destination
-    requests: int  #: ranges read, pieces written, objects begun and completed
-    unverified: list[str]  #: objects of which no checksums are kept
+    objects: int  #: number of objects, including the root
+    nbytes: int  #: bytes of all objects
+    sent: int  #: bytes written at the destination
+    kept: int  #: bytes that the destination already had
+    read_back: int  #: bytes read at the destination
+    requests: int  #: number of reads of ranges, writes of pieces, and starts and ends of objects
+    unverified: list[str]  #: objects without checksums
 
 
 class CopyDocument(TypedDict):
@@ -273,8 +270,8 @@ class CopiedStepDocument(TypedDict):
 
     step: int
     state: Literal["copied", "left", "gone", "damaged", "failed"]
-    copied: CopiedDocument | None  #: of one that is at the destination now
-    error: str | None  #: of one that is damaged at the source, or cannot be read or written
+    copied: CopiedDocument | None  #: None if the step is not at the destination
+    error: str | None  #: why the step was not copied: damage, or a failed read or write
 
 
 class CopyStepsDocument(TypedDict):
@@ -296,7 +293,7 @@ class ConvertDocument(TypedDict):
     layout: str
     arrays: int
     nbytes: int
-    checkpointables: NotRequired[list[str]]  #: their names, where there are several
+    checkpointables: NotRequired[list[str]]  #: names, if the checkpoint has several checkpointables
 
 
 class ConsolidateDocument(TypedDict):
@@ -306,7 +303,7 @@ class ConsolidateDocument(TypedDict):
     source: str
     destination: str
     subtree: str  #: the requested names; empty for all
-    files: list[str]  #: of safetensors
+    files: list[str]  #: names of the safetensors files
     arrays: int
     nbytes: int
 
@@ -314,7 +311,7 @@ class ConsolidateDocument(TypedDict):
 class OwnerDocument(TypedDict):
     """The job that writes steps into a directory."""
 
-    alive: bool | None  #: None where that cannot be known at once
+    alive: bool | None  #: None if it cannot be determined without waiting
     host: str | None
     pid: int | None
     since: str | None
@@ -328,16 +325,16 @@ class StepDocument(TypedDict):
     name: str
     state: Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
     created: str | None
-    nbytes: int | None  #: of its objects; of other software's, of its arrays
-    metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
-    pinned: bool | None  #: None where that cannot be found out
-    error: str | None  #: why it is incomplete, corrupt or unreadable, or the first problem that verifying it found
+    nbytes: int | None  #: bytes of the objects; for other software's checkpoints, bytes of the arrays
+    metrics: dict[str, float | str]  #: see `InspectDocument`
+    pinned: bool | None  #: None if unknown
+    error: str | None  #: why the step is incomplete, corrupt or unreadable, or the first problem of a verification
     save_id: str | None
     seconds: float | None  #: from the start of the save to its commit
-    blocked_seconds: float | None  #: ... during which the caller could not train
-    sound: NotRequired[bool | None]  #: with --verify; None where it is unknown, as without checksums
-    unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
-    problems: NotRequired[list[ProblemDocument]]  #: of an incomplete step, and with --verify
+    blocked_seconds: float | None  #: time during which the save blocked the caller
+    sound: NotRequired[bool | None]  #: only with --verify; None if unknown, for example without checksums
+    unverified: NotRequired[list[str]]  #: only with --verify: objects without checksums
+    problems: NotRequired[list[ProblemDocument]]  #: only for an incomplete step, or with --verify
 
 
 class StepsDocument(TypedDict):
@@ -345,10 +342,10 @@ class StepsDocument(TypedDict):
 
     schema: Literal["ckptcore.steps/1"]
     directory: str
-    owner: OwnerDocument | None  #: None: no owner
-    steps: list[StepDocument]  #: ascending
-    older: int  #: how many more --last left out
-    leftovers: list[str]  #: hidden directories of saves and deletions that run or failed
+    owner: OwnerDocument | None  #: None without an owner
+    steps: list[StepDocument]  #: in ascending order
+    older: int  #: number of older steps that --last omits
+    leftovers: list[str]  #: hidden directories of saves and deletions that are running or failed
 
 
 class GcStepDocument(TypedDict):
@@ -357,10 +354,10 @@ class GcStepDocument(TypedDict):
     step: int
     name: str
     action: Literal["keep", "delete"]
-    reasons: list[str]  #: why
+    reasons: list[str]
     created: str | None
     metrics: dict[str, float | str]
-    nbytes: int | None  #: of what is to be deleted
+    nbytes: int | None  #: bytes of the files to delete
 
 
 class GcDocument(TypedDict):
@@ -370,9 +367,9 @@ class GcDocument(TypedDict):
     directory: str
     policy: str
     dry_run: bool
-    steps: list[GcStepDocument]  #: ascending
-    leftovers: list[str]  #: files of failed and of running saves and deletions; those of running ones stay
-    deleted: list[int]  #: steps; of a dry run none
+    steps: list[GcStepDocument]  #: in ascending order
+    leftovers: list[str]  #: files of failed and running saves and deletions; files of running ones are kept
+    deleted: list[int]  #: deleted steps; empty in a dry run
 
 
 class PluginDocument(TypedDict):
@@ -383,7 +380,7 @@ class PluginDocument(TypedDict):
     hooks: list[str]
     layouts: list[str]
     storages: list[str]
-    failed_layouts: NotRequired[dict[str, str]]  #: layouts that cannot be used, by name why not
+    failed_layouts: NotRequired[dict[str, str]]  #: layouts that cannot be used: name to reason
 
 
 class FailedPluginDocument(TypedDict):

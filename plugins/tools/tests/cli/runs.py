@@ -48,7 +48,7 @@ def checkpointables() -> dict[str, Any]:
 
 
 def save_run(directory: Path | str, losses: dict[int, float]) -> None:
-    """A run with a step of 8 bytes times its number, each with its loss."""
+    """Save a run. Step `n` has `n` float64 elements, and its loss as a metric."""
     with ckptcore.Checkpointer(directory) as checkpointer:
         for step, loss in losses.items():
             checkpointer.save(step, {"w": np.ones(step)}, metrics={"loss": loss})

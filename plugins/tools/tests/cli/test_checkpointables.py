@@ -34,15 +34,15 @@ def several(tmp_path: Path) -> Path:
 
 
 def test_inspect_shows_each(run: Run, several: Path) -> None:
-    found = ckptcore.metadata(several)
-    model, data = (found.checkpointables[name].objects["model.safetensors"].size for name in ("model", "data"))
+    metadata = ckptcore.metadata(several)
+    model, data = (metadata.checkpointables[name].objects["model.safetensors"].size for name in ("model", "data"))
     result = run("inspect", several)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [
         str(several),
-        f"  written by {found.writer}",
-        f"  created    {found.created}",
-        f"  save id    {found.save_id}",
+        f"  written by {metadata.writer}",
+        f"  created    {metadata.created}",
+        f"  save id    {metadata.save_id}",
         "  content    3 checkpointables of 153 B",
         '  custom     {"accuracy": 0.5}',
         "",
@@ -74,17 +74,24 @@ def test_inspect_as_json(run_json: RunJson, several: Path) -> None:
     code, document = run_json(CheckpointablesDocument, "inspect", several)
     assert code == 0
     assert document["custom"] == {"accuracy": 0.5}
-    found = {one["name"]: one for one in document["checkpointables"]}
-    assert {name: one["kind"] for name, one in found.items()} == {"model": "tree", "data": "tree", "notes": "files"}
-    assert [leaf["path"] for leaf in found["model"]["leaves"]] == ["w"]
-    assert [(one["key"], one["size"]) for one in found["notes"]["objects"]] == [("deep/a.txt", 5), ("deep/b.txt", 100)]
-    assert (found["notes"]["leaves"], document["deleted"]) == ([], [])
+    members = {entry["name"]: entry for entry in document["checkpointables"]}
+    assert {name: entry["kind"] for name, entry in members.items()} == {
+        "model": "tree",
+        "data": "tree",
+        "notes": "files",
+    }
+    assert [leaf["path"] for leaf in members["model"]["leaves"]] == ["w"]
+    assert [(entry["key"], entry["size"]) for entry in members["notes"]["objects"]] == [
+        ("deep/a.txt", 5),
+        ("deep/b.txt", 100),
+    ]
+    assert (members["notes"]["leaves"], document["deleted"]) == ([], [])
     assert [event["phase"] for event in document["timeline"]] == [
         event.phase for event in ckptcore.metadata(several).timeline
     ]
 
 
-def test_what_was_deleted_is_said_so(run: Run, run_json: RunJson, several: Path) -> None:
+def test_deleted_checkpointables_are_named(run: Run, run_json: RunJson, several: Path) -> None:
     ckptcore.delete(several / "data")
     assert "  deleted    data" in run("inspect", several).stdout.splitlines()
     assert run_json(CheckpointablesDocument, "inspect", several)[1]["deleted"] == ["data"]
@@ -99,7 +106,7 @@ def test_a_member_by_its_own_location(run: Run, run_json: RunJson, several: Path
 
 
 def headline(lines: list[str]) -> str:
-    """The first line of a timeline, which names the save."""
+    """Return the first line of a timeline, which names the save."""
     (line,) = [line for line in lines if line.startswith("save ")]
     return line
 
@@ -134,9 +141,9 @@ def test_metrics_of_a_step(run: Run, run_json: RunJson, tmp_path: Path) -> None:
 
 def test_ls(run: Run, run_json: RunJson, several: Path) -> None:
     _, document = run_json(ListDocument, "ls", several.parent)
-    (one,) = document["checkpoints"]
-    assert (one["state"], one["layout"], one["nbytes"], one["arrays"]) == ("committed", "composite", 153, 1)
-    assert one["checkpointables"] == ["model", "data", "notes"]
+    (entry,) = document["checkpoints"]
+    assert (entry["state"], entry["layout"], entry["nbytes"], entry["arrays"]) == ("committed", "composite", 153, 1)
+    assert entry["checkpointables"] == ["model", "data", "notes"]
     assert "  composite       153 B  3 checkpointables  " in run("ls", several.parent).stdout
 
 
@@ -144,7 +151,7 @@ def test_ls_of_a_run(run_json: RunJson, tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as checkpointer:
         for step in (9, 10, 100):
             checkpointer.save(step, {"x": 1})
-    assert [one["name"] for one in run_json(ListDocument, "ls", tmp_path)[1]["checkpoints"]] == ["9", "10", "100"]
+    assert [entry["name"] for entry in run_json(ListDocument, "ls", tmp_path)[1]["checkpoints"]] == ["9", "10", "100"]
 
 
 def test_verify(run: Run, run_json: RunJson, several: Path) -> None:
@@ -155,7 +162,7 @@ def test_verify(run: Run, run_json: RunJson, several: Path) -> None:
     assert run("verify", several).stdout.splitlines()[0].startswith("notes/deep/a.txt bytes 0")
 
 
-def test_verify_names_what_is_not_there(run: Run, run_json: RunJson, several: Path) -> None:
+def test_verify_names_deleted_checkpointables(run: Run, run_json: RunJson, several: Path) -> None:
     ckptcore.delete(several / "notes")
     result = run("verify", several)
     assert result.exit_code == 0
@@ -172,7 +179,7 @@ def test_convert(run: Run, run_json: RunJson, several: Path, tmp_path: Path) -> 
     assert run("diff", several, tmp_path / "copy").exit_code == 0
 
 
-def test_diff_of_the_same(run: Run, run_json: RunJson, several: Path) -> None:
+def test_diff_of_equal_checkpoints(run: Run, run_json: RunJson, several: Path) -> None:
     code, document = run_json(DiffDocument, "diff", several, several)
     assert (code, document["leaves_compared"], document["files_compared"]) == (0, 2, 2)
     assert document["nbytes_compared"] == 153
@@ -189,7 +196,7 @@ def test_diff_name_by_name(run: Run, run_json: RunJson, several: Path, tmp_path:
     ckptcore.save_checkpointables(tmp_path / "other", other)
     code, document = run_json(DiffDocument, "diff", several, tmp_path / "other")
     assert code == 1
-    assert [(one["checkpointable"], one["path"], one["kind"]) for one in document["differences"]] == [
+    assert [(entry["checkpointable"], entry["path"], entry["kind"]) for entry in document["differences"]] == [
         ("data", "<root>", "only_in_a"),
         ("notes", "deep/b.txt", "size"),
         ("notes", "deep/c.txt", "only_in_b"),
@@ -210,7 +217,7 @@ def test_diff_name_by_name(run: Run, run_json: RunJson, several: Path, tmp_path:
     assert len(document["differences"]) == 4
 
 
-def test_diff_of_different_sorts(run: Run, run_json: RunJson, several: Path, tmp_path: Path) -> None:
+def test_diff_of_different_kinds(run: Run, run_json: RunJson, several: Path, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "tree", {"w": 1})
     code, document = run_json(DiffDocument, "diff", several, tmp_path / "tree")
     assert code == 1
@@ -225,13 +232,13 @@ def test_diff_of_different_sorts(run: Run, run_json: RunJson, several: Path, tmp
     assert text.splitlines()[0] == "~ notes  structure: files -> tree"
 
 
-def test_damage_to_a_file_is_an_error_and_no_difference(run_json: RunJson, several: Path, tmp_path: Path) -> None:
+def test_damage_to_a_file_is_an_error_and_not_a_difference(run_json: RunJson, several: Path, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "other", checkpointables())
     flip(several / "notes" / "deep" / "a.txt", 0)
     assert run_json(ErrorDocument, "diff", several, tmp_path / "other")[0] == 4
 
 
-def test_a_damaged_member_is_one_line(run: Run, several: Path) -> None:
+def test_a_damaged_member_gives_no_traceback(run: Run, several: Path) -> None:
     flip(several / "model" / "checkpoint.json", 70)
     for command in ("inspect", "verify", "ls"):
         result = run(command, several)
@@ -251,7 +258,7 @@ def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
 
     run_ranks(2, save)
     _, document = run_json(CheckpointablesDocument, "inspect", location)
-    assert {one["name"]: one["processes"] for one in document["checkpointables"]} == {"model": None, "data": 2}
+    assert {entry["name"]: entry["processes"] for entry in document["checkpointables"]} == {"model": None, "data": 2}
     text = run("inspect", location).stdout
     assert "; saved by 2 processes separately, showing data.rank_0" in text
     assert run_json(InspectDocument, "inspect", f"{location}/data.rank_1")[1]["leaves"][0]["value"] == 1

@@ -1,4 +1,4 @@
-"""Commands of other distributions, by the entry point group ``ckptcore.commands``."""
+"""Commands of other distributions, which the entry point group ``ckptcore.commands`` adds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ no_command = 3
 
 @pytest.fixture
 def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution with a command, two broken ones, and one that has the name of one of ours."""
+    """Install a distribution with a command, two broken commands, and a command with the name of one of ours."""
     (tmp_path / "guest_commands.py").write_text(MODULE, encoding="utf-8")
     information = tmp_path / "guest-1.0.dist-info"
     information.mkdir()

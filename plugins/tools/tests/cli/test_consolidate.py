@@ -44,8 +44,8 @@ def test_options_for_metadata_and_tied_arrays_are_used(run_json: RunJson, tmp_pa
     _, document = run_json(ConsolidateDocument, "consolidate", tmp_path / "tied", tmp_path / "each", *options)
     assert (document["arrays"], document["nbytes"]) == (2, 2400)
     for name, file in zip("ab", document["files"], strict=True):
-        with safe_open(tmp_path / "each" / file, "np") as opened:
-            assert opened.keys() == [name] and opened.metadata() == {"format": "pt", "by": "us", "license": "a=b"}
+        with safe_open(tmp_path / "each" / file, "np") as reader:
+            assert reader.keys() == [name] and reader.metadata() == {"format": "pt", "by": "us", "license": "a=b"}
     _, document = run_json(ConsolidateDocument, "consolidate", tmp_path / "tied", tmp_path / "once", "--tied", "once")
     assert (document["files"], document["nbytes"]) == (["model.safetensors"], 1200)
     assert list(load_file(tmp_path / "once" / "model.safetensors")) == ["a"]

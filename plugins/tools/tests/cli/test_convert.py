@@ -90,13 +90,14 @@ def test_to_maxtext_and_back(run: Run, family: str, options: list[str], tmp_path
         for norm in ("input", "post_attention"):
             arrays[f"{prefix}.{norm}_layernorm.weight"] = np.ones(4)
     save_file(arrays, tmp_path / "model.safetensors")
-    told = ["--head-dim", 4, *options]
+    map_options = ["--head-dim", 4, *options]
     there = ["convert", tmp_path / "model.safetensors", tmp_path / "maxtext", "--layout", "ocdbt"]
-    assert run(*there, "--map", f"{family}-to-maxtext", *told).exit_code == 0
+    assert run(*there, "--map", f"{family}-to-maxtext", *map_options).exit_code == 0
     made = ckptcore.load(tmp_path / "maxtext")["params"]["params"]["decoder"]["layers"]["self_attention"]
     assert made["query"]["kernel"].shape == (4, 2, 1, 4)
     assert (
-        run("convert", tmp_path / "maxtext", tmp_path / "back", "--map", f"maxtext-to-{family}", *told).exit_code == 0
+        run("convert", tmp_path / "maxtext", tmp_path / "back", "--map", f"maxtext-to-{family}", *map_options).exit_code
+        == 0
     )
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == arrays.keys()

@@ -22,7 +22,7 @@ from plugins.tools.tests.cli.expected_documents import DiffDocument, ErrorDocume
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    """Saves a second checkpoint."""
+    """Return a function that saves a second checkpoint."""
 
     def save(value: object) -> Path:
         ckptcore.save(tmp_path / "other", value)
@@ -32,11 +32,14 @@ def other(tmp_path: Path) -> Any:
 
 
 def differences(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the contents of A and B by path and kind."""
-    return {f"{one['path']} {one['kind']}": (one["a"], one["b"]) for one in document["differences"]}
+    """Return the contents of A and B for each difference. The keys contain its path and kind."""
+    return {
+        f"{difference['path']} {difference['kind']}": (difference["a"], difference["b"])
+        for difference in document["differences"]
+    }
 
 
-def test_the_same(run: Run, run_json: RunJson, checkpoint: Path, other: Any) -> None:
+def test_equal_checkpoints(run: Run, run_json: RunJson, checkpoint: Path, other: Any) -> None:
     second = other(state())
     code, document = run_json(DiffDocument, "diff", checkpoint, second)
     assert (code, document["same"], document["differences"]) == (0, True, [])
@@ -69,13 +72,13 @@ def test_every_kind_of_difference(run: Run, run_json: RunJson, checkpoint: Path,
         "params/w values": (None, None),
         "params/half dtype": ("bfloat16", "float32"),
     }
-    found = {one["path"]: one for one in document["differences"]}
-    weight = found["params/w"]
+    by_path = {difference["path"]: difference for difference in document["differences"]}
+    weight = by_path["params/w"]
     assert (weight["differing"], weight["elements"], weight["max_absolute_error"]) == (2, 12, 0.5)
     assert weight["keys"] == ["params", "w"]
-    half = found["params/half"]
+    half = by_path["params/half"]
     assert (half["differing"], half["elements"], half["max_absolute_error"]) == (0, 5, 0.0)
-    assert found["step"]["max_absolute_error"] == 2
+    assert by_path["step"]["max_absolute_error"] == 2
     result = run("diff", checkpoint, second)
     assert result.exit_code == 1
     assert sorted(result.stdout.splitlines()[:-1]) == sorted(
@@ -102,7 +105,7 @@ def test_a_tolerance(run: Run, tmp_path: Path) -> None:
     assert run("diff", tmp_path / "a", tmp_path / "b", "--atol", "0.5", "--rtol", "0.01").exit_code == 0
 
 
-def test_one_that_is_not_a_number(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_difference_from_nan(run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "a", np.array([1.0, np.inf], np.float32))
     ckptcore.save(tmp_path / "b", np.array([np.nan, np.inf], np.float32))
     _, document = run_json(DiffDocument, "diff", tmp_path / "a", tmp_path / "b")
@@ -127,15 +130,19 @@ def test_across_writers(run: Run, tmp_path: Path) -> None:
     assert run("diff", tmp_path / "model.safetensors", tmp_path / "ours").exit_code == 0
 
 
-def test_an_int_key_is_no_text_key(run_json: RunJson, tmp_path: Path) -> None:
+def test_an_int_key_differs_from_a_text_key(run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "a", {0: 1, "b": OrderedDict(x=1)})
     ckptcore.save(tmp_path / "b", {"0": 1, "b": {"x": 1}})
     code, document = run_json(DiffDocument, "diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
-    assert sorted(one["kind"] for one in document["differences"]) == ["only_in_a", "only_in_b", "structure"]
+    assert sorted(difference["kind"] for difference in document["differences"]) == [
+        "only_in_a",
+        "only_in_b",
+        "structure",
+    ]
 
 
-def test_many_batches_find_what_one_does(
+def test_many_batches_find_the_same_differences_as_one(
     run_json: RunJson, checkpoint: Path, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = state()
@@ -153,7 +160,7 @@ def test_tied_arrays_are_read_once(run_json: RunJson, checkpoint: Path) -> None:
     assert document["nbytes_compared"] == ckptcore.metadata(checkpoint).nbytes
 
 
-def test_damage_is_an_error_and_no_difference(run_json: RunJson, checkpoint: Path, other: Any) -> None:
+def test_damage_is_an_error_and_not_a_difference(run_json: RunJson, checkpoint: Path, other: Any) -> None:
     second = other(state())
     flip(second / "model.safetensors", -1)
     code, document = run_json(ErrorDocument, "diff", checkpoint, second)
@@ -161,12 +168,12 @@ def test_damage_is_an_error_and_no_difference(run_json: RunJson, checkpoint: Pat
     assert document["error"] in ("ChecksumError", "CorruptCheckpointError")
 
 
-def test_nothing_there(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "diff", checkpoint, tmp_path / "nothing")[0] == 3
     assert run_json(ErrorDocument, "diff", tmp_path / "nothing", checkpoint)[0] == 3
 
 
-def test_few_bytes_are_held_at_a_time(run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_limited(run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(
         tmp_path / "a", {"large": np.arange(10_000, dtype=np.int16), **{f"s{n}": np.ones(30) for n in range(50)}}
     )
@@ -183,6 +190,6 @@ def test_few_bytes_are_held_at_a_time(run_json: RunJson, tmp_path: Path, monkeyp
     monkeypatch.setattr(comparison, "_BATCH_BYTES", 4096)
     code, document = run_json(DiffDocument, "diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
-    assert [one["kind"] for one in document["differences"]] == ["dtype"]
+    assert [difference["kind"] for difference in document["differences"]] == ["dtype"]
     assert max(held) <= 4096
     assert sum(held) == 10_000 * (2 + 8) + 2 * 50 * 240

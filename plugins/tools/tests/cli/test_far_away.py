@@ -1,4 +1,4 @@
-"""Commands on a storage that is far away: what they ask of it, and how much at once."""
+"""Commands on a remote storage: which requests they send, and how many at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Plugin:
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarStorage]:
-    """A storage far away, as ``far://``."""
+    """A remote storage for URLs ``far://``."""
     storage = FarStorage(latency=0.01)
     having = installed_plugins().with_plugins([_Plugin(storage)], {})
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
@@ -47,7 +47,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarStorage]:
 
 @pytest.fixture
 def steps(far: FarStorage) -> FarStorage:
-    """... with a run of many steps in it, at ``far://runs/run``."""
+    """The remote storage with a run of many steps, at ``far://runs/run``."""
     storage, latency = far, far.latency
     storage.latency = 0.0
     state = {"w": np.arange(1000), "b": [np.ones(3), 2]}
@@ -61,7 +61,7 @@ def steps(far: FarStorage) -> FarStorage:
 
 
 def _read(storage: FarStorage) -> set[str]:
-    """Names of the objects that were read."""
+    """Return the names of the objects that were read."""
     return {request.key.rpartition("/")[2] for request in storage.requests if request.kind == "get"}
 
 
@@ -89,7 +89,8 @@ def test_steps_are_requested_concurrently(run: Run, steps: FarStorage, arguments
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") >= _STEPS
     assert steps.peak_at_once >= _ENOUGH_AT_ONCE
-    per_step = 7 if arguments[0] == "gc" else 6  # gc lists steps that would go: files of others may keep them
+    # Before a deletion, gc also lists the step, because files of other programs may keep it.
+    per_step = 7 if arguments[0] == "gc" else 6
     assert steps.count() <= per_step * _STEPS
 
 
@@ -111,7 +112,7 @@ def test_a_copy_sends_many_requests_at_once(run: Run, far: FarStorage, tmp_path:
         assert run("copy", source, destination).exit_code == 0
         assert far.peak_at_once >= _ENOUGH_AT_ONCE
     objects = len(ckptcore.metadata("far://runs/two").objects)
-    # Of each its upload and two looks at the claim; and what is asked of the checkpoint as a whole.
+    # For each object, the copy uploads it and reads the claim twice. The whole checkpoint needs a few more requests.
     assert far.count() <= 6 * objects + 20
     far.forget()
     assert run("copy", tmp_path / "here", "far://runs/two").exit_code == 0

@@ -1,4 +1,4 @@
-"""The commands, on checkpoints of several checkpointables that other software wrote."""
+"""The commands on checkpoints with several checkpointables that other software wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CREATED = "2026-01-02T03:04:05+00:00"
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The commands know installed plugins only: for these tests the layout is one."""
+    """Install the plugin of the test layout, because commands use only installed plugins."""
     having = plugins.installed_plugins().with_plugins([ShelfPlugin()], {})
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
     default_context.cache_clear()
@@ -40,7 +40,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Path:
-    """A tree and files."""
+    """A checkpoint with a tree and files."""
     directory = tmp_path / "theirs" / "step_7"
     params = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
     put_on_shelf(
@@ -64,7 +64,7 @@ def test_inspect(run: Run, run_json: RunJson, shelf: Path) -> None:
     code, document = run_json(CheckpointablesDocument, "inspect", shelf)
     assert (code, document["save_id"], document["created"], document["writer"]) == (0, None, CREATED, "shelfware 3")
     assert document["custom"] == {"run": 1} and document["metrics"] == {"loss": 0.5} and "unreadable" not in document
-    assert [(one["name"], one["kind"], one["layout"]) for one in document["checkpointables"]] == [
+    assert [(member["name"], member["kind"], member["layout"]) for member in document["checkpointables"]] == [
         ("data", "files", "files"),
         ("params", "tree", "shelf"),
     ]
@@ -76,7 +76,7 @@ def test_inspect(run: Run, run_json: RunJson, shelf: Path) -> None:
 def test_inspect_shows_all_members_if_a_plain_load_returns_one(run_json: RunJson, tmp_path: Path) -> None:
     put_on_shelf(tmp_path / "c", {"tree": {"w": np.ones(2)}, "ema": {"w": np.ones(2)}})
     _, document = run_json(CheckpointablesDocument, "inspect", tmp_path / "c")
-    assert [one["name"] for one in document["checkpointables"]] == ["ema", "tree"]
+    assert [member["name"] for member in document["checkpointables"]] == ["ema", "tree"]
     put_on_shelf(tmp_path / "one", {"tree": {"w": np.ones(2)}})
     assert run_json(InspectDocument, "inspect", tmp_path / "one")[1]["schema"] == "ckptcore.inspect/1"
 
@@ -93,14 +93,19 @@ def test_unsupported_members_are_named(run: Run, run_json: RunJson, shelf: Path)
 
 
 def test_ls(run_json: RunJson, shelf: Path) -> None:
-    (one,) = run_json(ListDocument, "ls", shelf.parent)[1]["checkpoints"]
-    assert (one["name"], one["state"], one["layout"], one["created"]) == ("step_7", "foreign", "composite", CREATED)
-    assert one["checkpointables"] == ["data", "params"] and (one["nbytes"], one["arrays"]) == (53, 1)
+    (entry,) = run_json(ListDocument, "ls", shelf.parent)[1]["checkpoints"]
+    assert (entry["name"], entry["state"], entry["layout"], entry["created"]) == (
+        "step_7",
+        "foreign",
+        "composite",
+        CREATED,
+    )
+    assert entry["checkpointables"] == ["data", "params"] and (entry["nbytes"], entry["arrays"]) == (53, 1)
 
 
 def test_steps(run_json: RunJson, shelf: Path) -> None:
-    (one,) = run_json(StepsDocument, "steps", shelf.parent)[1]["steps"]
-    assert (one["step"], one["state"], one["nbytes"], one["metrics"]) == (7, "foreign", 53, {"loss": 0.5})
+    (step,) = run_json(StepsDocument, "steps", shelf.parent)[1]["steps"]
+    assert (step["step"], step["state"], step["nbytes"], step["metrics"]) == (7, "foreign", 53, {"loss": 0.5})
 
 
 def test_verify(run: Run, run_json: RunJson, shelf: Path) -> None:
@@ -126,6 +131,6 @@ def test_diff(run: Run, run_json: RunJson, shelf: Path, tmp_path: Path) -> None:
     flip(shelf / "data" / "a", 0)
     code, document = run_json(DiffDocument, "diff", shelf, tmp_path / "ours")
     assert code == 1
-    assert [(one["checkpointable"], one["path"], one["kind"]) for one in document["differences"]] == [
-        ("data", "a", "bytes")
-    ]
+    assert [
+        (difference["checkpointable"], difference["path"], difference["kind"]) for difference in document["differences"]
+    ] == [("data", "a", "bytes")]

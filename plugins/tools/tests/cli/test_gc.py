@@ -42,7 +42,7 @@ def names(directory: Path) -> list[str]:
 
 def actions(document: dict[str, Any]) -> dict[int, str]:
     """Return the decision about each step."""
-    return {one["step"]: one["action"] for one in document["steps"]}
+    return {entry["step"]: entry["action"] for entry in document["steps"]}
 
 
 def test_a_dry_run_says_why_and_changes_nothing(run: Run, run_json: RunJson, directory: Path) -> None:
@@ -50,8 +50,8 @@ def test_a_dry_run_says_why_and_changes_nothing(run: Run, run_json: RunJson, dir
     code, document = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
     assert code == 0
     assert actions(document) == {1: "delete", 2: "keep", 3: "delete", 4: "keep"}
-    assert [one["reasons"] for one in document["steps"]] == [[], ["the best 1 by loss (min)"], [], ["the latest 1"]]
-    assert [one["metrics"] for one in document["steps"]] == [{"loss": loss} for loss in LOSSES.values()]
+    assert [entry["reasons"] for entry in document["steps"]] == [[], ["the best 1 by loss (min)"], [], ["the latest 1"]]
+    assert [entry["metrics"] for entry in document["steps"]] == [{"loss": loss} for loss in LOSSES.values()]
     assert document["steps"][0]["nbytes"] == (directory / "1" / "model.safetensors").stat().st_size
     assert (document["deleted"], document["dry_run"]) == ([], True)
     lines = run("gc", directory, *POLICY, "--dry-run").stdout.splitlines()
@@ -73,7 +73,7 @@ def test_deletes_what_the_dry_run_said(run: Run, run_json: RunJson, directory: P
     assert run("gc", directory, *POLICY, "--yes").stdout.splitlines()[-1] == "deleted: 0 of 2 steps, 0 B"
 
 
-def test_a_job_that_saves_there_is_left_alone(run: Run, run_json: RunJson, directory: Path) -> None:
+def test_the_directory_of_a_running_job_is_refused(run: Run, run_json: RunJson, directory: Path) -> None:
     with ckptcore.Checkpointer(directory):
         code, document = run_json(ErrorDocument, "gc", directory, *POLICY, "--yes")
         assert (code, document["error"]) == (8, "DirectoryInUseError")
@@ -100,7 +100,7 @@ def test_a_pinned_step_stays(run_json: RunJson, directory: Path) -> None:
     assert names(directory) == ["1", "2", "4"]
 
 
-def test_leftovers_go(run: Run, run_json: RunJson, directory: Path) -> None:
+def test_leftovers_are_deleted(run: Run, run_json: RunJson, directory: Path) -> None:
     leftover = directory / ".5.0123456789abcdef.ckptcore"
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"half")
@@ -114,7 +114,7 @@ def test_leftovers_go(run: Run, run_json: RunJson, directory: Path) -> None:
     assert names(directory) == ["1", "2", "3", "4"]
 
 
-def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: Path) -> None:
+def test_foreign_and_damaged_steps_are_not_deleted(run_json: RunJson, directory: Path) -> None:
     flip(directory / "1" / "checkpoint.json", 60)
     (directory / "5").mkdir()
     save_file({"w": np.ones(2)}, directory / "5" / "model.safetensors")
@@ -123,7 +123,7 @@ def test_what_is_not_ours_or_broken_is_left_alone(run_json: RunJson, directory: 
     (directory / "7").mkdir()
     (directory / "7" / "checkpoint.json").write_bytes(encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00")))
     _, document = run_json(GcDocument, "gc", directory, "--policy", "latest_n=1", "--yes")
-    assert {one["step"]: one["reasons"] for one in document["steps"]} == {
+    assert {entry["step"]: entry["reasons"] for entry in document["steps"]} == {
         1: ["damaged"],
         2: [],
         3: [],
@@ -140,7 +140,7 @@ def test_policies_do_not_count_steps_with_missing_or_short_files(run: Run, run_j
     os.truncate(directory / "2" / "model.safetensors", 20)
     (directory / "4" / "model.safetensors").unlink()
     _, planned = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
-    assert {one["step"]: one["reasons"] for one in planned["steps"]} == {
+    assert {entry["step"]: entry["reasons"] for entry in planned["steps"]} == {
         1: [],
         2: ["a file is missing or has another size"],
         3: ["the latest 1", "the best 1 by loss (min)"],
@@ -155,7 +155,7 @@ def test_the_only_step_that_loads_is_kept(run_json: RunJson, tmp_path: Path) -> 
     ckptcore.save_checkpointables(tmp_path / "2", {"model": {"w": np.ones(2)}})
     flip(tmp_path / "2" / "model" / "checkpoint.json", 60)
     _, document = run_json(GcDocument, "gc", tmp_path, "--policy", "latest_n=1", "--dry-run")
-    assert [one["reasons"] for one in document["steps"]] == [["the latest 1"], ["damaged"]]
+    assert [entry["reasons"] for entry in document["steps"]] == [["the latest 1"], ["damaged"]]
 
 
 def test_storage_without_directories(run_json: RunJson) -> None:
@@ -181,12 +181,12 @@ def test_taking_over_from_failed_owners(run_json: RunJson) -> None:
     assert document["deleted"] == [1, 3]
 
 
-def test_wrong_calls(run: Run, directory: Path) -> None:
+def test_invalid_arguments_are_refused(run: Run, directory: Path) -> None:
     for arguments in (
         [],
         ["--policy", "latest_n"],
         ["--policy", "nonsense"],
-        ["--policy", "latest_n=1"],  # there is no terminal to ask
+        ["--policy", "latest_n=1"],  # without a terminal, the command cannot ask
         ["--policy", "latest_n=1", "--json"],
         ["--policy", "latest_n=1", "--yes", "--named", "epoch"],
     ):
@@ -194,12 +194,12 @@ def test_wrong_calls(run: Run, directory: Path) -> None:
     assert names(directory) == ["1", "2", "3", "4"]
 
 
-def test_nothing_is_made_where_nothing_is(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_missing_directory_is_not_created(run_json: RunJson, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "gc", tmp_path / "nothing", *POLICY, "--yes")[0] == 3
     assert not (tmp_path / "nothing").exists()
 
 
-def test_checkpointables_are_no_steps(run_json: RunJson, tmp_path: Path) -> None:
+def test_checkpointables_are_not_steps(run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "checkpoint", {"1": {"x": 1}, "2": {"x": 1}})
     assert run_json(ErrorDocument, "gc", tmp_path / "checkpoint", *POLICY, "--yes")[0] == 6
     assert ckptcore.load_checkpointables(tmp_path / "checkpoint") == {"1": {"x": 1}, "2": {"x": 1}}
@@ -225,7 +225,7 @@ def test_asks_on_a_terminal(directory: Path) -> None:
     assert (code, names(directory)) == (130, ["1", "2", "3", "4"])
     assert "to delete: 2 of 4 steps" in seen
     assert "nothing was deleted" in seen
-    code, seen = asked(directory, b"\x04")  # the end of what is typed
+    code, seen = asked(directory, b"\x04")  # Ctrl-D, the end of the input
     assert (code, names(directory)) == (130, ["1", "2", "3", "4"])
     assert "interrupted" in seen
     assert "Traceback" not in seen
@@ -239,7 +239,7 @@ def test_asks_on_a_terminal(directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_is_not_asked_for_a_directory_in_use(directory: Path) -> None:
+def test_does_not_ask_about_a_directory_in_use(directory: Path) -> None:
     with ckptcore.Checkpointer(directory):
         code, seen = asked(directory, b"")
     assert code == 8

@@ -21,14 +21,14 @@ from plugins.tools.tests.cli.expected_documents import ErrorDocument, InspectDoc
 def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0, result.stderr
-    found = ckptcore.metadata(checkpoint)
+    metadata = ckptcore.metadata(checkpoint)
     assert result.stdout.splitlines() == [
         str(checkpoint),
         "  layout     safetensors",
-        f"  written by {found.writer}",
-        f"  created    {found.created}",
-        f"  save id    {found.save_id}",
-        f"  content    4 arrays of 66 B, 4 values, in 1 object of {next(iter(found.objects.values())).size} B",
+        f"  written by {metadata.writer}",
+        f"  created    {metadata.created}",
+        f"  save id    {metadata.save_id}",
+        f"  content    4 arrays of 66 B, 4 values, in 1 object of {next(iter(metadata.objects.values())).size} B",
         '  custom     {"accuracy": 0.5}',
         "",
         "<root>        dict                       66 B  4 arrays, 18 parameters",
@@ -48,14 +48,14 @@ def test_shows_everything_in_the_tree(run: Run, checkpoint: Path) -> None:
     ]
 
 
-def test_depth_sums_up_what_lies_deeper(run: Run, checkpoint: Path) -> None:
+def test_depth_summarizes_deeper_levels(run: Run, checkpoint: Path) -> None:
     lines = run("inspect", checkpoint, "--depth", "1").stdout.splitlines()
     assert "├─ params   dict        58 B  2 arrays, 17 parameters …" in lines
     assert "├─ moments  list         8 B  2 arrays, 1 parameter …" in lines
     assert "├─ step     int               5" in lines
 
 
-def test_names_with_dots_are_a_tree(run: Run, tmp_path: Path) -> None:
+def test_names_with_dots_are_shown_as_a_tree(run: Run, tmp_path: Path) -> None:
     names = [f"layers.{number}.{name}" for number in range(2) for name in ("weight", "bias")]
     ckptcore.save(tmp_path / "c", {name: np.ones(3, np.float32) for name in (*names, "head.weight")})
     assert run("inspect", tmp_path / "c").stdout.splitlines()[-9:] == [
@@ -96,7 +96,7 @@ def test_a_filter_chooses_leaves(
     assert (text == "no leaf matches the filter\n") == (not leaves)
 
 
-def test_a_filter_shows_totals_of_what_matches(run: Run, checkpoint: Path) -> None:
+def test_a_filter_shows_totals_of_matching_leaves(run: Run, checkpoint: Path) -> None:
     assert run("inspect", checkpoint, "--filter", "half").stdout.splitlines()[-3:] == [
         "<root>      dict              10 B  1 array, 5 parameters",
         "└─ params   dict              10 B  1 array, 5 parameters",
@@ -119,12 +119,12 @@ def test_statistics(run: Run, run_json: RunJson, checkpoint: Path) -> None:
     assert {line.index("11") for line in lines[3:5]} == {lines[0].index("max") + 1}
     assert next(line for line in lines if "float64[0, 2]" in line).endswith(" 0 B")
     _, document = run_json(InspectDocument, "inspect", checkpoint, "--statistics")
-    found = {leaf["path"]: leaf.get("statistics") for leaf in document["leaves"]}
-    assert found["params/w"] == found["params/tied"] == {
+    statistics = {leaf["path"]: leaf.get("statistics") for leaf in document["leaves"]}
+    assert statistics["params/w"] == statistics["params/tied"] == {
         "elements": 12, "nan": 0, "infinite": 0, "zeros": 1, "minimum": 0.0, "maximum": 11.0, "mean": 5.5,
         "deviation": pytest.approx(3.452, abs=1e-3), "norm": pytest.approx(22.494, abs=1e-3),
     }  # fmt: skip
-    assert (found["step"], found["moments[0][1]"]["minimum"]) == (None, None)
+    assert (statistics["step"], statistics["moments[0][1]"]["minimum"]) == (None, None)
 
 
 def test_statistics_count_special_elements(run: Run, run_json: RunJson, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_statistics_read_no_text(run: Run, run_json: RunJson, tmp_path: Path) ->
     ckptcore.save(
         tmp_path / "c", {"none": np.empty(0, "U3"), "text": np.full(1 << 9, "a" * (1 << 10)), "x": np.ones(2)}
     )
-    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of the text alone
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block that contains only text
     result = run("inspect", tmp_path / "c", "--statistics")
     assert result.exit_code == 0, result.stderr
     _, document = run_json(InspectDocument, "inspect", tmp_path / "c", "--statistics")
@@ -148,17 +148,17 @@ def test_statistics_read_no_text(run: Run, run_json: RunJson, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("arguments", [("--filter", "params/a"), ("--depth", "1"), ("--timeline",)])
-def test_statistics_read_only_what_is_shown(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_statistics_read_only_the_shown_arrays(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     state = {"params": {"a": np.ones(3), "b": np.ones(1 << 18)}, "x": np.full(5, 2.0)}
     ckptcore.save(tmp_path / "c", state)
-    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of "b" alone
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block that contains only "b"
     result = run("inspect", tmp_path / "c", "--statistics", *arguments)
     assert result.exit_code == 0, result.stderr
     assert run("inspect", tmp_path / "c", "--statistics").exit_code == 4
 
 
 class _Terminal(io.StringIO):
-    """A terminal that keeps what is printed."""
+    """A terminal that records its output."""
 
     def isatty(self) -> bool:
         return True
@@ -193,7 +193,7 @@ def test_json_has_everything(run_json: RunJson, checkpoint: Path) -> None:
     assert document["totals"]["values"] == 4
     assert document["totals"]["nbytes"] == 66
     assert document["totals"]["object_bytes"] == (checkpoint / "model.safetensors").stat().st_size
-    assert [(one["path"], one["kind"], one["children"]) for one in document["containers"]] == [
+    assert [(container["path"], container["kind"], container["children"]) for container in document["containers"]] == [
         ("<root>", "dict", 6),
         ("params", "dict", 3),
         ("moments", "list", 2),
@@ -274,7 +274,7 @@ def test_a_tree_that_is_one_leaf(run: Run, run_json: RunJson, tmp_path: Path) ->
     assert document["leaves"][0]["keys"] == []
 
 
-def test_nothing_there(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     result = run("inspect", tmp_path / "nothing")
     assert result.exit_code == 3
     assert result.stdout == ""

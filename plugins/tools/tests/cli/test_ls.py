@@ -35,10 +35,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tells_states_apart(run_json: RunJson, directory: Path) -> None:
+def test_entries_have_their_states(run_json: RunJson, directory: Path) -> None:
     code, document = run_json(ListDocument, "ls", directory)
     assert code == 0
-    assert {one["name"]: one["state"] for one in document["checkpoints"]} == {
+    assert {entry["name"]: entry["state"] for entry in document["checkpoints"]} == {
         ".step_4.0123456789abcdef.ckptcore": "leftover",
         "bare.safetensors": "foreign",
         "hugging_face": "foreign",
@@ -46,14 +46,18 @@ def test_tells_states_apart(run_json: RunJson, directory: Path) -> None:
         "step_2": "corrupt",
         "step_3": "uncommitted",
     }
-    found = {one["name"]: one for one in document["checkpoints"]}
-    assert (found["step_1"]["layout"], found["step_1"]["arrays"], found["step_1"]["nbytes"]) == ("safetensors", 1, 4000)
-    assert found["step_1"]["created"] == ckptcore.metadata(directory / "step_1").created
-    assert found["step_1"]["writer"].startswith("ckptcore ") and "writer" not in found["step_2"]
-    assert "checkpoint.json" in found["step_2"]["error"]
+    entries = {entry["name"]: entry for entry in document["checkpoints"]}
+    assert (entries["step_1"]["layout"], entries["step_1"]["arrays"], entries["step_1"]["nbytes"]) == (
+        "safetensors",
+        1,
+        4000,
+    )
+    assert entries["step_1"]["created"] == ckptcore.metadata(directory / "step_1").created
+    assert entries["step_1"]["writer"].startswith("ckptcore ") and "writer" not in entries["step_2"]
+    assert "checkpoint.json" in entries["step_2"]["error"]
 
 
-def test_text_has_a_line_for_each(run: Run, directory: Path) -> None:
+def test_text_has_a_line_for_each_entry(run: Run, directory: Path) -> None:
     lines = run("ls", directory).stdout.splitlines()
     assert len(lines) == 6
     created = ckptcore.metadata(directory / "step_1").created
@@ -104,7 +108,7 @@ def test_missing_files_are_found(run: Run, run_json: RunJson, tmp_path: Path) ->
 
 def test_a_checkpoint_lists_itself(run_json: RunJson, checkpoint: Path) -> None:
     _, document = run_json(ListDocument, "ls", checkpoint)
-    assert [one["state"] for one in document["checkpoints"]] == ["committed"]
+    assert [entry["state"] for entry in document["checkpoints"]] == ["committed"]
 
 
 def test_an_empty_directory(run: Run, run_json: RunJson, tmp_path: Path) -> None:
@@ -113,13 +117,13 @@ def test_an_empty_directory(run: Run, run_json: RunJson, tmp_path: Path) -> None
     assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
 
 
-def test_no_directory(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error(run_json: RunJson, tmp_path: Path) -> None:
     code, document = run_json(ErrorDocument, "ls", tmp_path / "nothing")
     assert code == 3
     assert document["error"] == "CheckpointNotFoundError"
 
 
-def test_a_file_is_no_directory(run: Run, tmp_path: Path) -> None:
+def test_a_file_is_not_a_directory(run: Run, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no checkpoint")
     assert run("ls", tmp_path / "notes.txt").exit_code == 3
 
@@ -135,7 +139,7 @@ def test_a_name_that_a_url_escapes(run_json: RunJson, tmp_path: Path, name: str)
     ckptcore.save(tmp_path / name, {"x": 1})
     for directory in (tmp_path, tmp_path.as_uri()):
         _, document = run_json(ListDocument, "ls", directory)
-        assert [(one["name"], one["state"]) for one in document["checkpoints"]] == [(name, "committed")]
+        assert [(entry["name"], entry["state"]) for entry in document["checkpoints"]] == [(name, "committed")]
 
 
 def test_a_url_that_nothing_opens(run_json: RunJson) -> None:

@@ -1,4 +1,4 @@
-"""Orbax checkpoints with items that are no arrays: JSON, protobuf, random keys. Orbax writes them."""
+"""Checkpoints that Orbax writes with items other than arrays: JSON, protobuf and random keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(3, dt
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of every kind of item that Orbax has handlers for."""
+    """A step with every kind of item that Orbax has a handler for."""
     message = pytest.importorskip("google.protobuf.struct_pb2").Struct()
     message["a"] = 1
     directory = tmp_path_factory.mktemp("orbax") / "step"
@@ -39,17 +39,17 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def expect_items(found: dict[str, Any]) -> None:
-    np.testing.assert_equal(found["state"], STATE)
-    assert found["meta"] == META
-    assert "number_value: 1.0" in found["proto"]
-    np.testing.assert_array_equal(found["array"], np.arange(5, dtype=np.int16))
-    np.testing.assert_array_equal(np.asarray(found["key"]), jax.random.key_data(jax.random.key(3)))
-    np.testing.assert_equal(tuple(found["generator"]), np.random.RandomState(1).get_state())
+def expect_items(items: dict[str, Any]) -> None:
+    np.testing.assert_equal(items["state"], STATE)
+    assert items["meta"] == META
+    assert "number_value: 1.0" in items["proto"]
+    np.testing.assert_array_equal(items["array"], np.arange(5, dtype=np.int16))
+    np.testing.assert_array_equal(np.asarray(items["key"]), jax.random.key_data(jax.random.key(3)))
+    np.testing.assert_equal(tuple(items["generator"]), np.random.RandomState(1).get_state())
 
 
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_copies_load_as_the_original_does(step: Path, tmp_path: Path, layout: str | None) -> None:
+def test_copies_load_like_the_original(step: Path, tmp_path: Path, layout: str | None) -> None:
     first, second = tmp_path / "copy", tmp_path / "again"
     if layout is None:
         ckptcore.copy(step, first)
@@ -67,12 +67,12 @@ def test_copies_load_as_the_original_does(step: Path, tmp_path: Path, layout: st
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_items_are_copied_alone(step: Path, tmp_path: Path, layout: str) -> None:
-    found = {}
+def test_single_items_are_copied(step: Path, tmp_path: Path, layout: str) -> None:
+    items = {}
     for name in ("state", "meta", "proto", "array", "key", "generator"):
         ckptcore.copy(step / name, tmp_path / name, layout=layout)
-        found[name] = ckptcore.load(tmp_path / name)
-    expect_items(found)
+        items[name] = ckptcore.load(tmp_path / name)
+    expect_items(items)
 
 
 def test_a_composite_without_a_default_item_has_none_in_its_copy(tmp_path: Path) -> None:

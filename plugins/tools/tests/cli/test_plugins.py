@@ -20,10 +20,10 @@ from tests.loading.incomplete_layout import Incomplete
 def test_lists_what_the_builtin_plugin_offers(run: Run, run_json: RunJson) -> None:
     _, document = run_json(PluginsDocument, "plugins")
     assert document["version"] == importlib.metadata.version("ckptcore")
-    found = {plugin["name"]: plugin for plugin in document["plugins"]}
-    assert found["builtin"]["layouts"] == ["safetensors"]
-    assert found["builtin"]["storages"] == ["file", "memory"]
-    assert "ckpt_leaf_handler" in found["builtin"]["hooks"]
+    by_name = {plugin["name"]: plugin for plugin in document["plugins"]}
+    assert by_name["builtin"]["layouts"] == ["safetensors"]
+    assert by_name["builtin"]["storages"] == ["file", "memory"]
+    assert "ckpt_leaf_handler" in by_name["builtin"]["hooks"]
     lines = run("plugins").stdout.splitlines()
     assert "  layouts  safetensors" in lines
     assert "  storages file://, memory://" in lines
@@ -70,8 +70,10 @@ def test_shows_which_layout_cannot_be_used(run_json: RunJson, run: Run, monkeypa
     monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
     code, document = run_json(PluginsDocument, "plugins")
     assert code == 1
-    (found,) = [plugin for plugin in document["plugins"] if "failed_layouts" in plugin]
-    assert found["layouts"] == ["incomplete"]
-    assert found["failed_layouts"] == {"incomplete": "ModuleNotFoundError: No module named 'a_library_that_is_missing'"}
+    (failed,) = [plugin for plugin in document["plugins"] if "failed_layouts" in plugin]
+    assert failed["layouts"] == ["incomplete"]
+    assert failed["failed_layouts"] == {
+        "incomplete": "ModuleNotFoundError: No module named 'a_library_that_is_missing'"
+    }
     text = run("plugins").stdout
     assert "  incomplete cannot be used: ModuleNotFoundError: No module named 'a_library_that_is_missing'" in text

@@ -1,4 +1,4 @@
-"""The command as a program: what it imports, where its output goes, what its exit code is."""
+"""The command as a program: its imports, output streams and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = [sys.executable, "-m", "ckptcore"]
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
+    """Run the command in a new process."""
     return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
@@ -184,20 +184,20 @@ EACH = (
     "    except SystemExit as ended:\n"
     "        sys.stderr.write(f'{arguments[0]} {int(ended.code or 0)}\\n')\n"
 )
-"""Runs several commands, and writes the exit code of each to stderr."""
+"""A program that runs several commands, and writes the exit code of each to stderr."""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
-    run, one = tmp_path / "größe", tmp_path / "größe" / "漢字"
+    run, checkpoint = tmp_path / "größe", tmp_path / "größe" / "漢字"
     save_run(run, {1: 0.5})
-    ckptcore.save(one, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
+    ckptcore.save(checkpoint, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
     commands: list[list[object]] = [
-        ["inspect", one],
-        ["verify", one],
+        ["inspect", checkpoint],
+        ["verify", checkpoint],
         ["ls", run],
         ["steps", run],
-        ["diff", one, run / "1"],
+        ["diff", checkpoint, run / "1"],
         ["--help"],
     ]
     finished = subprocess.run(
@@ -209,7 +209,7 @@ def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
     assert finished.stderr.split() == b"inspect 0 verify 0 ls 0 steps 0 diff 1 --help 0".split()
     text = finished.stdout.decode(encoding)
     assert "\\u6f22\\u5b57" in text
-    assert "|-" in text and "`-" in text, "our own lines are drawn in ASCII"
+    assert "|-" in text and "`-" in text, "the lines of the tree are not in ASCII"
 
 
 FULL = ("--help > /dev/full", "ls {0} > /dev/full", "inspect {0}/nothing --json > /dev/full")
@@ -259,7 +259,7 @@ def test_a_malformed_option_is_not_repeated(run: Run, option: str, checkpoint: P
 
 
 def on_terminal(*arguments: object) -> tuple[int, str, str]:
-    """Run the command with its stderr on a terminal: exit code, stdout, what the terminal got."""
+    """Run the command with a terminal as stderr. Return the exit code, stdout and the output on the terminal."""
     master, slave = pty.openpty()
     process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)

@@ -1,4 +1,4 @@
-"""Remedies in the errors of commands: each is followed as the text says, and the command must then do its work."""
+"""Remedies in the errors of commands. Each test follows the text of an error, and the command must then succeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE = {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3)}
 
 
 def message(run: Run, *arguments: object) -> str:
-    """Return the error of a command."""
+    """Return the error message of a command."""
     result = run(*arguments)
     assert result.exit_code not in (0, 70)
     return " ".join(result.stderr.split())
@@ -26,7 +26,7 @@ def message(run: Run, *arguments: object) -> str:
 
 def commands(text: str) -> list[list[str]]:
     """Return the arguments of the commands that an error names."""
-    return [shlex.split(found) for found in re.findall(r"`ckptcore ([^`]+)`", text)]
+    return [shlex.split(command) for command in re.findall(r"`ckptcore ([^`]+)`", text)]
 
 
 def test_a_directory_of_steps_is_not_a_checkpoint(tmp_path: Path, run: Run) -> None:
@@ -84,7 +84,7 @@ def test_options_of_storages(tmp_path: Path, run: Run) -> None:
 
 
 def test_maps_and_their_options(tmp_path: Path, run: Run) -> None:
-    """The names are those of the options of the command."""
+    """The error uses the names of the command's options."""
     pytest.importorskip("ckptcore_transforms")
     ckptcore.save(tmp_path / "a", {"x": np.ones(2)})
     text = message(run, "convert", "--map", "lama-to-scanned", tmp_path / "a", tmp_path / "b")
@@ -98,8 +98,8 @@ def test_maps_and_their_options(tmp_path: Path, run: Run) -> None:
     assert "does not use --head-dim=4: remove it" in text
 
 
-def test_leaves_that_a_map_does_not_know(tmp_path: Path, run: Run) -> None:
-    """The command cannot drop them: the text names the functions that can."""
+def test_leaves_that_are_unknown_to_a_map(tmp_path: Path, run: Run) -> None:
+    """The command cannot drop leaves, so the error names functions that can."""
     pytest.importorskip("ckptcore_transforms")
     ckptcore.save(tmp_path / "a", _bert() | {"encoder.layer.0.odd": np.ones(2)})
     text = message(run, "convert", "--map", "bert-to-scanned", tmp_path / "a", tmp_path / "b")
@@ -110,7 +110,7 @@ def test_leaves_that_a_map_does_not_know(tmp_path: Path, run: Run) -> None:
 
 
 def _bert() -> dict[str, Any]:
-    """The smallest encoder."""
+    """Return the weights of the smallest BERT encoder."""
     layer, two = "encoder.layer.0", np.array([1.0, 2.0])
     state = {f"embeddings.{name}_embeddings.weight": np.ones((2, 2)) for name in ("word", "position", "token_type")}
     norms = ("embeddings.LayerNorm", f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm")
@@ -141,7 +141,7 @@ def test_a_subtree_that_does_not_exist(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["broken", "wrong"])
 def test_a_broken_command(name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update that mends it is enough; so is to uninstall it."""
+    """The error suggests an update or an uninstall. Either is enough."""
     information = tmp_path / "guest-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The commands for directories, on a file. PyTorch writes it."""
+"""The commands for directories, used on a single file that PyTorch wrote."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_ls_says_what_a_file_is(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", [("steps",), ("gc", "--policy", "latest_n=1", "--dry-run")])
-def test_commands_of_runs_say_that_it_is_a_file(file: Path, run: Run, command: tuple[str, ...]) -> None:
+def test_commands_for_runs_say_that_the_location_is_a_file(file: Path, run: Run, command: tuple[str, ...]) -> None:
     output = run(*command, file).output
     assert f"{file} is a file, not a directory" in output
     assert f"`ckptcore inspect {file}`" in output
     assert run("inspect", file).exit_code == 0
 
 
-def test_a_copy_of_steps_says_that_it_may_be_a_file(file: Path, tmp_path: Path) -> None:
+def test_a_copy_of_steps_says_that_the_source_may_be_a_file(file: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="is a file: give the directory of the steps"):
         ckptcore.copy_steps(file, tmp_path / "copy")
 

@@ -41,10 +41,10 @@ def directory(tmp_path: Path) -> Path:
     return directory
 
 
-def test_tells_states_apart(run_json: RunJson, directory: Path) -> None:
+def test_steps_have_their_states(run_json: RunJson, directory: Path) -> None:
     code, document = run_json(StepsDocument, "steps", directory)
     assert code == 0
-    assert [(one["step"], one["name"], one["state"]) for one in document["steps"]] == [
+    assert [(entry["step"], entry["name"], entry["state"]) for entry in document["steps"]] == [
         (9, "9", "committed"),
         (10, "10", "corrupt"),
         (11, "11", "committed"),
@@ -67,8 +67,8 @@ def test_text(run: Run, tmp_path: Path) -> None:
     nbytes = (tmp_path / "run" / "100" / "model.safetensors").stat().st_size
     with ckptcore.CheckpointReader(tmp_path / "run").pin(1000):
         lines = run("steps", tmp_path / "run").stdout.splitlines()
-    ages = [line.split()[5:7] for line in lines[1:3]]  # "0 s", or more on a slow machine
-    first, second = (" ".join(one).rjust(3) for one in ages)
+    ages = [line.split()[5:7] for line in lines[1:3]]  # "0 s", or older on a slow machine
+    first, second = (" ".join(age).rjust(3) for age in ages)
     assert lines == [
         f"step  name  state         size  {'age':>3}  metrics   notes",
         f" 100  100   committed    {nbytes} B  {first}  loss=0.5",
@@ -85,7 +85,7 @@ def test_missing_and_short_files_are_found(run: Run, run_json: RunJson, tmp_path
     (tmp_path / "run" / "1" / "model.safetensors").unlink()
     os.truncate(tmp_path / "run" / "2" / "model.safetensors", 20)
     code, document = run_json(StepsDocument, "steps", tmp_path / "run")
-    assert (code, [one["state"] for one in document["steps"]]) == (0, ["incomplete", "incomplete", "committed"])
+    assert (code, [entry["state"] for entry in document["steps"]]) == (0, ["incomplete", "incomplete", "committed"])
     first, second, third = document["steps"]
     assert (first["error"], first["metrics"], third["error"]) == ("model.safetensors is missing", {"loss": 0.5}, None)
     assert second["error"].startswith("model.safetensors has 20 bytes instead of ")
@@ -93,7 +93,7 @@ def test_missing_and_short_files_are_found(run: Run, run_json: RunJson, tmp_path
     lines = run("steps", tmp_path / "run").stdout.splitlines()
     assert lines[1].split()[2] == "incomplete" and lines[1].endswith("model.safetensors is missing")
     code, document = run_json(StepsDocument, "steps", tmp_path / "run", "--verify")
-    assert (code, [one["sound"] for one in document["steps"]]) == (1, [False, False, True])
+    assert (code, [entry["sound"] for entry in document["steps"]]) == (1, [False, False, True])
     assert document["steps"][0]["error"] == "model.safetensors is missing"
 
 
@@ -107,15 +107,17 @@ def test_a_lost_file_of_one_of_several_checkpointables(run_json: RunJson, tmp_pa
     assert [problem["object"] for problem in step["problems"]] == ["notes/deep/a.txt", "notes/deep/b.txt"]
 
 
-def test_the_newest_only(run: Run, run_json: RunJson, directory: Path) -> None:
+def test_last_shows_only_the_newest_steps(run: Run, run_json: RunJson, directory: Path) -> None:
     _, document = run_json(StepsDocument, "steps", directory, "--last", 2)
-    assert [one["step"] for one in document["steps"]] == [13, 14]
+    assert [entry["step"] for entry in document["steps"]] == [13, 14]
     assert document["older"] == 4
     assert "; 4 older steps not shown" in run("steps", directory, "--last", 2).stdout
     assert run("steps", directory, "--last", 0).exit_code == 2
 
 
-def test_roots_of_others_are_not_read(run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roots_of_omitted_steps_are_not_read(
+    run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_run(tmp_path / "run", dict.fromkeys(range(1, 20), 0.5))
     read = []
 
@@ -132,14 +134,14 @@ def test_verify_reads_every_byte(run: Run, run_json: RunJson, directory: Path) -
     flip(directory / "11" / "model.safetensors", -1)
     code, document = run_json(StepsDocument, "steps", directory, "--verify")
     assert code == 1
-    found = {one["step"]: one for one in document["steps"]}
-    assert {step: one.get("sound") for step, one in found.items()} == {
+    by_step = {entry["step"]: entry for entry in document["steps"]}
+    assert {step: entry.get("sound") for step, entry in by_step.items()} == {
         9: True, 10: False, 11: False, 12: None, 13: None, 14: None,
     }  # fmt: skip
-    assert found[11]["problems"][0]["object"] == "model.safetensors"
-    assert found[11]["error"] == found[11]["problems"][0]["message"]
-    assert found[13]["unverified"] == ["model.safetensors"]
-    assert (found[9]["unverified"], found[9]["problems"]) == ([], [])
+    assert by_step[11]["problems"][0]["object"] == "model.safetensors"
+    assert by_step[11]["error"] == by_step[11]["problems"][0]["message"]
+    assert by_step[13]["unverified"] == ["model.safetensors"]
+    assert (by_step[9]["unverified"], by_step[9]["problems"]) == ([], [])
     result = run("steps", directory, "--verify")
     assert result.exit_code == 1
     states = [line.split()[2] + " " + line.split()[7] for line in result.stdout.splitlines() if " loss=" in line]
@@ -158,15 +160,15 @@ def test_several_checkpointables(run_json: RunJson, tmp_path: Path) -> None:
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
     files = [path for path in (tmp_path / "run" / "1").rglob("*") if path.is_file() and path.name != "checkpoint.json"]
     assert len(files) == 4
-    assert [one["state"] for one in document["steps"]] == ["committed"] * 2
+    assert [entry["state"] for entry in document["steps"]] == ["committed"] * 2
     assert document["steps"][0]["nbytes"] == sum(path.stat().st_size for path in files)
     flip(tmp_path / "run" / "1" / "data" / "checkpoint.json", 80)
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
-    assert [one["state"] for one in document["steps"]] == ["corrupt", "committed"]
+    assert [entry["state"] for entry in document["steps"]] == ["corrupt", "committed"]
     assert document["steps"][0]["error"].startswith("data: ")
 
 
-def test_what_was_deleted_of_several_is_not_counted(run_json: RunJson, tmp_path: Path) -> None:
+def test_deleted_checkpointables_are_not_counted(run_json: RunJson, tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "run" / "1", checkpointables())
     ckptcore.delete(tmp_path / "run" / "1" / "model")
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
@@ -177,25 +179,25 @@ def test_what_was_deleted_of_several_is_not_counted(run_json: RunJson, tmp_path:
     )
 
 
-def test_who_owns_the_directory(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_the_owner_of_the_directory_is_shown(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_blocking(1, {"x": 1})
         _, document = run_json(StepsDocument, "steps", tmp_path / "run")
         assert (document["owner"]["alive"], document["owner"]["pid"]) == (True, os.getpid())
         assert "this process, process " in run("steps", tmp_path / "run").stdout
-        checkpointer.save_blocking(2, {"x": 1})  # it still owns it
+        checkpointer.save_blocking(2, {"x": 1})  # the command did not take the ownership away
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
     assert document["owner"] is None
 
 
 @pytest.mark.system
-def test_a_failed_owner_is_no_owner(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_failed_owner_does_not_count_as_owner(run_json: RunJson, tmp_path: Path) -> None:
     program = "import sys, os, ckptcore; c = ckptcore.Checkpointer(sys.argv[1]); c.save_blocking(1, 1); os._exit(1)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
     assert document["owner"] is None
     assert (tmp_path / "run" / ".ckptcore" / "owner" / "owner.json").exists()
-    assert [one["step"] for one in document["steps"]] == [1]
+    assert [entry["step"] for entry in document["steps"]] == [1]
 
 
 def test_storage_without_locks(run_json: RunJson) -> None:
@@ -206,18 +208,18 @@ def test_storage_without_locks(run_json: RunJson) -> None:
         with ckptcore.CheckpointReader(directory).pin(1):
             _, document = run_json(StepsDocument, "steps", directory)
             assert (document["owner"]["alive"], document["owner"]["pid"]) == (None, os.getpid())
-            assert [(one["step"], one["pinned"]) for one in document["steps"]] == [(1, True)]
+            assert [(entry["step"], entry["pinned"]) for entry in document["steps"]] == [(1, True)]
     _, document = run_json(StepsDocument, "steps", directory)
     assert document["owner"] is None
 
 
-def test_names_of_ones_own(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_steps_with_custom_names(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     names = ckptcore.step_names.StepNames.of("epoch-0001")
     with ckptcore.Checkpointer(tmp_path / "run", step_names=names) as checkpointer:
         checkpointer.save(3, {"x": 1})
     for named in ([], ["--named", "epoch-0001"]):
         _, document = run_json(StepsDocument, "steps", tmp_path / "run", *named)
-        assert [(one["step"], one["name"]) for one in document["steps"]] == [(3, "epoch-0003")]
+        assert [(entry["step"], entry["name"]) for entry in document["steps"]] == [(3, "epoch-0003")]
     assert run("steps", tmp_path / "run", "--named", "epoch").exit_code == 2
 
 
@@ -227,7 +229,7 @@ def test_a_metric_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
     assert "\\x1b[31mloss=1" in run("steps", tmp_path / "run").stdout
 
 
-def test_nothing_there(run: Run, run_json: RunJson, tmp_path: Path, checkpoint: Path) -> None:
+def test_locations_without_steps(run: Run, run_json: RunJson, tmp_path: Path, checkpoint: Path) -> None:
     assert run_json(ErrorDocument, "steps", tmp_path / "nothing")[0] == 3
     (tmp_path / "empty").mkdir()
     assert run("steps", tmp_path / "empty").stdout.splitlines()[0] == f"no steps in {tmp_path / 'empty'}"

@@ -1,4 +1,4 @@
-"""Details of arrays in the tree of `inspect`."""
+"""The tree that `inspect` prints, and details of its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.model.tree import LEAF, Node
 
 
 def text(lines: Sequence[TreeLine], width: int | None) -> list[str]:
-    """Return lines as they are printed."""
+    """Return lines as the command prints them."""
     return ["".join(cell if isinstance(cell, str) else cell[0] for cell in line) for line in format_lines(lines, width)]
 
 
@@ -32,11 +32,11 @@ MESH: dict[str, JSON] = {"sharding": {"type": "NamedSharding", "mesh": {"data": 
 MESH_TEXT = "sharding: NamedSharding mesh=(data=2) spec=(data, -)"
 
 
-def test_one_device_is_not_said_of_every_array() -> None:
+def test_a_single_device_is_not_shown() -> None:
     assert details(on("cpu:0"), MESH, {**on("cpu:0"), "weak_type": True}) == ["", MESH_TEXT, "weak_type: true"]
 
 
-def test_devices_are_said_where_there_are_several() -> None:
+def test_several_devices_are_shown() -> None:
     assert details(on("cpu:0"), on("cpu:1")) == [
         "sharding: SingleDeviceSharding device=cpu:0",
         "sharding: SingleDeviceSharding device=cpu:1",
@@ -58,7 +58,7 @@ def test_a_long_note_is_cut() -> None:
     assert len(text) == 160 and text.startswith("remark: xxx") and text.endswith("x…")
 
 
-def test_what_is_like_a_device_and_is_none_is_shown() -> None:
+def test_notes_that_resemble_devices_are_shown() -> None:
     assert details({"at": {"device": "cpu:0"}}, {"at": {"type": "a", "device": 3}}) == [
         "at: device=cpu:0",
         "at: a device=3",

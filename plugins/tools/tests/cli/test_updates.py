@@ -14,7 +14,7 @@ from plugins.tools.tests.cli.expected_documents import InspectDocument, StepsDoc
 
 @pytest.fixture
 def updated(tmp_path: Path) -> Path:
-    """Steps of which 3 has arrays of 1, 4 of 2, and "best" of 1 and 4."""
+    """A run with four steps. Step 3 is an update of step 1, and step 4 is an update of step 2."""
     place = tmp_path / "run"
     for step in (1, 2):
         ckptcore.save(place / str(step), {"a": np.ones(4), "n": step})
@@ -40,7 +40,7 @@ def test_lost_files_of_bases_are_found(run: Run, run_json: RunJson, updated: Pat
     assert "damaged    ../1/model.safetensors is missing" in run("inspect", updated / "3").stdout
 
 
-def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> None:
+def test_a_dry_run_of_gc_names_the_bases_that_stay(run: Run, updated: Path) -> None:
     result = run("gc", updated, "--policy", "latest_n=1", "--dry-run")
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()[:1].isdigit()}
     assert lines["2"].endswith("keep    base of 4")
@@ -50,7 +50,7 @@ def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> Non
     assert ckptcore.CheckpointReader(updated).steps == (2, 4)
 
 
-def test_what_is_no_step_keeps_bases_too(run: Run, updated: Path) -> None:
+def test_a_checkpoint_that_is_not_a_step_keeps_its_bases(run: Run, updated: Path) -> None:
     ckptcore.save(updated / "best", {}, strategy=ckptcore.Update(updated / "3"))
     result = run("gc", updated, "--policy", "latest_n=1", "--yes")
     assert "deleted: 0 of 4" in result.stdout or "nothing to delete" in result.stdout

@@ -23,7 +23,7 @@ def test_a_sound_checkpoint(run: Run, run_json: RunJson, checkpoint: Path) -> No
     assert result.stdout.startswith("sound: 2 objects, ")
 
 
-def test_names_object_array_and_range(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_a_problem_names_object_array_and_range(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     mebibyte = np.zeros(1 << 18, np.float32)
     ckptcore.save(tmp_path / "c", {name: mebibyte.copy() for name in "abcd"})
     path = tmp_path / "c" / "model.safetensors"
@@ -67,7 +67,7 @@ def test_a_damaged_root(run_json: RunJson, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["safetensors", "without checksums", "no arrays"])
-def test_what_has_no_checksums_is_complete_and_not_sound(
+def test_a_checkpoint_without_checksums_is_complete_and_not_sound(
     writer: str, run: Run, run_json: RunJson, tmp_path: Path
 ) -> None:
     location = tmp_path / "1"
@@ -90,5 +90,5 @@ def test_what_has_no_checksums_is_complete_and_not_sound(
     assert "complete" in text and "sound" not in text
 
 
-def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(run_json: RunJson, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "verify", tmp_path / "nothing")[0] == 3

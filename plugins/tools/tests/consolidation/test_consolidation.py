@@ -1,4 +1,4 @@
-"""Checkpoints of any layout as one directory of safetensors, by one process."""
+"""Consolidation: one process converts checkpoints of any layout to one directory of safetensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ckptcore.errors import (
 )
 
 FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
-"""Pieces of 8 KiB."""
+"""A Context with memory for pieces of 8 KiB."""
 
 
 def sample() -> dict[str, Any]:
-    """A model of every kind of array, and what is around it."""
+    """Return a state whose model has every kind of array."""
     shared = np.arange(6000, dtype=np.float32).reshape(60, 100)
     model = {
         "embed.weight": shared,
@@ -54,7 +54,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Everything in a directory but what names the save."""
+    """Return the files of a directory, except the checkpoint's own metadata, which contains the save id."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith("checkpoint.")}
 
 
@@ -95,8 +95,8 @@ def test_hugging_face_reads_the_index(source: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in loaded.values())
     assert np.array_equal(loaded["layers.0.w"], sample()["model"]["layers"][0]["w"])
     for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "hf" / file, "np") as opened:
-            assert name in opened.keys()  # noqa: SIM118  # it is no mapping
+        with safe_open(tmp_path / "hf" / file, "np") as reader:
+            assert name in reader.keys()  # noqa: SIM118  # not a mapping
 
 
 def test_a_tree_can_be_written_as_one_file(source: Path, tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_part_can_contain_arrays_tied_to_others(tmp_path: Path) -> None:
     shared = np.arange(10.0)
     ckptcore.save(tmp_path / "source", {"a": shared, "b": {"c": shared, "d": shared}}, context=FAST)
     ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert {name: array.tolist() for name, array in found.items()} == {"c": shared.tolist(), "d": shared.tolist()}
+    arrays = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: array.tolist() for name, array in arrays.items()} == {"c": shared.tolist(), "d": shared.tolist()}
     loaded = ckptcore.load(tmp_path / "hf")
     assert loaded["d"].tolist() == shared.tolist() and loaded["d"] is loaded["c"]
 
@@ -197,7 +197,7 @@ def test_invalid_arguments_are_refused(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"subtree": ()}, {"layout": "safetensors"}], ids=["part", "whole"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_replaced_checkpoint_cannot_contain_the_source(options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
-    """Neither where the destination is around the source, nor where it is one of its checkpointables."""
+    """The destination may be neither a parent directory of the source nor one of the source's checkpointables."""
     steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{next(iter(options))}"
     ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
     make: Any = functools.partial(ckptcore.copy, **options, overwrite="non-atomic", context=FAST)
@@ -234,8 +234,10 @@ def test_damage_is_reported_and_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_source_replaced_meanwhile_is_read_again(late: bool, source: Path, tmp_path: Path) -> None:
-    """Early: what is read next is gone. Late: all was read, perhaps some of it of the other save."""
+def test_a_source_that_is_replaced_during_the_copy_is_read_again(late: bool, source: Path, tmp_path: Path) -> None:
+    """An early replacement removes objects before they are read. After a late one, all objects were read, perhaps from
+    two saves.
+    """
 
     def replace(done: int, total: int) -> None:
         if not replaced and (done >= total - 1 or not late):  # `total` is reported after the commit
@@ -265,7 +267,7 @@ def test_a_source_may_change_before_each_operation(task: str, tmp_path: Path) ->
         if task != "delete":
             save(place, 2)
 
-    found = set()
+    values = set()
     for scheme in ("file", "memory"):
         for number in itertools.count():
             place, copied = new_place(scheme, tmp_path), new_place("memory", tmp_path)
@@ -276,14 +278,14 @@ def test_a_source_may_change_before_each_operation(task: str, tmp_path: Path) ->
             except CheckpointNotFoundError:
                 assert task == "delete"
             else:
-                found.add(int(ckptcore.load(copied)["w"][0]))
+                values.add(int(ckptcore.load(copied)["w"][0]))
             if not plan.interrupted:
                 break
-    assert found <= {1, 2} and (2 in found) == (task != "delete")
+    assert values <= {1, 2} and (2 in values) == (task != "delete")
 
 
 def test_progress_ends_at_the_total(source: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: told.append(amounts), context=FAST)
+    reports: list[tuple[int, int]] = []
+    ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: reports.append(amounts), context=FAST)
     nbytes = sum(array.nbytes for array in load_file(tmp_path / "hf" / "model.safetensors").values())
-    assert told[-1] == (nbytes, nbytes)
+    assert reports[-1] == (nbytes, nbytes)

@@ -1,4 +1,4 @@
-"""Published weights and the programs that load them: tied arrays, and the metadata of files."""
+"""Published weights load in other programs: tied arrays, and the metadata of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST = ckptcore.Context(durability="none")
 
 
 class Tied(torch.nn.Module):
-    """The second weight is the first."""
+    """A model with two layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,17 +39,17 @@ def _published(tmp_path: Path, layout: str = "dcp", *, tied: Any = "each", **opt
 
 
 def _header_metadata(file: Path) -> dict[str, str]:
-    with safetensors.safe_open(file, "pt") as opened:
-        return dict(opened.metadata())
+    with safetensors.safe_open(file, "pt") as reader:
+        return dict(reader.metadata())
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_plain_loads_find_every_name_of_a_tied_array(layout: str, tmp_path: Path) -> None:
     model, published = _published(tmp_path, layout)
-    found = load_file(published / "model.safetensors")
-    assert set(found) == {"embed.weight", "head.weight"}
+    tensors = load_file(published / "model.safetensors")
+    assert set(tensors) == {"embed.weight", "head.weight"}
     loaded = Tied()
-    loaded.load_state_dict(found)
+    loaded.load_state_dict(tensors)
     assert torch.equal(loaded.head.weight, model.head.weight)
     assert _header_metadata(published / "model.safetensors") == {"format": "pt"}
     assert ckptcore.verify(published).ok
@@ -67,7 +67,7 @@ def test_ckptcore_loads_the_names_as_one_array(tmp_path: Path) -> None:
     assert set(load_file(published.parent / "again" / "model.safetensors")) == {"embed.weight"}
 
 
-def test_tied_once_writes_the_same_as_save_model(tmp_path: Path) -> None:
+def test_tied_once_writes_the_same_names_as_save_model(tmp_path: Path) -> None:
     model, published = _published(tmp_path, tied="once")
     file = published / "model.safetensors"
     safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"), {"format": "pt"})
@@ -81,8 +81,8 @@ def test_tied_once_writes_the_same_as_save_model(tmp_path: Path) -> None:
 
 def test_several_files_have_every_name_in_the_index(tmp_path: Path) -> None:
     _, published = _published(tmp_path, max_file_bytes=60, metadata={"by": "us"})
-    found = {name: tensor for file in published.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert set(found) == {"embed.weight", "head.weight"}
+    tensors = {name: tensor for file in published.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert set(tensors) == {"embed.weight", "head.weight"}
     index = ckptcore.load(published / "model.safetensors.index.json")
     assert set(index) == {"embed.weight", "head.weight"}
     for file in published.glob("*.safetensors"):
@@ -98,7 +98,7 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
     config.save_pretrained(tmp_path / "config")
     ckptcore.save(tmp_path / "source", model.state_dict(), context=FAST)
     files = [tmp_path / "config" / "config.json"]
-    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), tied=tied, files=files, context=FAST)  # type: ignore[call-overload]  # one of the two
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), tied=tied, files=files, context=FAST)  # type: ignore[call-overload]  # `tied` needs a literal type
     read: Any = transformers.GPT2LMHeadModel.from_pretrained
     loaded, report = read(tmp_path / "hf", output_loading_info=True, local_files_only=True)
     assert not any(report.values())
@@ -107,8 +107,8 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_save_pretrained_wrote_loads_into_a_model(tied: bool, tmp_path: Path) -> None:
-    """Of tied weights, `save_pretrained` writes the embedding alone."""
+def test_files_of_save_pretrained_load_into_a_model(tied: bool, tmp_path: Path) -> None:
+    """If weights are tied, `save_pretrained` writes only the embedding."""
     config = transformers.LlamaConfig(
         vocab_size=7, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
     )
@@ -132,7 +132,7 @@ def test_a_save_accepts_metadata(tmp_path: Path) -> None:
     layout = ckptcore.SafetensorsLayout(metadata={"by": "us", "b": "a name of the user's"})
     shared = np.arange(3)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared}, layout=layout, context=FAST)
-    # As in save_model, what the user says is not replaced by the name of an array.
+    # As in `save_model`, the user's metadata has priority over the entry for a tied array.
     assert _header_metadata(tmp_path / "c" / "model.safetensors") == {
         "by": "us",
         "b": "a name of the user's",

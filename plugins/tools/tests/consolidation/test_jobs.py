@@ -1,4 +1,4 @@
-"""One directory of safetensors that the processes of a job write together."""
+"""Consolidation in jobs: several processes write one directory of safetensors together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARRAYS, ARRAY_BYTES = 12, 24 << 10
 
 
 class CountedFiles:
-    """A storage of files that counts what is asked of it."""
+    """A plugin with a storage of files that counts its operations."""
 
     def __init__(self) -> None:
         self.plan = FaultPlan()
@@ -36,7 +36,7 @@ class CountedFiles:
 
 
 def context_of(coordinator: Coordinator | None = None, **options: Any) -> ckptcore.Context:
-    """Pieces of 8 KiB."""
+    """Return a Context with memory for pieces of 8 KiB."""
     memory = ckptcore.context.MemoryOptions(load_bytes=24 << 10)
     return ckptcore.Context(
         job=ckptcore.context.JobOptions(coordinator=coordinator),
@@ -48,7 +48,7 @@ def context_of(coordinator: Coordinator | None = None, **options: Any) -> ckptco
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Arrays that were stored in four shards of rows each."""
+    """A DCP checkpoint of a model with several arrays."""
     state = {
         f"w{number}": np.arange(ARRAY_BYTES // 4, dtype=np.float32).reshape(96, -1) + number for number in range(ARRAYS)
     }
@@ -57,11 +57,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def consolidated(source: Path, destination: Path, size: int, *, files: int = 6) -> list[FaultPlan]:
-    """Consolidate as so many processes; what each asked of the storage of the source."""
+    """Consolidate with a number of processes. Return the operations of each process on the storage of the source."""
 
     def job(coordinator: Coordinator) -> FaultPlan:
         storage = CountedFiles()
-        # Without checksums of blocks, so that what is read is what is wanted, to the byte.
+        # Verification would read whole blocks. Without it, a process reads exactly the bytes that it needs.
         context = context_of(
             coordinator,
             plugins=ckptcore.context.PluginOptions(extra=(storage,)),
@@ -84,7 +84,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def element_bytes(plan: FaultPlan) -> int:
-    """Bytes of elements that were read; the rest is roots and tables, read by ``get``."""
+    """Return the number of bytes of elements that were read. Roots and tables are read with ``get`` and not counted."""
     return sum(operation.nbytes for operation in plan.operations if operation.name == "get_into")
 
 
@@ -119,7 +119,7 @@ def test_an_error_on_one_process_fails_all(source: Path, tmp_path: Path) -> None
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
-    found = run_ranks(
+    errors = run_ranks(
         lambda rank: ckptcore.copy(
             source,
             tmp_path / "hf",
@@ -128,7 +128,7 @@ def test_an_error_on_one_process_fails_all(source: Path, tmp_path: Path) -> None
             context=context_of(rank),
         )
     )
-    assert sum(kind is not RankFailedError for kind in found) >= 1 and None not in found
+    assert sum(kind is not RankFailedError for kind in errors) >= 1 and None not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -161,7 +161,7 @@ def test_only_the_leader_needs_the_extra_files(source: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 30, 1 << 30])
 def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, tmp_path: Path) -> None:
-    """Processes with different arrays, as in pipeline parallelism: a file is written by one process, or in slices."""
+    """In pipeline parallelism, processes have different arrays. One process writes a file, or several write slices."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
     layout = ckptcore.SafetensorsLayout(max_file_bytes=max_file_bytes)
 
@@ -169,8 +169,8 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
         context = context_of(rank, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
         ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
 
-    found = run_ranks(work, 2)
-    assert found == [None, None]
+    errors = run_ranks(work, 2)
+    assert errors == [None, None]
     files = sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
     assert ckptcore.verify(tmp_path / "c").ok and len(files) == (2 if max_file_bytes == 1 << 30 else 4)
     assert all(name.startswith("shard-") for name in files) == (max_file_bytes == 1 << 30)
@@ -195,7 +195,7 @@ def test_processes_with_different_file_names_are_refused(source: Path, tmp_path:
 
 @pytest.mark.parametrize("other", [SafetensorsLayout(1, "weights"), SafetensorsLayout(64), SafetensorsLayout()])
 def test_a_save_with_different_options_is_complete_or_fails(other: SafetensorsLayout, tmp_path: Path) -> None:
-    """Arrays are in files that the leader knows, or in slices."""
+    """If the options differ only in the size of files, the leader finds all arrays. Other file names are an error."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
 
     def work(rank: Coordinator) -> None:

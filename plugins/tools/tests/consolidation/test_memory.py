@@ -1,4 +1,4 @@
-"""A tree of one array that is much larger than the memory that copying it takes."""
+"""Copying one large array needs much less memory than the array has bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 MIB = 1 << 20
 ARRAY_BYTES = 512 * MIB
 
-# In a new process, for the peak of its memory.
+# The copy runs in a new process, whose peak memory is measured.
 PROGRAM = """
 import sys
 import ckptcore
@@ -29,7 +29,7 @@ ckptcore.copy(warm, warm + "-again", context=context, **form)
 
 
 def peak():
-    # Not ru_maxrss, which begins with what the parent had.
+    # ru_maxrss would start with the peak of the parent process.
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
@@ -40,7 +40,7 @@ print(peak() - before)
 """
 
 SLACK_BYTES = 64 * MIB
-"""Buffers of the threads that read and of those that write: 4 MiB for each."""
+"""Memory for the buffers of reading and writing threads, 4 MiB for each thread."""
 
 
 @pytest.mark.slow
@@ -58,9 +58,9 @@ def test_the_largest_array_can_exceed_the_memory(layout: str, form: str, bound_b
     ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=context)
     ckptcore.save(tmp_path / "warm", {"w": np.zeros(8 * MIB)}, layout=layout, context=context)
     arguments = [str(tmp_path / "source"), str(tmp_path / "made"), form, str(bound_bytes), str(tmp_path / "warm")]
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < (bound_bytes or 192 * MIB) + SLACK_BYTES
+    assert completed.returncode == 0, completed.stderr
+    assert int(completed.stdout) < (bound_bytes or 192 * MIB) + SLACK_BYTES
     assert np.array_equal(ckptcore.load(tmp_path / "made")["w"], array)

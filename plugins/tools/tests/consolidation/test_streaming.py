@@ -1,4 +1,4 @@
-"""Arrays that are read ahead of who writes them."""
+"""Streaming of arrays: a reader thread reads ahead of the writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = StreamSizes(slice=16_000, item=16_000, buffered=24_000)
 
 
 class Watched(ckptcore.SafetensorsLayout):
-    """Counts what is read, may wait before it reads, and may not read at all."""
+    """A layout that records its reads. It can wait before a read, fail, or skip arrays."""
 
     gate: threading.Event
     batches: list[list[int]]
@@ -54,7 +54,7 @@ class Watched(ckptcore.SafetensorsLayout):
 
 
 def watched() -> Watched:
-    """One that does as it should."""
+    """Return a layout that reads without waits and errors."""
     layout = Watched()
     for name, value in (("gate", threading.Event()), ("batches", []), ("fault", None), ("silent", False)):
         object.__setattr__(layout, name, value)
@@ -63,21 +63,21 @@ def watched() -> Watched:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Checkpoint:
+def checkpoint(tmp_path: Path) -> Checkpoint:
     state = {f"w{number}": np.full(ARRAY_BYTES // 4, number, np.float32) for number in range(ARRAYS)}
     ckptcore.save(tmp_path / "source", state, context=CONTEXT)
-    opened = open_checkpoint(tmp_path / "source", CONTEXT)
-    return replace(opened, stored=StoredFormat(watched(), opened.state))
+    checkpoint = open_checkpoint(tmp_path / "source", CONTEXT)
+    return replace(checkpoint, stored=StoredFormat(watched(), checkpoint.state))
 
 
-def layout_of(opened: Checkpoint) -> Watched:
-    assert isinstance(opened.layout, Watched)
-    return opened.layout
+def layout_of(checkpoint: Checkpoint) -> Watched:
+    assert isinstance(checkpoint.layout, Watched)
+    return checkpoint.layout
 
 
-def snapshot_of(opened: Checkpoint, sizes: StreamSizes = SMALL) -> StreamedSnapshot:
-    (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, range(ARRAYS), sizes)
-    return StreamedSnapshot(WritePlan(opened.tree, tuple(items), 0, 1, "id"), opened, range(ARRAYS), sizes)
+def snapshot_of(checkpoint: Checkpoint, sizes: StreamSizes = SMALL) -> StreamedSnapshot:
+    (items,) = items_by_object(ckptcore.SafetensorsLayout(), checkpoint.tree, checkpoint, range(ARRAYS), sizes)
+    return StreamedSnapshot(WritePlan(checkpoint.tree, tuple(items), 0, 1, "id"), checkpoint, range(ARRAYS), sizes)
 
 
 def first_element(snapshot: StreamedSnapshot, item: int) -> float:
@@ -87,7 +87,7 @@ def first_element(snapshot: StreamedSnapshot, item: int) -> float:
 
 
 class WatchedCondition(threading.Condition):
-    """Counts how often another thread than the main one waits."""
+    """A condition that counts the waits of all threads except the main thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,72 +95,72 @@ class WatchedCondition(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         if threading.current_thread() is not threading.main_thread():
-            self.waits.release()  # holding the lock: nothing changes before it waits
+            self.waits.release()  # this thread holds the lock, so nothing changes before it waits
         return super().wait(timeout)
 
 
-def test_read_ahead_stays_within_the_memory_limit(opened: Checkpoint) -> None:
-    snapshot = snapshot_of(opened)
+def test_read_ahead_stays_within_the_memory_limit(checkpoint: Checkpoint) -> None:
+    snapshot = snapshot_of(checkpoint)
     changed = snapshot._changed = WatchedCondition()
     try:
         assert first_element(snapshot, 0) == 0
-        assert changed.waits.acquire(timeout=60)  # for room
-        assert sum(map(len, layout_of(opened).batches)) == 3
+        assert changed.waits.acquire(timeout=60)  # the reader waits for free memory
+        assert sum(map(len, layout_of(checkpoint).batches)) == 3
         snapshot.release(0)
-        snapshot.release(0)  # again is no error
+        snapshot.release(0)  # a second release is not an error
         assert changed.waits.acquire(timeout=60)
-        assert sum(map(len, layout_of(opened).batches)) == 4
+        assert sum(map(len, layout_of(checkpoint).batches)) == 4
         assert [first_element(snapshot, item) for item in range(1, ARRAYS)] == list(range(1, ARRAYS))
     finally:
         snapshot.close()
 
 
-def test_small_arrays_are_read_together(opened: Checkpoint) -> None:
-    snapshot = snapshot_of(opened)
+def test_small_arrays_are_read_together(checkpoint: Checkpoint) -> None:
+    snapshot = snapshot_of(checkpoint)
     try:
         for item in range(ARRAYS):
             first_element(snapshot, item)
             snapshot.release(item)
     finally:
         snapshot.close()
-    assert max(map(len, layout_of(opened).batches)) == 2
-    assert list(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
+    assert max(map(len, layout_of(checkpoint).batches)) == 2
+    assert list(itertools.chain(*layout_of(checkpoint).batches)) == list(range(ARRAYS))
 
 
-def test_a_writer_can_read_in_any_order(opened: Checkpoint) -> None:
-    snapshot = snapshot_of(opened)
+def test_a_writer_can_read_in_any_order(checkpoint: Checkpoint) -> None:
+    snapshot = snapshot_of(checkpoint)
     try:
         order = [9, 3, 4, 0, 8, 1, 7, 2, 6, 5]
-        assert [first_element(snapshot, item) for item in order] == order  # and releases nothing
+        assert [first_element(snapshot, item) for item in order] == order  # without any release
     finally:
         snapshot.close()
-    assert sorted(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
+    assert sorted(itertools.chain(*layout_of(checkpoint).batches)) == list(range(ARRAYS))
 
 
-def test_an_error_of_the_reader_reaches_the_writer(opened: Checkpoint) -> None:
-    object.__setattr__(opened.layout, "fault", CorruptCheckpointError("it is damaged"))
-    snapshot = snapshot_of(opened)
+def test_an_error_of_the_reader_reaches_the_writer(checkpoint: Checkpoint) -> None:
+    object.__setattr__(checkpoint.layout, "fault", CorruptCheckpointError("it is damaged"))
+    snapshot = snapshot_of(checkpoint)
     for _ in range(2):
         with pytest.raises(CorruptCheckpointError, match="damaged"):
             snapshot.take(5)
     snapshot.close()
 
 
-def test_a_layout_can_skip_arrays(opened: Checkpoint) -> None:
-    object.__setattr__(opened.layout, "silent", True)
-    snapshot = snapshot_of(opened)
+def test_a_layout_that_skips_arrays_is_an_error(checkpoint: Checkpoint) -> None:
+    object.__setattr__(checkpoint.layout, "silent", True)
+    snapshot = snapshot_of(checkpoint)
     with pytest.raises(PluginError, match="w0: the layout safetensors did not read it. A layout must yield the number"):
         snapshot.take(0)
     snapshot.close()
-    object.__setattr__(opened.layout, "silent", False)
-    snapshot = snapshot_of(opened)
+    object.__setattr__(checkpoint.layout, "silent", False)
+    snapshot = snapshot_of(checkpoint)
     assert first_element(snapshot, 0) == 0
     snapshot.close()
 
 
-def test_waiting_readers_are_woken_at_the_end(opened: Checkpoint) -> None:
-    layout_of(opened).gate.clear()
-    snapshot = snapshot_of(opened)
+def test_waiting_threads_are_woken_at_the_end(checkpoint: Checkpoint) -> None:
+    layout_of(checkpoint).gate.clear()
+    snapshot = snapshot_of(checkpoint)
     raised: list[type[Exception]] = []
 
     def take() -> None:
@@ -168,7 +168,7 @@ def test_waiting_readers_are_woken_at_the_end(opened: Checkpoint) -> None:
             snapshot.take(0)
         except SaveLostError as error:
             raised.append(type(error))
-        layout_of(opened).gate.set()
+        layout_of(checkpoint).gate.set()
 
     writer = threading.Thread(target=take)
     writer.start()
@@ -180,8 +180,8 @@ def test_waiting_readers_are_woken_at_the_end(opened: Checkpoint) -> None:
         snapshot.take(1)
 
 
-def test_released_memory_is_reused(opened: Checkpoint) -> None:
-    snapshot = snapshot_of(opened)
+def test_released_memory_is_reused(checkpoint: Checkpoint) -> None:
+    snapshot = snapshot_of(checkpoint)
     snapshot.take(0)
     snapshot.release(0)
     with pytest.raises(PluginError, match="w0 was taken again"):
@@ -190,9 +190,9 @@ def test_released_memory_is_reused(opened: Checkpoint) -> None:
     snapshot.close()
 
 
-def test_unrequested_arrays_are_not_read(opened: Checkpoint) -> None:
-    snapshot_of(opened).close()
-    assert not layout_of(opened).batches
+def test_unrequested_arrays_are_not_read(checkpoint: Checkpoint) -> None:
+    snapshot_of(checkpoint).close()
+    assert not layout_of(checkpoint).batches
 
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 40, 300 << 20, 3 << 20, 1])
@@ -227,31 +227,33 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
     assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
-    # In addition to the chunks there are the root and shard indices.
+    # The root and the shard indices are read in addition to the chunks.
     assert stored < storage.plan.bytes_read < stored + 30_000
 
 
 def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
     array = np.zeros((300, 10), np.float32)
     ckptcore.save(tmp_path / "source", {"w": array}, layout=Zarr3Layout(chunk_bytes=700), context=CONTEXT)
-    opened = open_checkpoint(tmp_path / "source", CONTEXT)
-    (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, (0,), StreamSizes(2000, 2000, 4000))
+    checkpoint = open_checkpoint(tmp_path / "source", CONTEXT)
+    (items,) = items_by_object(
+        ckptcore.SafetensorsLayout(), checkpoint.tree, checkpoint, (0,), StreamSizes(2000, 2000, 4000)
+    )
     starts = [item.boxes[0].start[0] for item in items]
-    rows = opened.index.chunk_rows(0)
+    rows = checkpoint.index.chunk_rows(0)
     assert rows is not None and rows > 1 and all(start % rows == 0 for start in starts)
     assert 6 <= len(items) <= 12 and max(item.boxes[0].size for item in items) <= 500
 
 
-def test_a_layout_without_pieces_gets_complete_arrays(opened: Checkpoint) -> None:
-    whole = ShelfLayout()  # has the default of `Layout.arrays_by_object`
-    (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
+def test_a_layout_without_pieces_gets_complete_arrays(checkpoint: Checkpoint) -> None:
+    whole = ShelfLayout()  # inherits `Layout.arrays_by_object`
+    (items,) = items_by_object(whole, checkpoint.tree, checkpoint, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")
     assert items == [WriteItem(leaf, spec, (Box.whole(spec.shape),)) for leaf in range(ARRAYS)]
 
 
 @pytest.mark.parametrize(("load_bytes", "times"), [(None, 1), (60_000, 3)])
 def test_a_tied_array_is_read_once_if_it_can_be_kept(load_bytes: int | None, times: int, tmp_path: Path) -> None:
-    """It is written under each of its names. A limit of memory precedes."""
+    """The array is written under each of its names. If the limit of memory is too low to keep it, it is read again."""
     tied = np.arange(50_000, dtype=np.float32)
     ckptcore.save(tmp_path / "source", {"a": tied, "b": tied, "m": tied[:9] + 1, "z": tied}, context=CONTEXT)
     storage = CountedFiles()
@@ -267,16 +269,16 @@ def test_a_tied_array_is_read_once_if_it_can_be_kept(load_bytes: int | None, tim
     assert tied.nbytes * times <= storage.plan.bytes_read < tied.nbytes * times + 30_000
 
 
-def test_tied_items_are_taken_in_any_order_and_more_than_fits_is_read_again(tmp_path: Path) -> None:
+def test_tied_items_are_taken_in_any_order_with_any_limit(tmp_path: Path) -> None:
     arrays = [np.full(1000, number, np.int64) for number in range(2)]
     ckptcore.save(tmp_path / "source", {"a": arrays[0], "b": arrays[1]}, context=CONTEXT)
-    opened = open_checkpoint(tmp_path / "source", CONTEXT)
+    checkpoint = open_checkpoint(tmp_path / "source", CONTEXT)
     sources = (0, 1, 1, 0)
     spec = ArraySpec((1000,), "int64")
     items = tuple([WriteItem(leaf, spec, (Box.whole((1000,)),)) for leaf in range(4)])
     for tied, order in itertools.product((0, 8000, 16_000), itertools.permutations(range(4))):
         snapshot = StreamedSnapshot(
-            WritePlan(opened.tree, items, 0, 1, "0" * 16), opened, sources, replace(SMALL, tied=tied)
+            WritePlan(checkpoint.tree, items, 0, 1, "0" * 16), checkpoint, sources, replace(SMALL, tied=tied)
         )
         for item in order:
             assert snapshot.take(item)[0][0] == sources[item]

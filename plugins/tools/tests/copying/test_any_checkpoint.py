@@ -1,4 +1,4 @@
-"""Copies of checkpoints of any tree and layout between any two storages load as what was saved."""
+"""Copies of checkpoints of any tree and layout, between any two storages, load with the saved values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that something else happens to: another copy of the same, a save at the source, a save at the destination."""
+"""Copies during other operations: another copy to the same destination, and a save at the source or destination."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_two_copies_of_one_checkpoint_can_run_at_once(scheme: str, tmp_path: Pat
             ckptcore.copy(source, through(there), context=faulty_context(there, plan))
         except SaveLostError:
             lost += 1
-            assert not refused, f"no copy committed, with one interrupted at {operation}"
+            assert not refused, f"neither copy committed, interrupted at {operation}"
         assert version_at(there) == _NEW, f"interrupted at {operation}"
         assert objects_at(there) == objects_at(source)
-    assert not lost, "the checkpoint that a copy was to make was there, and it said that it was lost"
+    assert not lost, "a copy raised SaveLostError, although its checkpoint exists"
 
 
-def test_a_copy_detects_that_another_one_took_over(tmp_path: Path) -> None:
+def test_a_copy_detects_that_another_copy_took_over(tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW))
 
@@ -70,7 +70,7 @@ def test_a_copy_detects_that_another_one_took_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_source_replaced_meanwhile_is_detected(several: bool, tmp_path: Path) -> None:
+def test_a_replacement_of_the_source_during_the_copy_is_detected(several: bool, tmp_path: Path) -> None:
     def save(place: str, version: int) -> None:
         if several:
             ckptcore.save_checkpointables(place, make_composite(version), overwrite="non-atomic")
@@ -87,7 +87,7 @@ def test_a_source_replaced_meanwhile_is_detected(several: bool, tmp_path: Path) 
             save(here, _OLD)
             meanwhile = InterruptedPlan(operation.number, functools.partial(save, here, _NEW))
             context = faulty_context(here, meanwhile)
-            # The other end is what the plugins have, so the destination meets no interruption.
+            # The destination is opened without faults, so only operations at the source are interrupted.
             ckptcore.copy(through(here), there, context=context)
             expected = {_NEW} if operation.number < plan.operations[-1].number else {_OLD, _NEW}
             assert version_at(there) in expected, f"interrupted at {operation}"
@@ -112,16 +112,16 @@ def test_a_concurrent_save_at_the_destination_is_detected(tmp_path: Path) -> Non
             try:
                 ckptcore.copy(source, through(there), context=context)
             except (SaveLostError, CheckpointExistsError):
-                assert not refused, f"no copy committed, interrupted at {operation}"
+                assert not refused, f"neither the copy nor the save committed, interrupted at {operation}"
                 before = operations[operation.number - 1]
                 if operation.changes and before.name == "get" and before.keys == ("step/checkpoint.json",):
-                    continue  # the claim was checked right before: no storage combines that and the change
+                    continue  # the save came after the check of the claim, which no storage combines with the change
                 assert version_at(there) == _OTHER, f"interrupted at {operation}"
             else:
                 assert version_at(there) == _NEW, f"interrupted at {operation}"
 
 
-def test_a_source_deleted_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_a_deletion_of_the_source_during_the_copy_is_an_error(tmp_path: Path) -> None:
     first = new_place("memory", tmp_path)
     ckptcore.save(first, make_state(_OLD))
     plan = FaultPlan()

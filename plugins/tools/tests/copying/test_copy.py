@@ -39,15 +39,15 @@ def _saved(scheme: str, directory: Path, version: int = 1, elements: int = 200) 
 @pytest.mark.parametrize(("source", "destination"), _PAIRS)
 def test_a_copy_is_the_same_save(source: str, destination: str, tmp_path: Path) -> None:
     here, there = _saved(source, tmp_path, elements=LARGE), new_place(destination, tmp_path)
-    told: list[tuple[int, int]] = []
-    report = ckptcore.copy(here, there, progress=lambda done, total: told.append((done, total)))
+    reports: list[tuple[int, int]] = []
+    report = ckptcore.copy(here, there, progress=lambda done, total: reports.append((done, total)))
     assert objects_at(there) == objects_at(here)
     assert version_at(there) == 1
     assert report.objects == len(objects_at(here))
     assert report.nbytes == report.sent_bytes == sum(map(len, objects_at(here).values()))
     assert (report.kept_bytes, report.read_back_bytes, report.unverified) == (0, 0, ())
-    assert told[-1] == (report.nbytes, report.nbytes)
-    assert told == sorted(told)
+    assert reports[-1] == (report.nbytes, report.nbytes)
+    assert reports == sorted(reports)
 
 
 @pytest.mark.parametrize(("source", "destination"), _PAIRS)

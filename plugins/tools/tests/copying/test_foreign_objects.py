@@ -1,4 +1,4 @@
-"""Objects at the destination of a copy that have the name and the size of its own, and are another save's."""
+"""Objects of another save at the destination of a copy, with the names and sizes of the copy's own objects."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ def _state(version: int) -> dict[str, object]:
 
 
 def _leave_dead_save(location: str) -> None:
-    """A save of the same shapes that failed right before it committed."""
+    """Leave objects of a save with the same shapes that crashed right before its commit."""
     plan = FaultPlan()
     spare = location + "-spare"
     ckptcore.save(through(spare), _state(1), context=faulty_context(spare, plan))
-    commit = [one for one in plan.operations if one.name == "put" and one.keys[0].endswith("checkpoint.json")][-1]
+    commit = [
+        operation
+        for operation in plan.operations
+        if operation.name == "put" and operation.keys[0].endswith("checkpoint.json")
+    ][-1]
     with pytest.raises(SimulatedCrash):
         ckptcore.save(through(location), _state(1), context=faulty_context(location, FaultPlan(CrashAt(commit.number))))
 
 
 def _hide_all_but_the_claim(patch: pytest.MonkeyPatch, location: str) -> None:
-    """Make the first listing of the destination as old as the claim of the failed save."""
+    """Make the first listing of the destination stale, so that it contains only the claim of the failed save."""
     real, bucket = MemoryStorage.list, location.split("/")[2]
     is_old = True
 
@@ -60,7 +64,7 @@ def test_objects_hidden_by_a_stale_list_are_not_part_of_the_copy(
 
 
 def test_late_objects_are_not_part_of_a_resumed_copy(tmp_path: Path) -> None:
-    """A put of a save that lost its claim arrives after the copy began, and before another copy resumes it."""
+    """A save that lost its claim puts an object after the copy began, before another copy resumes it."""
     source, there, other = (new_place("memory", tmp_path) for _ in range(3))
     ckptcore.save(source, _state(2), context=_FAST)
     ckptcore.save(other, _state(1), context=_FAST)
@@ -73,7 +77,7 @@ def test_late_objects_are_not_part_of_a_resumed_copy(tmp_path: Path) -> None:
 
 
 def test_longer_objects_are_replaced(tmp_path: Path) -> None:
-    """All bytes that the object should have are there: only its size tells that it is another one."""
+    """The object begins with all the expected bytes. Only its size shows that it belongs to another save."""
     source, there = (new_place("memory", tmp_path) for _ in range(2))
     ckptcore.save(source, _state(2), context=_FAST)
     with pytest.raises(StorageError):
@@ -86,7 +90,7 @@ def test_longer_objects_are_replaced(tmp_path: Path) -> None:
 
 
 def _copy_without_objects(source: str, there: str) -> None:
-    """A copy that claims its place, and fails at once."""
+    """Start a copy that claims the destination, and fails before it writes an object."""
     with pytest.MonkeyPatch.context() as patch:
 
         def fail(*arguments: object) -> None:

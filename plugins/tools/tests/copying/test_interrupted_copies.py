@@ -1,4 +1,4 @@
-"""Copies that die or fail at each operation: nothing, the old or the new is there, and the next copy goes on."""
+"""Copies that crash or fail at each operation leave the old checkpoint, the new one or none. The next copy resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions
 
 
 class _Trial:
-    """A source, and a destination with faults on the way."""
+    """A copy from a source to a destination whose storage has faults."""
 
     def __init__(self, scheme: str, directory: Path, source: str, overwrite: Overwrite) -> None:
         self._source = source
@@ -36,18 +36,18 @@ class _Trial:
             ckptcore.save(self.location, make_state(_OLD), context=_FAST)
 
     def copy(self, *faults: Fault) -> list[Operation]:
-        """Copy in a process of its own; the operations it took at the destination."""
+        """Copy as a process that can crash, with faults at the destination. Return the operations there."""
         plan = FaultPlan(*faults)
         context = faulty_context(self.location, plan)
         ckptcore.copy(self._source, through(self.location), overwrite=self._overwrite, context=context)
         return plan.operations
 
     def go_on(self) -> CopyReport:
-        """Copy again, in a process that lives."""
+        """Copy again without faults."""
         return ckptcore.copy(self._source, self.location, overwrite=self._overwrite, context=_FAST)
 
     def assert_whole(self) -> None:
-        """The copy and nothing else is there. Its order is above that of a checkpoint that it has replaced."""
+        """Check that the destination has only the copy. A copy that replaced a checkpoint has a higher order."""
         copied, stored = objects_at(self.location), objects_at(self._source)
         if self._overwrite:
             copied[ROOT_KEY] = with_order(copied[ROOT_KEY], SaveOrder())
@@ -56,7 +56,7 @@ class _Trial:
 
 
 _SCENARIOS: Final[dict[str, tuple[str, bool, Overwrite, set[int | None]]]] = {
-    # name: scheme, whether it is of several checkpointables, overwrite, what may be there
+    # name: scheme, True for several checkpointables, overwrite, allowed versions after an interruption
     "to a directory": ("file", False, False, {_NEW, None}),
     "to objects": ("memory", False, False, {_NEW, None}),
     "of several checkpointables to a directory": ("file", True, False, {_NEW, None}),
@@ -88,12 +88,11 @@ def test_a_copy_resumes_after_a_crash_at_any_operation(name: str, tmp_path: Path
         except SimulatedCrash:
             pass
         else:
-            assert moment == "after", (
-                f"{where} and it went on"
-            )  # after one that failed, as a look for what is not there
-        found = version_at(trial.location)
-        assert found in allowed, where
-        outcomes.add(found)
+            # An operation that itself fails, such as a read of a missing object, has no moment after it.
+            assert moment == "after", f"{where}, but the copy continued"
+        version = version_at(trial.location)
+        assert version in allowed, where
+        outcomes.add(version)
         trial.go_on()
         assert version_at(trial.location) == _NEW, where
         trial.assert_whole()
@@ -125,8 +124,12 @@ def test_complete_objects_are_not_sent_again(scheme: str, tmp_path: Path) -> Non
     layout = ckptcore.SafetensorsLayout(max_file_bytes=LARGE)
     ckptcore.save(source, make_state(_NEW, LARGE), layout=layout, context=_FAST)
     operations = _Trial(scheme, tmp_path, source, False).copy()
-    # A small object is put.
-    finishes = [one for one in operations if one.name in ("finish", "put") and "safetensors" in one.keys[0]]
+    # A small object is written with one `put`.
+    finishes = [
+        operation
+        for operation in operations
+        if operation.name in ("finish", "put") and "safetensors" in operation.keys[0]
+    ]
     assert len(finishes) > 3
     sizes = {key: len(data) for key, data in objects_at(source).items()}
     before = -1
@@ -135,12 +138,14 @@ def test_complete_objects_are_not_sent_again(scheme: str, tmp_path: Path) -> Non
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(finish.number, "after"))
         complete = sum(
-            sizes[one.keys[0].removeprefix("step/").rpartition(".ckptcore/")[2]] for one in finishes[: number + 1]
+            sizes[operation.keys[0].removeprefix("step/").rpartition(".ckptcore/")[2]]
+            for operation in finishes[: number + 1]
         )
         report = trial.go_on()
         assert report.kept_bytes == complete > before
         assert report.sent_bytes == report.nbytes - complete
-        assert report.read_back_bytes == complete  # its size does not show which save wrote it
+        # The copy reads existing objects back, because their sizes do not show which save wrote them.
+        assert report.read_back_bytes == complete
         trial.assert_whole()
         before = complete
 
@@ -150,7 +155,9 @@ def test_partial_objects_are_sent_again(scheme: str, tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW, LARGE), context=_FAST)
     operations = _Trial(scheme, tmp_path, source, False).copy()
-    for operation in [one for one in operations if one.name in ("open_writer", "write_at")]:
+    for operation in operations:
+        if operation.name not in ("open_writer", "write_at"):
+            continue
         trial = _Trial(scheme, tmp_path, source, False)
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(operation.number, "after"))
@@ -166,7 +173,7 @@ def test_a_copy_of_another_save_is_not_resumed(scheme: str, tmp_path: Path) -> N
     for version, source in enumerate(sources, _NEW):
         ckptcore.save(source, make_state(version), context=_FAST)
     count = len(_Trial(scheme, tmp_path, sources[0], False).copy())
-    for number in range(0, count - 1, 3):  # after the commit it only looks for uploads
+    for number in range(0, count - 1, 3):  # the last operation, after the commit, only looks for unfinished uploads
         trial = _Trial(scheme, tmp_path, sources[0], False)
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(number, "before"))

@@ -1,4 +1,4 @@
-"""Files and tensors in the directory of a checkpoint of other software that are no part of the checkpoint."""
+"""Files and tensors that are in the directory of other software's checkpoint, but not part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import ckptcore
 from ckptcore.errors import TreeMismatchError
 from plugins.tools.tests.cli.conftest import Run, run
 
-__all__ = ["run"]  # a fixture
+__all__ = ["run"]  # imported as a fixture
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about saving in one process
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about saves in one process
 
 W = torch.arange(4.0)
 
 
 def megatron(directory: Path) -> None:
-    """The files of a distributed optimizer of Megatron-Core (``torch_dist``)."""
+    """Write a checkpoint with the files of a distributed optimizer of Megatron-Core (``torch_dist``)."""
     save({"model": {"w": W}, "optimizer": {"exp_avg": W}}, checkpoint_id=str(directory), no_dist=True)
     torch.save({"iteration": 100, "args": {"lr": 0.1}}, directory / "common.pt")
     (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 
 def hugging_face(directory: Path) -> None:
-    """A repository of a model, as most are."""
+    """Write a typical repository of a model."""
     directory.mkdir()
     save_file({"w": W}, directory / "model.safetensors")
     save_file({"w": W.half()}, directory / "model.fp16.safetensors")
@@ -47,11 +47,11 @@ def hugging_face(directory: Path) -> None:
     for name in ("tf_model.h5", "flax_model.msgpack", "onnx/model.bin"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(b"x")
-    (directory / "adapter_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")  # is elsewhere
+    (directory / "adapter_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")  # a pointer of Git LFS
 
 
 def trainer(directory: Path) -> None:
-    """A checkpoint of the Trainer of transformers."""
+    """Write a checkpoint of the Trainer of transformers."""
     hugging_face(directory)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"step": 3}, directory / name)
@@ -59,7 +59,7 @@ def trainer(directory: Path) -> None:
 
 
 def short_index(directory: Path) -> None:
-    """An index that omits a tensor and a file."""
+    """Write files of safetensors with an index that omits a tensor and a file."""
     directory.mkdir()
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     save_file({"w": W, "b": W.clone()}, directory / files[0])
@@ -69,7 +69,7 @@ def short_index(directory: Path) -> None:
 
 
 def short_index_of_torch(directory: Path) -> None:
-    """The same with files of torch.save."""
+    """Write files of `torch.save` with an index that omits a tensor and a file."""
     directory.mkdir()
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     torch.save({"w": W, "b": W}, directory / files[0])
@@ -79,7 +79,7 @@ def short_index_of_torch(directory: Path) -> None:
 
 
 def short_metadata(directory: Path) -> None:
-    """A ``.metadata`` that omits a tensor and a file."""
+    """Write a DCP checkpoint whose ``.metadata`` omits a tensor and a file."""
     save({"w": W, "b": W, "note": {"n": 3}}, checkpoint_id=str(directory), no_dist=True)
     with (directory / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
@@ -89,7 +89,7 @@ def short_metadata(directory: Path) -> None:
 
 
 def with_adapter(directory: Path) -> None:
-    """The adapter that a run trains, next to its base model."""
+    """Write an adapter next to its base model."""
     directory.mkdir()
     save_file({"w": W}, directory / "model.safetensors")
     save_file({"w": W}, directory / "adapter_model.safetensors")
@@ -137,14 +137,15 @@ def test_files_that_a_consolidation_adds_are_not_lost(tmp_path: Path) -> None:
     megatron(tmp_path / "source")
     ckptcore.copy(tmp_path / "source", tmp_path / "copy", subtree=(), files=[tmp_path / "source" / "common.pt"])
     assert torch.load(tmp_path / "copy" / "common.pt")["iteration"] == 100
-    ckptcore.copy(tmp_path / "source", tmp_path / "model", subtree="model")  # a part promises nothing else
+    # A copy of a subtree need not contain other files.
+    ckptcore.copy(tmp_path / "source", tmp_path / "model", subtree="model")
     assert np.array_equal(ckptcore.load(tmp_path / "model")["w"], W.numpy())
 
 
 def test_leave_out_without_a_conversion(tmp_path: Path) -> None:
     megatron(tmp_path / "source")
     with pytest.raises(ValueError, match="needs a layout or a subtree: without, every file is copied"):
-        ckptcore.copy(  # type: ignore[call-overload]  # what a user may write
+        ckptcore.copy(  # type: ignore[call-overload]  # a user may omit the layout
             tmp_path / "source", tmp_path / "copy", leave_out=["common.pt"]
         )
     with pytest.raises(TypeError, match=r"leave_out='common.pt'\): expected a list"):
@@ -177,8 +178,8 @@ def test_files_next_to_the_steps_of_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "iter_0000020" / "common.pt").exists()
 
 
-def test_empty_files_and_steps_next_to_a_model_are_no_loss(tmp_path: Path) -> None:
-    """PyTorch writes empty files for ranks without items; a Trainer writes the final model next to its steps."""
+def test_empty_files_and_steps_next_to_a_model_are_not_lost_data(tmp_path: Path) -> None:
+    """PyTorch writes empty files for ranks without items. A Trainer writes the final model next to its steps."""
     state = {"a": torch.ones(2), "b": torch.zeros(3)}
     save(state, storage_writer=FileSystemWriter(tmp_path / "dcp", thread_count=8))
     (tmp_path / "dcp" / "__7_0.distcp").touch()

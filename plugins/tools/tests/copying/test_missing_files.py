@@ -1,4 +1,4 @@
-"""Checkpoints of other software that list what is missing: each says so, and no copy loses it silently."""
+"""Other software's checkpoints with missing files: errors or warnings name them, and no copy omits them silently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNIVERSAL: Final = "global_step2_universal/zero/scale"
 
 
 class _Missing(NamedTuple):
-    """A golden checkpoint, the file or directory that is removed, and what the errors name."""
+    """A golden checkpoint, the file or directory that is removed, and the text that the errors must contain."""
 
     golden: Path
     removed: str
@@ -97,7 +97,7 @@ def test_a_file_that_is_missing_is_an_error(missing: _Missing, tmp_path: Path) -
 
 
 def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
-    """The arrays lack what it saved. Those that do not can be loaded, but no copy loses it silently."""
+    """Some arrays lack the shards of the missing process. Other arrays can be loaded, but a copy is an error."""
     source = _without(_FILES["DCP, arrays"], tmp_path / "c")
     (source / "__1.metadata").unlink()
     _assert_not_copied(source, "by_rows (float32[5, 3]) is incomplete", tmp_path)
@@ -107,15 +107,15 @@ def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
 def test_a_checkpointable_that_is_missing_is_an_error(
     missing: _Missing, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The remedy that the errors name is followed."""
+    """The test also follows the remedy in the error."""
     name = missing.removed
     source = _without(missing, tmp_path / "c")
-    found = ckptcore.metadata(source).checkpointables
-    assert found.deleted == (name,) and name not in found
+    members = ckptcore.metadata(source).checkpointables
+    assert members.deleted == (name,) and name not in members
     (problem,) = ckptcore.verify(source).problems
     assert problem.key == name and f"'{name}' is listed but missing" in problem.message
     with caplog.at_level(logging.WARNING, "ckptcore"):
-        assert list(ckptcore.load_checkpointables(source)) == list(found)
+        assert list(ckptcore.load_checkpointables(source)) == list(members)
     assert name in caplog.text
     _assert_not_copied(source, missing.named, tmp_path)
     with pytest.raises((CorruptCheckpointError, TreeMismatchError), match=f"'{name}'"):
@@ -123,32 +123,32 @@ def test_a_checkpointable_that_is_missing_is_an_error(
     with pytest.raises(CorruptCheckpointError, match=f"'{name}' is listed but missing.*leave_out=\\['{name}'\\]"):
         ckptcore.copy(source, tmp_path / "copy", subtree="")
     ckptcore.copy(source, tmp_path / "copy", layout="dcp", leave_out=[name], context=_FAST)
-    assert list(ckptcore.load_checkpointables(tmp_path / "copy")) == list(found)
+    assert list(ckptcore.load_checkpointables(tmp_path / "copy")) == list(members)
 
 
-def test_the_default_tree_that_is_missing_is_not_replaced_by_another_one(tmp_path: Path) -> None:
+def test_a_load_does_not_replace_a_missing_default_tree_by_another_tree(tmp_path: Path) -> None:
     source = _without(_ITEMS["Orbax v1, the default"], tmp_path / "c")
     with pytest.raises(CorruptCheckpointError, match=r"'state' is listed in _CHECKPOINT_METADATA, but.*config, ema"):
         ckptcore.load(source)
     assert list(ckptcore.load_checkpointables(source, ["ema"])) == ["ema"]
 
 
-def test_an_empty_directory_of_a_checkpointable_is_a_missing_one(tmp_path: Path) -> None:
+def test_a_checkpointable_with_an_empty_directory_is_missing(tmp_path: Path) -> None:
     source = _without(_ITEMS["Orbax v1"], tmp_path / "c")
     (source / "ema").mkdir()
     assert ckptcore.metadata(source).checkpointables.deleted == ("ema",)
     _assert_not_copied(source, "'ema'", tmp_path)
 
 
-def test_nothing_that_is_listed_exists(tmp_path: Path) -> None:
+def test_none_of_the_listed_checkpointables_exists(tmp_path: Path) -> None:
     source = _without(_Missing(_ORBAX / "v1_default", "state", ""), tmp_path / "c")
     with pytest.raises(CorruptCheckpointError, match="state is listed, and nothing of it exists"):
         ckptcore.load_checkpointables(source)
     _assert_not_copied(source, "'state' is listed", tmp_path)
 
 
-def test_what_orbax_deleted_is_not_missing(tmp_path: Path) -> None:
-    """Orbax removes the name at the end of a deletion. Until then, a file names what it deletes."""
+def test_an_item_that_orbax_deletes_is_not_missing(tmp_path: Path) -> None:
+    """Orbax removes the name at the end of a deletion. Until then, a file names the item that is being deleted."""
     source = _without(_ITEMS["Orbax v1"], tmp_path / "c")
     record = {"operation_id": "0", "checkpointable_name": "ema", "destination": None}
     (source / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
@@ -164,7 +164,7 @@ def test_parts_of_a_pipeline_without_weights_may_be_missing(part: str, tmp_path:
 
 
 def test_a_model_of_a_pipeline_without_its_weights_is_an_error(tmp_path: Path) -> None:
-    """As a download of the configs alone has it."""
+    """A download of only the configs leaves such a directory."""
     source = tmp_path / "c"
     shutil.copytree(_PIPELINE, source)
     for path in (source / "unet").glob("*.safetensors*"):
@@ -174,7 +174,7 @@ def test_a_model_of_a_pipeline_without_its_weights_is_an_error(tmp_path: Path) -
         ckptcore.copy(source, tmp_path / "copy", layout="dcp")
 
 
-def test_a_shard_that_an_index_lists_is_missing(tmp_path: Path) -> None:
+def test_a_missing_shard_of_an_index_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "c"
     source.mkdir()
     save_file({"a": np.ones(3)}, source / "model-00001-of-00002.safetensors")
@@ -184,7 +184,9 @@ def test_a_shard_that_an_index_lists_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_copy_of_ours_says_what_it_lacks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_of_our_own_checkpoint_warns_about_missing_checkpointables(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place = str(tmp_path) if kind == "file" else f"memory://{tmp_path.name}"
     ckptcore.save_checkpointables(f"{place}/c", {"params": {"w": np.ones(3)}, "ema": {"w": np.ones(3)}}, context=_FAST)
     store = store_at(f"{place}/c")

@@ -1,4 +1,4 @@
-"""Progress of copies and of `verify`: it ends at the total, whatever was there before."""
+"""Progress of copies and of `verify`. It ends at the total, even if the destination already had some data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_conversion_counts_bytes_of_arrays(layout: str, source: Path, tmp_path
 def test_a_subtree(source: Path, tmp_path: Path) -> None:
     reports = Reports()
     ckptcore.copy(source, tmp_path / "c", subtree=("tied",), progress=reports)
-    reports.end_at(2 * 240_000)  # under both names
+    reports.end_at(2 * 240_000)  # a tied array counts under both names
 
 
 def test_files_are_converted_without_being_counted(tmp_path: Path) -> None:
@@ -70,18 +70,18 @@ def test_steps_count_as_one_copy(tmp_path: Path) -> None:
     assert reports[-1] == (copied.nbytes, copied.nbytes)
     assert list(reports) == sorted(reports, key=lambda report: report[0])
     assert all(done <= total for done, total in reports)
-    assert reports[0][1] == 3 * copied.steps[0].nbytes  # the others are assumed to be equally large
+    assert reports[0][1] == 3 * copied.steps[0].nbytes  # other steps are assumed to have the same size
     reports.clear()
     assert ckptcore.copy_steps(tmp_path / "run", tmp_path / "none", steps=[], progress=reports).nbytes == 0
     assert reports == [(0, 0)]
 
 
 @pytest.mark.parametrize("chosen", [None, (2, 3)])
-def test_steps_are_looked_for_together(chosen: Sequence[int] | None, tmp_path: Path) -> None:
+def test_steps_are_searched_concurrently(chosen: Sequence[int] | None, tmp_path: Path) -> None:
     meeting = Meeting()
     with ckptcore.Checkpointer("far://run", context=meeting.context) as run:
         save_steps(run, [1, 2, 3, 4])
-    meeting.left = 1  # afterwards, they are copied one after the other
+    meeting.left = 1  # after the search, the steps are copied one after another
     copied = ckptcore.copy_steps("far://run", tmp_path / "to", steps=chosen, context=meeting.context)
     assert meeting.left == 0 and copied.steps.keys() == set(chosen or [1, 2, 3, 4])
 

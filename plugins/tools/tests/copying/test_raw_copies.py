@@ -1,4 +1,4 @@
-"""Checkpoints that a tool copies object by object, which knows nothing of them, to storage of another kind."""
+"""Copies by tools that know nothing of checkpoints, and copy every object to another kind of storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _open(directory: str) -> StorageBackend:
 
 
 def _copy(source: str, destination: str, keys: Callable[[list[str]], list[str]] = sorted) -> None:
-    """Copy every object unchanged, in any order, as any tool does."""
+    """Copy every object unchanged, in any order, as such a tool does."""
     origin, target = _open(source), _open(destination)
     for key in keys(list(origin.list())):
         target.put(key, origin.get(key))
@@ -41,7 +41,7 @@ def _state(version: int) -> dict[str, Any]:
 
 
 def _places(tmp_path: Path) -> list[str]:
-    """From memory to a disk and back, and between two of a kind."""
+    """Return new locations in memory and on a disk. Copies go from each to the next one."""
     number = next(_names)
     kinds = ["memory", "file", "memory", "memory", "file", "file"]
     return [
@@ -116,22 +116,22 @@ def test_a_copied_run_can_be_continued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_partial_copy_is_refused_or_reports_missing_files(kind: str, tmp_path: Path) -> None:
-    """With any one object missing it is not loaded as if it were whole."""
+    """If any one object is missing, `verify` reports it or raises an error."""
     save, expect = _KINDS[kind]
     places = _places(tmp_path)
     save(places[0])
     keys = list(_open(places[0]).list())
     for number, missing in enumerate(keys):
         copy = f"{places[2]}-{number}"
-        _copy(places[0], copy, lambda found, missing=missing: [key for key in found if key != missing])  # type: ignore[misc]  # bound now
+        _copy(places[0], copy, lambda listed, missing=missing: [key for key in listed if key != missing])  # type: ignore[misc]  # binds the current value of the loop
         if missing == "step/checkpoint.json":
-            continue  # other software would see the same
+            continue  # without the root, the directory is like one of other software
         try:
             report = ckptcore.verify(f"{copy}/step")
         except CheckpointError:
             continue
         if report.ok:
-            expect(copy)  # nothing of ours needs it: a mark for other software
+            expect(copy)  # only other software needs this object, for example an empty marker file
         else:
             assert missing.removeprefix("step/") in str(report.problems), missing
 

@@ -7,17 +7,20 @@ from typing import Any
 from ckptcore.events import Event, Operation
 
 BEGAN = 1_700_000_000.0
-"""When the operations of the tests begin, in seconds since the epoch."""
+"""The start of the operations in the tests, in seconds since the epoch."""
 
 
 def event(phase: str, start: float, seconds: float, *, operation: Operation = "save", **others: Any) -> Event:
-    """An event that begins `start` seconds after `BEGAN`."""
+    """Return an event that begins `start` seconds after `BEGAN`."""
     fields: dict[str, Any] = {"location": "run/step_12", "step": 12, "rank": 0, "operation_id": "one", **others}
     return Event(phase=phase, operation=operation, began=BEGAN + start, seconds=seconds, **fields)
 
 
 def async_save(**others: Any) -> tuple[Event, ...]:
-    """An asynchronous save of one process: its caller waits 0.5 s, of that 0.25 s for the save before."""
+    """Return the events of an asynchronous save in one process.
+
+    Its caller waits 0.5 s, including 0.25 s for the previous save.
+    """
     return (
         event("wait_for_previous", 0.0, 0.25, **others),
         event("describe", 0.25, 0.125, **others),

@@ -1,4 +1,4 @@
-"""Events become spans with their true times below the span of their operation, and numbers by phase."""
+"""Events become spans and metrics. A span has the times of its event, and the span of the operation as its parent."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class Collected:
         self.observer = OpenTelemetryObserver(self.tracers, MeterProvider([self.reader]))
 
     def tell(self, *events: Event) -> None:
-        for found in events:
-            self.observer(found)
+        for each_event in events:
+            self.observer(each_event)
 
     @property
     def spans(self) -> list[ReadableSpan]:
         return list(self.exporter.get_finished_spans())
 
     def span(self, name: str) -> ReadableSpan:
-        (found,) = [span for span in self.spans if span.name == name]
-        return found
+        (matching,) = [span for span in self.spans if span.name == name]
+        return matching
 
     def points(self, name: str) -> Mapping[str, HistogramDataPoint | NumberDataPoint]:
-        """The points of a metric by phase."""
+        """Return the points of a metric by phase."""
         data = self.reader.get_metrics_data()
         assert data is not None
-        found: dict[str, HistogramDataPoint | NumberDataPoint] = {}
+        by_phase: dict[str, HistogramDataPoint | NumberDataPoint] = {}
         for resource in data.resource_metrics:
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
                     for point in metric.data.data_points if metric.name == name else ():
                         assert isinstance(point, HistogramDataPoint | NumberDataPoint)
-                        found[str((point.attributes or {})["ckptcore.phase"])] = point
-        return found
+                        by_phase[str((point.attributes or {})["ckptcore.phase"])] = point
+        return by_phase
 
 
 def span_id(span: ReadableSpan) -> int:
@@ -95,13 +95,13 @@ def test_the_span_of_the_operation_is_the_parent_of_its_phases() -> None:
     assert {parent_id(span) for span in others} == {span_id(whole)}
 
 
-def test_what_ends_after_the_operation_still_belongs_to_it() -> None:
+def test_a_phase_that_ends_after_its_operation_belongs_to_it() -> None:
     collected = Collected()
     collected.tell(*async_save(), event("clean", 2.75, 1.0))
     assert parent_id(collected.span("ckptcore.clean")) == span_id(collected.span("ckptcore.save"))
 
 
-def test_operations_at_the_same_time_do_not_mix() -> None:
+def test_concurrent_operations_are_separate() -> None:
     collected = Collected()
     for first, second in zip(async_save(operation_id="a", rank=0), async_save(operation_id="b", rank=1), strict=True):
         collected.tell(first, second)
@@ -144,7 +144,7 @@ def test_durations_and_bytes_are_counted_by_phase() -> None:
     write = durations["write"]
     assert isinstance(write, HistogramDataPoint)
     assert (write.count, write.sum) == (2, 4.0)
-    assert set(durations) == {found.phase for found in async_save()}
+    assert set(durations) == {each_event.phase for each_event in async_save()}
     written = amounts["write"]
     assert isinstance(written, NumberDataPoint) and written.value == 8_000_000_000
     assert set(amounts) == {"copy", "write", "commit", "save"}

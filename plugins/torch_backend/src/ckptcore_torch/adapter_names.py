@@ -212,7 +212,7 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
 
     Raises:
         TreeMismatchError: if the adapter has no parameters.
-        NameCollisionError: if two parameters would get one name.
+        NameCollisionError: if two parameters would get the same name.
     """
     by_stored: dict[str, str] = {}
     bare: set[str] = set()

@@ -141,8 +141,8 @@ def adapter_state(
     Call it in every process of a job, because it gathers DTensors. It copies only tensors that
     share their memory with another tensor. For a model that PEFT created, PEFT selects the tensors,
     as in ``save_pretrained``. In other models, this function finds LoRA parameters by their names.
-    LoRA parameters without an adapter name belong to every adapter. Of the base model, the result
-    contains only the chosen biases. PEFT also saves resized embeddings.
+    LoRA parameters without an adapter name belong to every adapter. The result for such a model contains only the
+    chosen biases of the base model, but no resized embeddings, which PEFT would also save.
 
     Args:
         model: the model, also compiled or in wrappers of data-parallel training.
@@ -179,7 +179,7 @@ def save_adapter(
     Args:
         location: path or URL of the directory to create.
         model_or_state: a model with the adapter, or arrays of any framework by PEFT's names.
-        config: a config of PEFT, or its JSON; None: the config of the model.
+        config: a config of PEFT, or its JSON; None for the config of the model.
         adapter_name: name of the adapter in the model.
         overwrite, metadata, context: see `ckptcore.save`. The metadata gets the config as
             ``adapter_config``.
@@ -250,8 +250,8 @@ def load_adapter_into(
 
     Raises:
         TreeMismatchError: if names, shapes or dtypes differ, and ``matching`` does not allow it.
-            The error lists every difference. Also if the model computes its prompts from parameters
-            that PEFT does not save. The model is unchanged.
+            The error lists every difference. Also raised if the model computes its prompts from parameters that PEFT
+            does not save. The model is unchanged.
         TypeError: if FullyShardedDataParallel wraps the model.
         TargetUndefinedError: if the load fails partway. The model then has old and new values.
         CheckpointNotFoundError, CorruptCheckpointError: see `load_adapter`.
@@ -289,7 +289,7 @@ def _retry_if_replaced(
     context: ckptcore.Context | None,
     load: Callable[[str, ckptcore.results.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
-    """Call `load`, and repeat it if the adapter was replaced meanwhile. Arrays and config are then from one save."""
+    """Call `load`, and repeat it if the adapter was replaced meanwhile. So arrays and config are from the same save."""
     for _ in range(_ATTEMPTS):
         source, metadata = _find_adapter(os.fspath(location), context)
         loaded = load(source, metadata, _stored_config(metadata, location))
@@ -380,7 +380,7 @@ def _biases(fields: Mapping[str, JSON]) -> Biases | None:
 def _check_trained(model: torch.nn.Module, names: AdapterNames, adapter_name: str) -> None:
     """Check that an adapter has all trainable parameters.
 
-    Skip the check if no parameter is frozen: then it is not known which ones were trained.
+    Skip the check if no parameter is frozen, because then it is unknown which parameters were trained.
 
     Raises:
         TreeMismatchError: if trainable parameters are missing. The error names them. Parameters of

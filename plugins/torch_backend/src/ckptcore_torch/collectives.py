@@ -188,7 +188,7 @@ class _StoreCollectives(ABC):
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
-        """Do no I/O.
+        """Create the collectives. Does no I/O.
 
         Args:
             store: a `torch.distributed.Store` that every process of the job can reach.

@@ -180,7 +180,7 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
     wanted = encoding_of(dtype)
     stored_raw = tensor is not None and encoding_of(tensor.dtype).kind != PLAIN_ARRAY
     if stored_raw or wanted.kind != PLAIN_ARRAY:
-        # PyTorch does not define the values of raw bytes, so they can be copied but not cast.
+        # PyTorch does not define the values of raw bytes, so raw bytes can be copied but not cast.
         if not (
             (stored_raw and dtype == torch.uint8)
             or (not stored_raw and stored.spec.dtype == "uint8")

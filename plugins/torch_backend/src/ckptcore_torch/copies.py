@@ -15,7 +15,7 @@ class ModuleCopy:
     """The parameters, buffers and extra states of a module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Copy them. Shared tensors are copied once."""
+        """Copy the parameters, buffers and extra states. Shared tensors are copied once."""
         self._parts = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
         self._attributes = [(part, _plain_attributes(part)) for part in module.modules() if _is_foreign(part)]
         self._values = _copies(
@@ -42,14 +42,13 @@ class OptimizerCopy:
     """The groups of an optimizer, and the states of its parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy them."""
+        """Copy the groups and states."""
         self._optimizer = optimizer
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._state = {key: _without_sharing(slots) for key, slots in optimizer.state.items()}
         held = [self._state, [_options(group) for group in self._groups]]
         self._values = _copies(_tensors(held))
-        # A wrapper of another library has its own attributes, and the inner optimizer as one of
-        # them.
+        # A wrapper of another library has attributes of its own, one of which is the inner optimizer.
         self._attributes = _plain_attributes(optimizer)
         inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         self._inner = [OptimizerCopy(value) for value in inner]
@@ -69,11 +68,14 @@ class OptimizerCopy:
 
 
 _OF_PYTORCH: Final = frozenset(vars(torch.nn.Module())) | {"state", "param_groups", "defaults"}
-"""Attributes that hold tensors, modules and hooks. Other code copies or keeps them."""
+"""Attributes of PyTorch, which hold tensors, modules and hooks.
+
+`_plain_attributes` skips them, because other code copies or keeps them.
+"""
 
 
 def _is_foreign(part: torch.nn.Module) -> bool:
-    """Return True if a module is not PyTorch's. Its loader may set any attribute."""
+    """Return True if a module is not PyTorch's. The loader of such a module may set any attribute."""
     return not type(part).__module__.startswith("torch.")
 
 

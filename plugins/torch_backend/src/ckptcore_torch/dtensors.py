@@ -216,15 +216,15 @@ def _local(leaf: Any) -> torch.Tensor:
 def _local_boxes(leaf: Any, boxes: Sequence[Box]) -> Sequence[Box]:
     """Convert boxes of the whole tensor to boxes of the local tensor."""
     own = _local_part(leaf)
-    found = []
+    local_boxes = []
     for box in boxes:
         slices = None if own is None else _local_slices(own, box)
         if slices is None:
             raise PluginError(
                 f"internal error: this process has no {box} of a DTensor {tuple(leaf.shape)}; please report this"
             )
-        found.append(Box(tuple([part.start for part in slices]), tuple([part.stop for part in slices])))
-    return found
+        local_boxes.append(Box(tuple([part.start for part in slices]), tuple([part.stop for part in slices])))
+    return local_boxes
 
 
 def _local_slices(own: LocalPart, box: Box) -> tuple[slice, ...] | None:

@@ -30,10 +30,8 @@ class Loaders:
     """The parts of a module that customize how entries are loaded.
 
     Attributes:
-        parts: names of parts that may accept other entries than they save, at any depth inside
-            them.
-        of_own_entries: names of parts for which this is true only for their own parameters and
-            buffers.
+        parts: names of parts that may accept other entries than those that they save, at any depth inside the part.
+        of_own_entries: names of parts that may do so only for their own parameters and buffers.
         of_extra_state: names of parts that set an extra state.
         are_foreign: True if a loader is not PyTorch's. Such a loader may refuse any state.
     """

@@ -104,9 +104,8 @@ class NamedOptimizerHandler(CheckpointableHandler):
 
         Raises:
             TreeMismatchError: if parameters exist only in the checkpoint or only in the optimizers,
-                or if parameters of one group were saved with different options. The error lists
-                them. Also if another class of optimizer saved the state, or if parameters are on
-                the meta device.
+                or if parameters of one group were saved with different options. The error lists them. Also raised if
+                another class of optimizer saved the state, or if parameters are on the meta device.
         """
         for optimizer in value.optimizers:
             refuse_meta(optimizer)
@@ -335,8 +334,8 @@ def _member_state(
         member: the optimizer.
         nested: the loaded state.
         group_of: see `_group_numbers`.
-        taken: numbers of the loaded groups that are already in use; their options are copied. This
-            call adds the groups that it uses.
+        taken: numbers of the loaded groups that other groups use already; the options of such a group are copied. This
+            call adds the numbers of the groups that it uses.
         others: True to include states without a parameter.
     """
     stored_groups = nested["param_groups"]

@@ -57,14 +57,16 @@ def in_order_of(
     Raises:
         TreeMismatchError: if the names differ, or if the same names are divided into other groups.
     """
-    found, expected = (_names_by_group(its) for its in (others, groups))
+    other_names, expected = (_names_by_group(its) for its in (others, groups))
     differences = [
-        *[f"{name!r} is only in the checkpoint" for name in _united(found) if name not in _united(expected)],
-        *[f"{name!r} is only in the optimizer" for name in _united(expected) if name not in _united(found)],
+        *[f"{name!r} is only in the checkpoint" for name in _united(other_names) if name not in _united(expected)],
+        *[f"{name!r} is only in the optimizer" for name in _united(expected) if name not in _united(other_names)],
     ]
-    if not differences and set(found) != set(expected):
+    if not differences and set(other_names) != set(expected):
         differences = [
-            f"the group of {next(iter(names))!r} has other parameters" for names in expected if names not in set(found)
+            f"the group of {next(iter(names))!r} has other parameters"
+            for names in expected
+            if names not in set(other_names)
         ]
     if differences:
         raise TreeMismatchError(
@@ -75,7 +77,7 @@ def in_order_of(
             differences,
         )
     by_names = dict(zip(expected, groups, strict=True))
-    return [_reordered(by_names[names], other) for names, other in zip(found, others, strict=True)]
+    return [_reordered(by_names[names], other) for names, other in zip(other_names, others, strict=True)]
 
 
 def _reordered(group: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,15 +259,15 @@ class _Options:
 
     @classmethod
     def _of_group(
-        cls, defaults: frozenset[str], own: frozenset[str], found: frozenset[str], *, is_of_torch: bool
+        cls, defaults: frozenset[str], own: frozenset[str], entries: frozenset[str], *, is_of_torch: bool
     ) -> _Options:
-        missing = defaults - found - _ANY
-        extra = found - own - _ANY
-        is_other = any(not options <= own for options in _classes_of_torch(found))
+        missing = defaults - entries - _ANY
+        extra = entries - own - _ANY
+        is_other = any(not options <= own for options in _classes_of_torch(entries))
         if is_of_torch:
-            is_other = is_other or (bool(missing) and (bool(extra) or len(found & _FLAGS) > 1))
+            is_other = is_other or (bool(missing) and (bool(extra) or len(entries & _FLAGS) > 1))
         else:
-            is_other = is_other or max(len(missing), len(extra)) > max(len(defaults & found - _ANY), _ADDED)
+            is_other = is_other or max(len(missing), len(extra)) > max(len(defaults & entries - _ANY), _ADDED)
         return cls(sorted(extra), sorted(missing), is_other)
 
 
@@ -280,8 +282,8 @@ def _lines(groups: Sequence[_Options]) -> Iterator[str]:
                 parts.append(f"{len(names)} {verb} {text} ({', '.join(names)})")
         if parts:
             numbers.setdefault(" and ".join(parts), []).append(number)
-    for text, found in numbers.items():
-        yield f"{f'group {found[0]}' if len(found) == 1 else f'{len(found)} groups'}: {text}"
+    for text, its_numbers in numbers.items():
+        yield f"{f'group {its_numbers[0]}' if len(its_numbers) == 1 else f'{len(its_numbers)} groups'}: {text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +329,9 @@ class _States:
 
     @property
     def agree(self) -> bool:
-        """True if the optimizer is not PyTorch's own and its states have the stored entries.
+        """True if the optimizer is not PyTorch's own and its states have exactly the stored entries.
 
-        For PyTorch's classes, the options are sufficient.
+        For PyTorch's classes, the options are sufficient to detect another class.
         """
         return not self.is_of_torch and bool(self.stored) and self.own == self.stored
 

@@ -44,7 +44,7 @@ class StoredForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _GroupList:
-    """The nested form, or an unknown form, which is not converted."""
+    """The nested form or an unknown form. Neither of them is converted."""
 
     def nested(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
@@ -160,17 +160,17 @@ def with_others(request: Mapping[str, Any], stored: Mapping[str, Any], names: Co
     """Extend a request with placeholders for the stored entries that `without_others` removes."""
     if not stored.keys() & {_STATE, _GROUPS}:
         return {**request, **dict.fromkeys(_keys_of_others(stored.keys(), names), PLACEHOLDER)}
-    groups, found = stored.get(_GROUPS), dict(request)
+    groups, extended = stored.get(_GROUPS), dict(request)
     others = _others(groups, names)
     if isinstance(groups, Mapping) and isinstance(request.get(_GROUPS), Mapping):
-        found[_GROUPS] = {**request[_GROUPS], **dict.fromkeys(others, PLACEHOLDER)}
+        extended[_GROUPS] = {**request[_GROUPS], **dict.fromkeys(others, PLACEHOLDER)}
     elif isinstance(groups, list) and isinstance(request.get(_GROUPS), list):
         pairs = zip(request[_GROUPS], groups, strict=True)
-        found[_GROUPS] = [_replace_parameters(group, list(_parameters(its))) for group, its in pairs]
+        extended[_GROUPS] = [_replace_parameters(group, list(_parameters(its))) for group, its in pairs]
     if isinstance(stored.get(_STATE), Mapping) and isinstance(request.get(_STATE), Mapping):
         left = {key: PLACEHOLDER for key in stored[_STATE] if key in others}
-        found[_STATE] = {**request[_STATE], **left}
-    return found
+        extended[_STATE] = {**request[_STATE], **left}
+    return extended
 
 
 def without_placeholders(loaded: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,12 +232,12 @@ def _parse_flat_keys(keys: Collection[object], names: Collection[str]) -> _FlatK
 def _keys_of_others(keys: Collection[object], names: Collection[str]) -> list[str]:
     """Return the keys of a flat state that belong to other parameters."""
     longest = _most_parts(names)
-    found: list[str] = []
+    foreign_keys: list[str] = []
     for key in keys:
         section, rest = _section_of(key)
         if isinstance(key, str) and section and _name_in(rest.split("."), names, longest) is None:
-            found.append(key)
-    return found
+            foreign_keys.append(key)
+    return foreign_keys
 
 
 def _most_parts(names: Collection[str]) -> int:

@@ -1,8 +1,7 @@
 """Objects and composed tensors in the states of optimizers, such as projectors of GaLore, saved as their attributes.
 
-A load creates the object again. Its class must be a plain class of the optimizer's library, and
-must be in the module of the optimizer. Loads never import a class because a checkpoint names it,
-and call no method of it.
+A load creates the object again. The class of the object must be a plain class of the optimizer's library, and must be
+in the module of the optimizer. A load never imports a class that a checkpoint names, and calls none of its methods.
 """
 
 from __future__ import annotations

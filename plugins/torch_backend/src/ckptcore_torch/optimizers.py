@@ -306,9 +306,9 @@ def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Ten
 
 
 _MANY: Final = 1000
-"""Number of parameters from which the core stores the parameter numbers of a group as one leaf.
+"""Minimum number of parameters of a group whose parameter numbers the core stores as one leaf.
 
-It does not compare the length of this leaf.
+The core does not compare the length of this leaf.
 """
 
 
@@ -351,7 +351,10 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
 
 
 def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
-    """Return a function that creates abstract tensors for the state of a parameter. They are plain if it is None."""
+    """Return a function that creates abstract tensors for the state of a parameter.
+
+    If `parameter` is None, they are plain.
+    """
     return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 

@@ -1,9 +1,8 @@
 """Adapters of models that PEFT created: PEFT selects, names and converts their parameters itself.
 
-PEFT has a rule for each of its methods. For prompt methods it computes the prompts. For AdaLoRA it
-saves the ranks that were kept, and for VB-LoRA the largest logits. For other methods it saves
-matrices that the whole model shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported
-only for models that have a config of PEFT.
+PEFT has a rule for each of its methods. For prompt methods, PEFT computes the prompts. For AdaLoRA, it saves the ranks
+that were kept, and for VB-LoRA the largest logits. For some other methods, it saves matrices that the whole model
+shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported only for models that have a config of PEFT.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ class PeftAdapter:
         with self._unchanged_config() as config:
             if config.peft_type == "ADALORA":
                 config.rank_pattern = None
-                found = self._saved()
-                if any(name in found and found[name].shape != tensor.shape for name, tensor in state.items()):
+                saved = self._saved()
+                if any(name in saved and saved[name].shape != tensor.shape for name, tensor in state.items()):
                     config.rank_pattern = stored_config["rank_pattern"]  # PEFT resizes the modules by it
             set_peft_model_state_dict(self.model, state, self.adapter_name, low_cpu_mem_usage=is_meta)
         if self.config.peft_type == "ADALORA":
@@ -217,7 +216,9 @@ class PeftAdapter:
         """Return True if PEFT saves a value that it computes from this parameter of the adapter."""
         segments = without_wrappers(name).split(".")
         stem = ".".join([segment for segment in segments if segment != self.adapter_name])
-        return segments[0] == "prompt_encoder" or any(without_wrappers(one).startswith(stem) for one in saved)
+        return segments[0] == "prompt_encoder" or any(
+            without_wrappers(saved_name).startswith(stem) for saved_name in saved
+        )
 
     def _check_prompts(self) -> None:
         if not self.config.is_prompt_learning or self.config.inference_mode:

@@ -85,15 +85,15 @@ def sharding_cuts(placed: DTensorPlacement) -> tuple[tuple[int, ...], ...] | Non
     """Return the sorted boundaries between boxes along each axis, or None if there is only one box."""
     cuts: list[tuple[int, ...]] = []
     for axis, extent in enumerate(placed.shape):
-        found: set[int] = set()
+        bounds: set[int] = set()
         # The cuts of a tensor axis depend only on the mesh axes that shard it.
         along = [_axis_of(placement, len(placed.shape)) == axis for placement in placed.placements]
         ranges = [range(size if cut else 1) for size, cut in zip(placed.mesh_shape, along, strict=True)]
         if any(along):
             for coordinate in itertools.product(*ranges):
                 for start, stop in _ranges_at(placed, axis, coordinate):
-                    found.update(bound for bound in (start, stop) if 0 < bound < extent)
-        cuts.append(tuple(sorted(found)))
+                    bounds.update(bound for bound in (start, stop) if 0 < bound < extent)
+        cuts.append(tuple(sorted(bounds)))
     return tuple(cuts) if any(cuts) else None
 
 
@@ -163,14 +163,14 @@ def _chunks(start: int, stop: int, count: int) -> Sequence[IndexRange]:
 
 def _sub_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> list[IndexRange]:
     """Return elements `start` to `stop` of the concatenated ranges."""
-    found = []
+    parts = []
     position = 0
     for first, last in ranges:
         low, high = max(start - position, 0), min(stop - position, last - first)
         if low < high:
-            found.append((first + low, first + high))
+            parts.append((first + low, first + high))
         position += last - first
-    return found
+    return parts
 
 
 def _merge_adjacent(ranges: Sequence[IndexRange]) -> Sequence[IndexRange]:

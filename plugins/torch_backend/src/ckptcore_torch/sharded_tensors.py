@@ -145,13 +145,13 @@ class ShardedTensorHandler(LeafHandler):
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of this process's shards, or None if `fill` returns False."""
-        found: list[StridedMemory] = []
+        memories: list[StridedMemory] = []
         for _, local in _local_shards(target):
             memory = None if is_fake(local) else _LOCAL_HANDLER.memory_to_fill(local)
             if memory is None:
                 return None
-            found.extend(memory)
-        return found
+            memories.extend(memory)
+        return memories
 
 
 def sharded_like(leaf: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

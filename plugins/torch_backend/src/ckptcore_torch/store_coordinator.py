@@ -46,7 +46,7 @@ class StoreCoordinator:
         timeout_seconds: float = 600.0,
         handshake: StoreHandshake | None = None,
     ) -> None:
-        """Do no I/O.
+        """Create the coordinator. Does no I/O.
 
         Args:
             store: a `torch.distributed.Store` that every process of the job can reach.
@@ -116,7 +116,7 @@ class StoreCoordinator:
         return payload
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Ranks for which a running exchange waits. See `ckptcore.protocols.ReportsAwaited`."""
+        """Return the ranks for which a running exchange waits. See `ckptcore.protocols.ReportsAwaited`."""
         return self._awaited.get(key, ())
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
@@ -231,14 +231,14 @@ def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
 
 
 class GroupCoordinator(StoreCoordinator):
-    """Coordinator of a process group, one object per group. A `ckptcore.protocols.Rejoinable`.
+    """Coordinator of a process group, which has only one such object. A `ckptcore.protocols.Rejoinable`.
 
     A program can destroy its group and create another one with some of the same processes. Saves
     and loads then use the new group.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, handshake: StoreHandshake, incarnation: int) -> None:
-        """Do no I/O.
+        """Create the coordinator. Does no I/O.
 
         Args:
             store, rank, size, handshake: see `StoreCoordinator`.

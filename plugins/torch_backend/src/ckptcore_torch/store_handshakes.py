@@ -154,7 +154,7 @@ class StoreHandshake:
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        """Do no I/O.
+        """Create the handshake. Does no I/O.
 
         Args:
             store: a `torch.distributed.Store`, with a prefix for ckptcore.
@@ -207,9 +207,9 @@ class StoreHandshake:
         """On rank 0, wait until all ranks have finished the handshake.
 
         This is needed because the program of rank 0 may exit after a broadcast, and then cannot
-        answer. Only the first call waits. It does not wait if `waited` was called before. Other
-        ranks, which can lead a group of ranks, never wait. After the timeout rank 0 continues
-        without an error, because late ranks can still finish the handshake while its program runs.
+        answer. Only the first call waits, and only if `waited` was not called before. Other ranks, which can lead a
+        group of ranks, never wait. After the timeout rank 0 continues without an error, because late ranks can still
+        finish the handshake while its program runs.
         """
         if self._waited or self._rank:
             return

@@ -12,7 +12,7 @@ from ckptcore.model import JSON, PARTS, AbstractArray
 
 
 def stored_text(kind: str, shape: Sequence[int], **others: JSON) -> str:
-    """Return the text for a tensor of a type and shape."""
+    """Return the text that describes a tensor of a type and shape."""
     return json.dumps({"type": kind, "shape": list(shape), **others})
 
 
@@ -40,7 +40,8 @@ def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ())
         may_differ: names of entries of the text that are not compared.
 
     Raises:
-        TreeMismatchError: if the parts belong to another kind of tensor, or the value is no parts.
+        TreeMismatchError: if the parts belong to another kind of tensor, or if the stored value does not consist of
+            parts.
         CorruptCheckpointError: if their text is damaged.
     """
     requested = parse_text(own)

@@ -370,7 +370,7 @@ def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 
 def _without_elements(leaf: torch.Tensor, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-    """Return empty host arrays. PyTorch cannot copy empty meta tensors or view empty zero tensors."""
+    """Return empty host arrays. PyTorch cannot copy empty meta tensors, and has no NumPy views of empty ZeroTensors."""
     return [Ready(np.empty(box.shape, encoding_of(leaf.dtype).host)) for box in boxes]
 
 

@@ -21,7 +21,7 @@ _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""
 
 _STAGING_BUFFERS: Final = 4
-"""Staging buffers per device. At a time, one buffer is filled, one is emptied, and transfers to the others run."""
+"""Staging buffers per device. At any time, one is filled and one is emptied, while transfers to the others run."""
 
 
 class DeviceEvent(Protocol):

@@ -1,4 +1,4 @@
-"""Writes the golden adapters in this directory, with PEFT. Run by hand; the tests only read them.
+"""Write the golden adapters in this directory with PEFT. Run this program by hand: the tests only read the files.
 
     python generate.py
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Model(torch.nn.Module):
-    """A model with every kind of parameter that LoRA supports."""
+    """A model with all kinds of layers that LoRA supports."""
 
     def __init__(self) -> None:
         super().__init__()

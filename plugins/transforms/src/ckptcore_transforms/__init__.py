@@ -18,7 +18,17 @@ inputs. It is an error if a transform matches nothing or does not fit.
 
 from ckptcore.protocols import Transform, Transforms
 from ckptcore_transforms import maps as maps
-from ckptcore_transforms.arrays import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
+from ckptcore_transforms.array_transforms import (
+    Apply,
+    Cast,
+    MergeAxes,
+    Pad,
+    Reshape,
+    Scale,
+    Slice,
+    SplitAxis,
+    Transpose,
+)
 from ckptcore_transforms.dequantize import Dequantize, DequantizeAsConfigured, DequantizeMxfp4
 from ckptcore_transforms.joins import Fuse, Split, Stack, Unstack
 from ckptcore_transforms.merges import Average, MergeLora

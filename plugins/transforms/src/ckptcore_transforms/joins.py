@@ -11,7 +11,7 @@ from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arrays import axis_of
+from ckptcore_transforms.array_transforms import axis_of
 from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
 from ckptcore_transforms.transform import TreeTransform, naming, not_invertible

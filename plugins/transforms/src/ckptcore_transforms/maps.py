@@ -21,7 +21,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arrays import MergeAxes, Scale, SplitAxis, Transpose
+from ckptcore_transforms.array_transforms import MergeAxes, Scale, SplitAxis, Transpose
 from ckptcore_transforms.joins import Stack
 from ckptcore_transforms.paths import Refuse, Rename
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse

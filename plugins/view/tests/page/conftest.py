@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium. A page that fails, or loads anything from elsewhere, fails its test."""
+"""Pages in a headless Chromium. A test fails if its page logs an error or requests another address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 _PATIENCE_MS = 60_000
-"""Seconds until an expected state on a busy machine. A test that passes does not wait so long."""
+"""Milliseconds to wait for an expected state on a busy machine. Only a failing test waits this long."""
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +41,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
-    """Returns a function that shows a location in a new page, served, or as a report if `report` is True.
+    """Return a function that shows a location in a new page.
 
-    `expected` is a part of the only error that the page may log.
+    A server serves the page. If `report` is True, the page is a report instead. The page may log no error except one
+    that contains `expected`.
     """
     problems: list[str] = []
     allowed = ""
@@ -70,7 +71,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
             page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
             page.on("console", lambda message: message.type == "error" and problems.append(f"console: {message.text}"))
             own = (url.split("#")[0], "data:", "blob:")
-            page.on("request", lambda one: one.url.startswith(own) or problems.append(f"request: {one.url}"))
+            page.on(
+                "request", lambda request: request.url.startswith(own) or problems.append(f"request: {request.url}")
+            )
             page.goto(url + address)
             return page
 

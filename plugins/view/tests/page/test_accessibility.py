@@ -1,4 +1,4 @@
-"""Accessibility: WCAG 2.2 AA by axe-core, on a wide screen and on a phone, in both colour schemes."""
+"""Accessibility on a wide screen and on a phone, in both colour schemes. axe-core checks WCAG 2.2 AA."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ VIEWS = {
     "#at=30&tab=differences": "[aria-label='Elements of arrays']",
     "#at=30&tab=origin": "code",
 }
-"""The address of each view, and what is visible once it is complete."""
+"""The address of each view, and a selector of an element that is visible once the view is complete."""
 
 
 def violations(page: Page) -> list[str]:
     options: Any = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
-    found = Axe().run(page, options=options).response["violations"]
     return [
-        f"{one['id']}: {node['html'][:200]} {node['failureSummary'][:300]}" for one in found for node in one["nodes"]
+        f"{violation['id']}: {node['html'][:200]} {node['failureSummary'][:300]}"
+        for violation in Axe().run(page, options=options).response["violations"]
+        for node in violation["nodes"]
     ]
 
 
@@ -62,7 +63,7 @@ def test_a_phone_scrolls_only_down(address: str, run: Path, show: Show) -> None:
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
 
 
-def test_a_phone_shows_the_tree_or_the_array(run: Path, show: Show) -> None:
+def test_a_phone_shows_either_the_tree_or_the_array(run: Path, show: Show) -> None:
     page = show(run, "#at=30", viewport=PHONE)
     page.locator(".tree .row .name", has_text="weight").first.click()
     expect(page.get_by_role("heading", name="model['layers.0.weight']")).to_be_visible()

@@ -31,7 +31,7 @@ def choose(page: Page, name: str) -> None:
 
 
 @BOTH
-def test_the_tree_with_totals(report: bool, checkpoint: Path, show: Show) -> None:
+def test_the_tree_shows_totals(report: bool, checkpoint: Path, show: Show) -> None:
     page = show(checkpoint, report=report)
     expect(page.get_by_role("heading", name=str(checkpoint))).to_be_visible()
     rows = page.get_by_role("treegrid").get_by_role("row")
@@ -207,7 +207,7 @@ def test_hostile_names_are_text(report: bool, tmp_path: Path, show: Show) -> Non
             checkpointer.save(step, {**arrays, "value": HOSTILE[0]}, metrics=metrics, metadata={"note": HOSTILE})
     page = show(tmp_path / "run", report=report)
     expect(page.locator("figcaption", has_text="<script>alert(1)</script>").first).to_be_visible()
-    expect(page.locator(".plot-container")).to_have_count(6 if report else 5)  # a report shows the norms at once
+    expect(page.locator(".plot-container")).to_have_count(6 if report else 5)  # a report shows norms without a click
     for tab in ("tab=norms", "at=2&tab=timeline", "at=2&tab=origin", "at=2&tab=differences", "at=2&tab=files"):
         page.goto(f"{page.url.split('#')[0]}#{tab}")
         expect(page.locator("main")).to_have_attribute("data-shown", f"#{tab}")
@@ -249,7 +249,7 @@ def test_the_ranks_of_states_that_exist(tmp_path: Path, show: Show) -> None:
     expect(page.locator(".panel")).to_contain_text("minimum 2")
 
 
-def test_a_checkpoint_that_was_replaced(checkpoint: Path, show: Show) -> None:
+def test_a_page_of_a_replaced_checkpoint(checkpoint: Path, show: Show) -> None:
     page = show(checkpoint, expected="400 (Bad Request)")
     expect(page.get_by_role("treegrid").get_by_role("row")).to_have_count(13)
     ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0), **state()}, overwrite=True)

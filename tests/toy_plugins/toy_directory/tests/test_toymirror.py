@@ -1,4 +1,4 @@
-"""A `Checkpointer` saves to, loads from and deletes in two directories that the core knows nothing of."""
+"""A `Checkpointer` of a plugin's run directory saves, loads and deletes steps in two directories."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _save(run: Checkpointer, *steps: int) -> None:
         run.wait()
 
 
-def test_it_is_a_run_directory(places: tuple[str, str]) -> None:
+def test_a_mirrored_directory_is_a_run_directory(places: tuple[str, str]) -> None:
     assert isinstance(MirroredDirectory(*places), RunDirectory)
 
 
-def test_steps_are_in_both_and_policies_hold_in_both(places: tuple[str, str]) -> None:
+def test_both_directories_have_the_steps_that_the_policy_keeps(places: tuple[str, str]) -> None:
     with Checkpointer(MirroredDirectory(*places), preservation_policy=LatestN(2)) as run:
         _save(run, 1, 2, 3)
         assert run.steps == (2, 3) and run.latest == 3 and run.directory == places[0]
@@ -41,7 +41,7 @@ def test_steps_are_in_both_and_policies_hold_in_both(places: tuple[str, str]) ->
         assert reader.load()["step"] == 3
 
 
-def test_a_load_falls_back_to_the_second(places: tuple[str, str]) -> None:
+def test_a_load_falls_back_to_the_second_directory(places: tuple[str, str]) -> None:
     with Checkpointer(MirroredDirectory(*places)) as run:
         _save(run, 1, 2)
     Path(places[0], "2", "model.safetensors").unlink()
@@ -52,7 +52,7 @@ def test_a_load_falls_back_to_the_second(places: tuple[str, str]) -> None:
         assert run.metadata(1) is not None
 
 
-def test_deletions_and_pins_are_of_both(places: tuple[str, str]) -> None:
+def test_deletions_and_pins_apply_to_both_directories(places: tuple[str, str]) -> None:
     with Checkpointer(MirroredDirectory(*places)) as run:
         _save(run, 1)
         with pytest.raises(OnlyStepError):
@@ -65,7 +65,7 @@ def test_deletions_and_pins_are_of_both(places: tuple[str, str]) -> None:
     assert all(CheckpointReader(place).steps == (2,) for place in places)
 
 
-def test_steps_that_exist_and_directories_in_use_are_refused(places: tuple[str, str]) -> None:
+def test_existing_steps_and_directories_in_use_are_refused(places: tuple[str, str]) -> None:
     with Checkpointer(MirroredDirectory(*places)) as run:
         _save(run, 1)
         with pytest.raises(CheckpointExistsError):

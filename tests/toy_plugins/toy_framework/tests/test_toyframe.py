@@ -1,4 +1,4 @@
-"""The toy framework is what ckptcore asks of a framework."""
+"""The handlers of the toy framework satisfy their protocols."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ckptcore.model import ArraySpec
 
 
 def flip(grid: Grid) -> None:
-    """Change every element."""
+    """Change every element of a grid."""
     for position in range(len(grid.cells)):
         grid.cells[position] ^= 1
 
 
 def example(spec: ArraySpec) -> LeafExample:
-    """A grid."""
+    """Return an example of a grid with this spec."""
     elements = bit_patterns(spec)
     return LeafExample(
         str(spec),

@@ -1,4 +1,4 @@
-"""The toy layout is what ckptcore asks of a layout."""
+"""The toy layout satisfies the protocol of layouts."""
 
 from __future__ import annotations
 

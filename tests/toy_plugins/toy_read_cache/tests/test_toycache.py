@@ -1,4 +1,4 @@
-"""Loads through a cache directory give what plain loads do, and read each box of a save once."""
+"""Loads through a cache directory equal plain loads, and read each box of a save once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(loaded: Any) -> None:
 
 
 def lose_arrays(location: Path) -> None:
-    """Remove every byte of elements; the root stays."""
+    """Overwrite or remove all elements, but keep the root."""
     for file in location.glob("*.safetensors"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
@@ -51,7 +51,7 @@ def test_a_first_load_fills_the_cache(location: Path, cache: CacheDirectory) -> 
     assert cache.hits == 0 and len(list(cache.directory.iterdir())) >= 2
 
 
-def test_a_second_load_reads_the_cache_alone(location: Path, cache: CacheDirectory) -> None:
+def test_a_second_load_reads_only_the_cache(location: Path, cache: CacheDirectory) -> None:
     ckptcore.load(location, context=FAST, strategy=cache)
     lose_arrays(location)
     report = LoadReport()
@@ -61,7 +61,7 @@ def test_a_second_load_reads_the_cache_alone(location: Path, cache: CacheDirecto
         ckptcore.load(location, context=FAST)
 
 
-def test_the_checksums_are_verified_before_anything_is_kept(location: Path, cache: CacheDirectory) -> None:
+def test_checksums_are_verified_before_anything_is_cached(location: Path, cache: CacheDirectory) -> None:
     lose_arrays(location)
     with pytest.raises(CheckpointError):
         ckptcore.load(location, context=FAST, strategy=cache)
@@ -76,13 +76,13 @@ def test_a_target_is_filled_in_place(location: Path, cache: CacheDirectory) -> N
     assert cache.hits >= 2
 
 
-def test_a_load_in_the_background(location: Path, cache: CacheDirectory) -> None:
+def test_a_background_load_uses_the_cache(location: Path, cache: CacheDirectory) -> None:
     for _ in range(2):
         check(ckptcore.load_async(location, context=FAST, strategy=cache).result())
     assert cache.hits >= 2
 
 
-def test_a_part_of_an_array_is_kept_as_it_was_read(location: Path, cache: CacheDirectory) -> None:
+def test_parts_of_arrays_are_cached_as_they_are_read(location: Path, cache: CacheDirectory) -> None:
     rows = Box((1, 0), (3, 4))
     like = {"w": ShardedArray((3, 4), "float64", (ArrayShard(rows, None),))}
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_part_of_an_array_is_kept_as_it_was_read(location: Path, cache: CacheD
         np.testing.assert_array_equal(loaded["w"].shards[0].elements, STATE["w"][1:3])
 
 
-def test_a_cast_is_made_of_the_kept_bytes(location: Path, cache: CacheDirectory) -> None:
+def test_casts_use_the_cached_elements(location: Path, cache: CacheDirectory) -> None:
     like = {"w": AbstractArray((3, 4), "float32")}
     matching = ckptcore.Matching(cast="narrowing", unexpected="ignore")
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_cast_is_made_of_the_kept_bytes(location: Path, cache: CacheDirectory)
     assert cache.hits == 1
 
 
-def test_another_save_at_the_same_place_is_read(location: Path, cache: CacheDirectory) -> None:
+def test_another_save_at_the_same_location_is_read(location: Path, cache: CacheDirectory) -> None:
     ckptcore.load(location, context=FAST, strategy=cache)
     other = {**STATE, "w": np.zeros((3, 4))}
     ckptcore.save(location, other, context=FAST, overwrite=True)
@@ -108,7 +108,7 @@ def test_another_save_at_the_same_place_is_read(location: Path, cache: CacheDire
     assert cache.hits == 0
 
 
-def test_checkpoints_of_other_software_are_not_kept(location: Path, cache: CacheDirectory, tmp_path: Path) -> None:
+def test_checkpoints_of_other_software_are_not_cached(location: Path, cache: CacheDirectory, tmp_path: Path) -> None:
     foreign = tmp_path / "model.safetensors"
     shutil.copy(next(location.glob("*.safetensors")), foreign)
     for _ in range(2):
@@ -117,14 +117,14 @@ def test_checkpoints_of_other_software_are_not_kept(location: Path, cache: Cache
     assert cache.hits == 0 and not cache.directory.exists()
 
 
-def test_a_damaged_file_of_the_cache_is_the_matter_of_the_cache(location: Path, cache: CacheDirectory) -> None:
+def test_damaged_files_of_the_cache_are_not_detected_by_the_core(location: Path, cache: CacheDirectory) -> None:
     ckptcore.load(location, context=FAST, strategy=cache)
     for file in cache.directory.iterdir():
         file.unlink()
     check(ckptcore.load(location, context=FAST, strategy=cache))
 
 
-def test_members_of_a_composite_are_kept_apart(tmp_path: Path, cache: CacheDirectory) -> None:
+def test_members_of_a_composite_are_cached_separately(tmp_path: Path, cache: CacheDirectory) -> None:
     state = {"model": {"w": np.arange(4.0)}, "average": {"w": np.arange(4.0) * 100}}
     ckptcore.save_checkpointables(tmp_path / "c", state, context=FAST)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Saves with spare copies: every object is in both storages, or nothing is committed."""
+"""Saves with spare copies. Either every object is in both storages, or nothing is committed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE: Mapping[str, Any] = {"w": np.arange(600_000.0), "b": np.ones(5, "int8"), 
 
 
 class FullAttic(Attic):
-    """A storage that has no room for objects in pieces."""
+    """A storage that is full: it refuses objects in pieces."""
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         raise StorageFullError(f"the attic has no room for {key}")
@@ -43,7 +43,7 @@ def _load(location: str) -> None:
     assert ckptcore.verify(location).ok
 
 
-def test_it_is_a_strategy(attic: Attic) -> None:
+def test_spare_copies_are_a_save_strategy(attic: Attic) -> None:
     strategy: SaveStrategy[Any, Any] = SpareCopies(attic)
     assert strategy.begin is not ckptcore.PlainSave.begin
 
@@ -55,12 +55,12 @@ def test_every_object_is_copied(location: str, attic: Attic) -> None:
     assert attic.size("model.safetensors") > STATE["w"].nbytes
 
 
-def test_copies_are_equal(tmp_path: Path, attic: Attic) -> None:
+def test_copies_equal_their_sources(tmp_path: Path, attic: Attic) -> None:
     ckptcore.save(tmp_path / "c", STATE, strategy=SpareCopies(attic))
     assert attic.get("model.safetensors") == (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
-def test_a_save_in_the_background(location: str, attic: Attic) -> None:
+def test_a_background_save_copies_every_object(location: str, attic: Attic) -> None:
     ckptcore.save_async(location, STATE, strategy=SpareCopies(attic)).result()
     _load(location)
     assert list(attic.list()) == ["model.safetensors"]
@@ -86,7 +86,7 @@ def test_a_full_second_storage_keeps_the_old_checkpoint(tmp_path: Path) -> None:
 
 def test_a_failed_commit_leaves_no_copies(tmp_path: Path, attic: Attic) -> None:
     class Late(SpareCopies):
-        """Another save commits between the copies and the commit of this one."""
+        """A strategy in which another save commits between the copies and the commit of this save."""
 
         def begin(self, save: Any) -> Any:
             commit = super().begin(save)
@@ -119,9 +119,9 @@ def test_objects_of_all_ranks_are_copied_once(tmp_path: Path, attic: Attic) -> N
         assert data == (tmp_path / "c" / key).read_bytes()
 
 
-def test_steps_of_a_run(tmp_path: Path, attic: Attic) -> None:
+def test_steps_of_a_run_are_copied(tmp_path: Path, attic: Attic) -> None:
     class Steps:
-        """The copies of each step are in a directory with its name."""
+        """A strategy that copies each step to a directory with its name."""
 
         layouts = ()
 

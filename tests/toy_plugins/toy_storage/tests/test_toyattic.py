@@ -1,4 +1,4 @@
-"""The toy storage is what ckptcore asks of a storage."""
+"""The toy storage satisfies the protocol of storages."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _replacement(reason: str) -> PartialSaveReplacementError:
 
 
 class _Record:
-    """A file with facts that sessions of ckptcore do not store. It is at the path of Orbax's parts.
+    """A file with facts that sessions of ckptcore do not store. Its path is the one where Orbax would store parts.
 
     Attributes:
         leaves: key paths of the leaves of all parts.

@@ -1,4 +1,4 @@
-"""Saves: one commit of ckptcore contains the trees and the files of Orbax's handlers. With its `AsyncResponse`."""
+"""Saves, and their `AsyncResponse`. One commit of ckptcore contains the trees and the files of Orbax's handlers."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _refuse(refused: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _of_all(context: v1.Context) -> dict[str, tuple[bool, str]]:
-    """Return the options that saves and loads refuse. The values are True if the option is set, and the reason."""
+    """Return the options that saves and loads refuse, each with True if it is set, and the reason to refuse it."""
     job, memory = context.multiprocessing, context.memory
     processes = set(range(jax.process_count()))
     return {
@@ -176,7 +176,7 @@ def _of_all(context: v1.Context) -> dict[str, tuple[bool, str]]:
 
 
 def _of_saves(context: v1.Context) -> dict[str, tuple[bool, str]]:
-    """Return the options that saves refuse. The values are True if the option is set, and the reason."""
+    """Return the options that saves refuse, each with True if it is set, and the reason to refuse it."""
     saving = context.array.saving
     layout = context.checkpoint_layout
     return {

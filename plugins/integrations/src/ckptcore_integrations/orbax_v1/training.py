@@ -61,17 +61,17 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         metrics: Any = None,
         custom_metadata: Any = None,
     ) -> v1.AsyncResponse[bool] | None:
-        """Begin to save a step, if the policy wants it. An existing step is replaced atomically.
+        """Begin to save a step, if the policy selects it. An existing step is replaced atomically.
 
         Returns:
-            A response with the result True; None if the policy does not want the step.
+            A response with the result True; None if the policy does not select the step.
 
         Raises:
             StepAlreadyExistsError: the step exists, and `overwrite` is False.
         """
         self._wait_for_deletion()
         validate_save_checkpointables(checkpointables)
-        exists = any(one.step == step for one in self.checkpoints)
+        exists = any(checkpoint.step == step for checkpoint in self.checkpoints)
         if exists and not overwrite:
             raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
         if exists:
@@ -102,18 +102,18 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         return Response(wait)
 
     def load_checkpointables(self, step: Any = None, abstract_checkpointables: Any = None) -> dict[str, Any]:
-        """Load several objects of a step; None: the latest step."""
+        """Load several objects of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             loaded: dict[str, Any] = super().load_checkpointables(step, abstract_checkpointables)
         return loaded
 
     def metadata(self, step: Any = None) -> Any:
-        """Return the metadata of the tree of a step; None: the latest step."""
+        """Return the metadata of the tree of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             return super().metadata(step)
 
     def checkpointables_metadata(self, step: Any = None) -> Any:
-        """Return the metadata of the objects of a step; None: the latest step."""
+        """Return the metadata of the objects of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             return super().checkpointables_metadata(step)
 

@@ -132,11 +132,11 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
 
     Args:
         location: directory of the tree.
-        abstract: the abstract tree; None: dicts and lists, and leaves with their saved types.
+        abstract: the abstract tree; None to get dicts and lists, and leaves with their saved types.
         context: the Context of Orbax.
 
     Raises:
-        ValueError: the trees differ, or an abstract array has no sharding where one is needed.
+        ValueError: the trees differ, or an abstract array lacks a sharding that the options require.
         NotImplementedError: an option cannot be honoured.
     """
     chosen, matching = context_of(context), matching_of(context)

@@ -102,7 +102,7 @@ class safe_open:
         return list(self._entries)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata of the header; None without one."""
+        """Return the metadata of the header, or None if it has no metadata."""
         self._opened()
         return None if self._metadata is None else dict(self._metadata)
 
@@ -165,7 +165,7 @@ def _framework(name: str) -> str:
 
 
 def _device(device: str | int | None, framework: str) -> str | int:
-    """Return the device as PyTorch names it. Without a number it is the first one, as in the library."""
+    """Return the device as PyTorch names it. A device without a number gets number 0, as in the library."""
     if device is None:
         return "cpu"
     if isinstance(device, str):

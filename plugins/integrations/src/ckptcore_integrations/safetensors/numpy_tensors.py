@@ -1,4 +1,4 @@
-"""NumPy arrays as tensors of safetensors files, and those of JAX."""
+"""NumPy and JAX arrays as tensors of safetensors files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NumpyReader:
         return self.whole(entry) if self._mapping is None else array_of(entry, self._mapping, entry.start)
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], np.ndarray[Any, Any]]:
-        """Return a function from an index to that slice."""
+        """Return a function that returns the slice for an index."""
         mapped = None if self._mapping is None else array_of(entry, self._mapping, entry.start)
 
         def part(index: Any) -> np.ndarray[Any, Any]:
@@ -108,7 +108,7 @@ class FlaxReader:
         return {name: self.whole(entry) for name, entry in self._tensors.items()}
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
-        """Return a function from an index to that slice."""
+        """Return a function that returns the slice for an index."""
         part = self._arrays.slicer(entry)
         return lambda index: self._array(part(index))
 

@@ -140,10 +140,12 @@ class OpenFile:
 
 
 def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """Check an index, and return its items. Like the library, accepts integers, slices within the shape, one ellipsis.
+    """Check an index, and return its items.
+
+    Like the library, this accepts integers, slices within the shape, and one ellipsis.
 
     Raises:
-        SafetensorError: the index has anything else, or is out of bounds.
+        SafetensorError: the index contains something else, or is out of bounds.
         OverflowError: a bound of a slice is negative.
     """
     items: Sequence[Any] = index if type(index) is tuple else (index,)
@@ -173,7 +175,10 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
 
 
 def _fits(item: Any, extent: int) -> bool:
-    """Return True for a non-negative integer or a slice without step, within the bounds. Covers common cases."""
+    """Return True for a non-negative integer or a slice without step, within the bounds.
+
+    A fast path for common indices.
+    """
     if type(item) is int:
         return 0 <= item < extent
     if type(item) is not slice or item.step is not None:

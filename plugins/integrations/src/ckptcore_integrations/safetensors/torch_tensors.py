@@ -65,7 +65,7 @@ def _dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 def _storage_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of the tensor of an entry.
+    """Return the shape of an entry in PyTorch, where one element contains two elements of F4.
 
     Raises:
         SafetensorError: the last axis of F4 is odd.

@@ -1,14 +1,14 @@
 """Replacement for `torch.distributed.checkpoint` that saves and loads with ckptcore.
 
-`save`, `async_save` and `load` have the arguments and results of the replaced functions, which still plan, stage and
-exchange. The checkpoints are written by `Writer` and read by `Reader`, which the original functions accept as well.
-All other names are those of `torch.distributed.checkpoint`, submodules included.
+`save`, `async_save` and `load` have the arguments and results of the replaced functions. The replaced functions still
+plan, stage and exchange. The checkpoints are written by `Writer` and read by `Reader`, which the original functions
+accept as well. All other names are those of `torch.distributed.checkpoint`, submodules included.
 
 ::
 
-    writer  a StorageWriter: the items of a plan as a tree that ckptcore saves in the layout dcp
-    reader  a StorageReader: the tree of any checkpoint as entries, and loads of the planned parts
-    names   the tree of named entries, and the reverse; tensors as NumPy arrays over the same memory
+    writer  a StorageWriter that saves the items of a plan as a tree, in the layout dcp
+    reader  a StorageReader that lists the tree of any checkpoint as entries, and loads the planned parts
+    names   conversion between named entries and trees; tensors as NumPy arrays over the same memory
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike
 def _writing(
     given: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None, use_collectives: bool
 ) -> dict[str, Any]:
-    """Return the keyword argument with the given writer, or else with ours.
+    """Return the keyword argument with the given writer, or with ours if none is given.
 
-    Without a writer and a location the result is empty, because a writer may be the second positional argument of
-    `save`.
+    If neither a writer nor a location is given, the result is empty, because a writer may be the second positional
+    argument of `save`.
     """
     if given is None and checkpoint_id and use_collectives:
         given = Writer(checkpoint_id)

@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a name in checkpoints; None if PyTorch has none."""
+    """Return the dtype with a name from a checkpoint, or None if PyTorch lacks it."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -107,7 +107,10 @@ def tree_of(entries: Mapping[str, Any], paths: Mapping[str, Steps]) -> dict[str,
 
 
 def _put(branch: _Branch, steps: Steps, value: Any) -> bool:
-    """Add a value. Return False if it conflicts with another value, or if a container would be list and mapping."""
+    """Add a value.
+
+    Return False if it conflicts with another value, or if a container would be both list and mapping.
+    """
     for position, step in enumerate(steps):
         if branch and type(next(iter(branch))) is not type(step):
             return False
@@ -166,7 +169,10 @@ class _Flattener:
         return node.kind == "list" and self._has_arrays_or_mappings(node, self._next)
 
     def _has_arrays_or_mappings(self, node: Node, first: int) -> bool:
-        """Return True if a list or a list inside it has an array or a mapping. `first` is its first leaf."""
+        """Return True if a list or a list inside it has an array or a mapping.
+
+        `first` is the number of its first leaf.
+        """
         for child in node.children:
             if isinstance(child, Node):
                 has_arrays = child.kind in ("dict", "OrderedDict") or (

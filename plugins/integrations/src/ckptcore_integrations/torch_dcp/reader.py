@@ -93,7 +93,7 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another load, of another checkpoint if one is given."""
+        """Prepare for another load. If `checkpoint_id` is given, it becomes the location."""
         if checkpoint_id:
             self.path = checkpoint_id
         self.load_id = str(uuid.uuid4())
@@ -130,7 +130,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of the plan in one load, so that all are of one checkpoint.
+        """Read all items of the plan in one load, so that all come from the same save.
 
         Raises:
             CorruptCheckpointError: bytes differ from those written.
@@ -169,7 +169,7 @@ class Reader(StorageReader):
 
 
 def _requests(items: Sequence[ReadItem], planner: LoadPlanner, entries: _Entries) -> list[_Request]:
-    """Ask the planner for the tensors to fill. Tied tensors are read into once, then copied."""
+    """Ask the planner for the tensors to fill. Only one of several tied tensors is read into directly."""
     requests, known = [], set()
     for item in items:
         target = planner.resolve_tensor(item).detach()
@@ -226,8 +226,8 @@ class _Entries:
         abstract: the same tree with abstract leaves.
         entries: its entries by name.
         paths: the keys that lead to each entry in the state dict that was saved; None if unknown.
-        items: the names of values that are files of torch.save.
-        checkpoint_id, save_id: ids of the save that torch knows; None if unknown.
+        items: names of the values that are stored as torch.save files.
+        checkpoint_id, save_id: ids that torch gave to the save; None if unknown.
     """
 
     tree: TreeMetadata

@@ -33,8 +33,8 @@ from ckptcore_integrations.torch_dcp.names import Steps, dtype_name, host_array,
 CUSTOM: Final = "torch_dcp"
 """Key of the custom metadata of a checkpoint.
 
-The metadata has the ids of the save (``checkpoint_id``, ``save_id``). Its ``items`` are the names of values that are
-files of torch.save.
+The metadata has the ids of the save (``checkpoint_id``, ``save_id``). Its ``items`` are the names of the values that
+are stored as torch.save files.
 """
 
 _VERSION: Final = "1.0.0"
@@ -48,8 +48,8 @@ class Writer(StorageWriter):
     """Writes checkpoints with ckptcore, for ``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``.
 
     The checkpoint is committed atomically: all ranks write, and the first rank commits if none failed. The planner
-    decides what each rank writes. Both `torch.distributed.checkpoint.load` and `ckptcore.load` read the files. The
-    second one verifies checksums and returns the nested structure of the state.
+    decides what each rank writes. Both `torch.distributed.checkpoint.load` and `ckptcore.load` read the files.
+    `ckptcore.load` also verifies checksums, and returns the nested structure of the state.
 
     The `Metadata` that a save returns has no ``storage_data``. Only the file ``.metadata`` has it.
     """
@@ -86,7 +86,7 @@ class Writer(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another save, at another location if one is given."""
+        """Prepare for another save. If `checkpoint_id` is given, it becomes the location."""
         if checkpoint_id:
             self.path = checkpoint_id
         self.save_id = str(uuid.uuid4())
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
             RuntimeError: a planner removed the ranks, and the processes are not the whole job.
         """
         ranks = tuple([plan.storage_data for plan in plans])
-        if None in ranks:  # from a cache of plans
+        if None in ranks:  # the planner cached plans without ranks
             size = dist.get_world_size() if _in_job() else 1
             if size != len(plans):
                 raise RuntimeError(
@@ -229,7 +229,7 @@ class _Failure(NamedTuple):
 
 
 class _Exchange:
-    """The exchange of what each rank of a save writes.
+    """The exchange of the parts that each rank of a save writes.
 
     The payloads are pickles, like those of torch. This is safe, because they come from processes of the same job.
     """
@@ -331,7 +331,10 @@ class _Groups:
         self._by_job: MutableMapping[Any, dict[tuple[int, ...], _Group]] = weakref.WeakKeyDictionary()
 
     def join(self, ranks: tuple[int, ...], *, everyone: bool) -> tuple[StoreCoordinator, str]:
-        """Return the coordinator of some ranks, and the key of their next save, which is equal on all of them."""
+        """Return the coordinator of some ranks, and the key of their next save.
+
+        The key is equal on all of these ranks.
+        """
         with self._lock:
             groups = self._by_job.setdefault(dist.group.WORLD, {})
             if ranks not in groups:

@@ -30,10 +30,10 @@ _SIZE: Final = _REFERENCE + rb"(\)|(?:\(%b{4,16}t|%b{1,3}[\x85-\x87])\x94)\x85\x
 _NEW: Final = rb"\)\x81\x94}\x94\("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an object whose attributes follow."""
 _NEXT: Final = b"(?:" + _REFERENCE + b"(?=" + _NEW + b"))?"
-"""A reference to the class of the next object, if that follows directly."""
+"""A reference to the class of the next object, if the next object follows directly."""
 _BOX: Final = _NEW + _REFERENCE + _SIZE + _REFERENCE + _SIZE + b"ub"
 _PROPERTIES: Final = rb"(?:%b\)\x81\x94\(((?:h.|j.{4}|\x88|\x89){3,8})t\x94b|%b)" % (_REFERENCE, _REFERENCE)
-"""New `TensorProperties` whose state is a tuple of references and booleans, or a reference to existing ones."""
+"""Existing `TensorProperties`, by reference, or new ones whose state is a tuple of references and booleans."""
 
 
 def _compiled(*parts: bytes) -> re.Pattern[bytes]:
@@ -52,7 +52,7 @@ _ITEM_RANGE: Final = _compiled(
 )
 _MARK: Final = 0x28
 _TUPLE0: Final = 0x84
-"""The opcode of a tuple of one to three items, minus their number."""
+"""The opcode of a tuple of one to three items, minus the number of items."""
 _BOOLEANS: Final = {b"\x88": True, b"\x89": False}
 _UNSET: Final = tuple([[UNSET] * count for count in range(16)])
 
@@ -140,7 +140,7 @@ class FastObjectReader:
         return values, stop
 
     def _item_ranges(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """Read locations of chunks. A text that one of them defines enters the memo; later ones refer to it."""
+        """Read locations of chunks. A text that a location defines enters the memo, and later locations refer to it."""
         values: list[Any] = []
         stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_ITEM_RANGE_VALUES[0])
         while (match := _ITEM_RANGE.match(self._data, position)) is not None:
@@ -173,7 +173,7 @@ class FastObjectReader:
         return values, stop
 
     def _tensor(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
-        """Read a tensor of one chunk. The name of the next tensor follows, so only one is read."""
+        """Read a tensor of one chunk. Reads only one, because the name of the next tensor follows."""
         match = _TENSOR.match(self._data, position)
         if match is None:
             return [], position
@@ -227,12 +227,12 @@ class FastObjectReader:
         known = self._sizes.get(numbers)
         if known is not None:
             return known
-        found = tuple(map(_decode_int, _ONE_NUMBER.findall(numbers)))
-        if found and numbers[0] != _MARK and len(found) != numbers[-2] - _TUPLE0:
+        size = tuple(map(_decode_int, _ONE_NUMBER.findall(numbers)))
+        if size and numbers[0] != _MARK and len(size) != numbers[-2] - _TUPLE0:
             return None
-        self._check_size(found)
-        self._sizes[numbers] = found
-        return found
+        self._check_size(size)
+        self._sizes[numbers] = size
+        return size
 
 
 def _memo_entry(reference: bytes, memo: list[Any]) -> Any:

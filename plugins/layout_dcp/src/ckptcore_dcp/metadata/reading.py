@@ -49,7 +49,7 @@ class MetadataDecoder:
     Attributes:
         key: the file, for errors.
         remaining: number of chunks and transforms that may still be read; initially the length of
-            the pickle in bytes. Rejects a small pickle that refers to one list many times.
+            the pickle in bytes. This limit rejects a small pickle that refers to one list many times.
         classes: name of the torch class, or "", by ``id()`` of a `Global` of the pickle.
         size_class: the `Global` for ``torch.Size`` of this pickle, once seen.
     """
@@ -95,19 +95,19 @@ class MetadataDecoder:
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
         columns = DcpChunkColumns.from_parts(chunks.offsets, chunks.sizes, chunks.item_ranges)
-        found = {
+        stored_tensors = {
             name: DcpTensor(dtype, shape, ChunkRows(columns, start, stop), requires_grad)
             for (name, (dtype, shape, requires_grad)), start, stop in zip(
                 tensors.items(), bounds, bounds[1:], strict=False
             )
         }
         unlisted: dict[str, list[str]] = {}
-        known = found.keys() | values.keys() | unreadable.keys()
+        known = stored_tensors.keys() | values.keys() | unreadable.keys()
         for (name, _), (file, *_) in item_ranges.items():
             if name not in known:
                 unlisted.setdefault(file, []).append(name)
         files = frozenset([file for file, *_ in item_ranges.values()])
-        return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
+        return DcpMetadata(stored_tensors, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
 
     def item_ranges(self, value: Value) -> _ItemRanges:
         """Return the byte ranges of all items."""

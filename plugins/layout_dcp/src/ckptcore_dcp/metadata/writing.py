@@ -31,7 +31,7 @@ class OpcodeField:
 
     Attributes:
         data: bytes, of equal width for each row; a single row if all rows are equal.
-        nbytes: number of leading bytes in use, per row; None: all.
+        nbytes: number of leading bytes in use, per row; None if all are in use.
     """
 
     data: HostArray
@@ -91,7 +91,7 @@ def size_fields(axes: HostArray, numbers: HostArray, class_opcodes: bytes) -> Se
 
 
 def encode_rows(fields: Sequence[OpcodeField], count: int) -> tuple[bytes, HostArray]:
-    """Return the bytes of all rows, concatenated, and the offset of each row plus the end of the last."""
+    """Return the bytes of all rows, concatenated, and the offset of each row, followed by the end of the last row."""
     lengths = np.zeros(count, np.int64)
     for field in fields:
         lengths += field.data.shape[1] if field.nbytes is None else field.nbytes
@@ -187,8 +187,8 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
 def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
     """Return the opcodes of a tensor up to its shape.
 
-    They are equal for all tensors with the same dtype and ``requires_grad``, except the first,
-    which defines the classes and texts.
+    They are equal for all tensors with the same dtype and ``requires_grad``, except that those of the first tensor
+    define the classes and texts.
     """
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
@@ -198,7 +198,7 @@ def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
 
 
 def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, list[int]]:
-    """Return the opcodes of all chunks, and the offset of each, plus the end of the last."""
+    """Return the opcodes of all chunks, and the offset of each chunk, followed by the end of the last chunk."""
     class_opcodes = pickle["torch", "Size"]
     fields = [
         bytes_field(pickle[_CHUNK] + _BEGIN + pickle["offsets"]),
@@ -214,8 +214,8 @@ def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, 
 def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChunkColumns, pickle: _OpcodeCache) -> None:
     """Write the location of each chunk.
 
-    The first location in each file and locations with transforms are written one by one. The
-    locations between two of these are written at once.
+    The first location in each file and locations with transforms are written one by one. All locations between two such
+    locations are written at once.
 
     Args:
         names: memo number of the name of each tensor.

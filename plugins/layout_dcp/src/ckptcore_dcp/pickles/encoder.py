@@ -283,7 +283,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        else:  # for empty bytes too: there `pickle` calls ``bytes``, which torch rejects with weights_only=True
+        else:  # also for empty bytes: `pickle` calls ``bytes``, which torch rejects with weights_only=True
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:

@@ -42,7 +42,7 @@ class Window:
         Args:
             fetch: reads bytes of the file.
             size: length of the file.
-            most_bytes: maximum total bytes to read; `DenseFileError` is raised beyond it. None: no limit.
+            most_bytes: maximum total bytes to read; `DenseFileError` is raised beyond it. None for no limit.
         """
         self._fetch = fetch
         self._size = size
@@ -76,13 +76,13 @@ class Window:
         head: bytes = self[start : start + len(prefix)]
         return head == prefix
 
-    def find(self, found: bytes, start: int, stop: int | None = None) -> int:
+    def find(self, byte: bytes, start: int, stop: int | None = None) -> int:
         """Return the offset of a byte from `start` on, or -1."""
         stop = self._size if stop is None else min(stop, self._size)
         while start < stop:
             self._move_to(start, start + 1)
             end = min(self._start + len(self._data), stop)
-            position = self._data.find(found, start - self._start, end - self._start)
+            position = self._data.find(byte, start - self._start, end - self._start)
             if position >= 0:
                 return self._start + position
             start = end

@@ -1,8 +1,8 @@
 """The table of opcodes: each reads its argument and changes the state of the machine.
 
-They are described in ``Lib/pickletools.py`` of CPython. A large checkpoint has millions of them, so those that are
-frequent call no other function, and receive the offset as an argument instead of an attribute of the state. With
-both, the table is as fast as one function with all opcodes.
+The opcodes are described in ``Lib/pickletools.py`` of CPython. A large checkpoint has millions of them. So frequent
+opcodes call no other function, and every opcode receives the offset as an argument instead of reading an attribute of
+the state. With both measures, the table is as fast as one function for all opcodes.
 """
 
 from __future__ import annotations

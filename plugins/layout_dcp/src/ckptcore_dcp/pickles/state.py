@@ -18,18 +18,18 @@ class _Unset:
 
 UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
-"""Reads objects in one step and adds the memo entries that their opcodes set; None: use the machine.
+"""Reads objects in one step, and adds the memo entries that their opcodes set.
 
 Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE,
-MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the
-offset after them. Memo entries without a value are `UNSET`; a pickle that refers to one is
+MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the offset after them, or
+None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a pickle that refers to one is
 rejected.
 """
 RawReader: TypeAlias = Callable[[Call, int], tuple[Value, int] | None]
-"""Finds bytes between the opcodes of a pickle, as joblib writes them. None: there are none.
+"""Finds bytes between the opcodes of a pickle, as joblib writes them. Returns None if there are no such bytes.
 
-Receives an object that was given its state, and the offset after it. Returns the value that takes its
-place on the stack, and the offset at which the pickle continues.
+Receives an object whose state was just set, and the offset after it. Returns the value that takes its place on the
+stack, and the offset at which the pickle continues.
 """
 _UINT2: Final = Struct("<H")
 _UINT4: Final = Struct("<I")
@@ -87,7 +87,7 @@ class State:
         ]
 
     def pop_mark(self) -> list[Any]:
-        """Return the values above the last MARK, and remove them with it."""
+        """Remove the last MARK and the values above it. Return the values."""
         items = self.stack
         self.stack = self.outer.pop()
         return items

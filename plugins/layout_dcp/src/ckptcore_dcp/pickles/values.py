@@ -5,8 +5,8 @@ file can describe a value on which a naive recursion never ends or overflows the
 values takes limited memory; code that walks them must limit its own visits and depth. ``repr`` of a
 list or tuple walks too, so messages show values with `brief`.
 
-`KeyCheck` limits the cost of hashing the keys of dicts and the items of sets, which a hostile file chooses. Python
-hashes tuples recursively, and a shared tuple once per occurrence. A file can also contain thousands of integers,
+`KeyCheck` limits the cost of hashing the keys of dicts and the items of sets, because a hostile file can choose them.
+Python hashes tuples recursively, and a shared tuple once per occurrence. A file can also contain thousands of integers,
 floats or tuples with the same hash, which makes building a dict quadratic. Both costs are limited. Strings and bytes
 are safe, because Python hashes them with a secret.
 """

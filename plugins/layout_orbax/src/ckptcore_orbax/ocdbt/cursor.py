@@ -1,4 +1,4 @@
-"""Cursor over bytes of a database, which checks each number against a limit, and the encoding of varints."""
+"""Cursor that reads bytes of a database and checks each number against a limit, and the encoding of varints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def encode_varints(numbers: npt.NDArray[np.uint64]) -> bytes:
-    """Return the concatenated shortest encodings of numbers."""
+    """Return the shortest encoding of each number, concatenated."""
     if not len(numbers):
         return b""
     largest = int(numbers.max())

@@ -31,7 +31,10 @@ _MAX_INLINE: Final = 4096
 """Maximum size of an array whose elements are kept when the file is inspected, in bytes."""
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
-"""Key of a dict that is an array too large for one value: ``shape`` and ``chunks`` are dicts with keys 0, 1, ..."""
+"""Key that marks a dict as an array that is too large for one value.
+
+Its ``shape`` and ``chunks`` are dicts with keys 0, 1, ...
+"""
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
 """Extension types of Flax.
@@ -41,7 +44,7 @@ array; tuple: a list.
 """
 
 _FIRST_BYTES: Final = 64
-"""Number of leading bytes of an array with which the first search for its elements is made."""
+"""Number of leading bytes of an array that are searched for first."""
 
 _TRIPLE: Final = 0x93
 """The first byte of a list of three values, which is the form of a stored array."""
@@ -153,7 +156,8 @@ class _Extensions:
     def _extent(self, elements: bytes) -> tuple[str, int, int]:
         """Return the byte range of the next elements in the file.
 
-        The decoder does not report it, so the elements are searched. An earlier range with equal bytes is as good.
+        The decoder does not report the range, so the file is searched for the elements. A range with equal bytes is as
+        good.
         """
         start = self._whole.find(elements[:_FIRST_BYTES], self._position)
         if not self._whole.startswith(elements, start):

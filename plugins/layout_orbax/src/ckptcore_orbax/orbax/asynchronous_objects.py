@@ -56,7 +56,10 @@ class SavesToDirectoryAsyncHandler:
 
 
 class AwaitableDirectory:
-    """An existing directory, with the interface of Orbax's directories, which are created in the background."""
+    """An existing directory with the interface of Orbax's directories.
+
+    Orbax creates its directories in the background.
+    """
 
     def __init__(self, path: Any) -> None:
         self.path = path

@@ -51,8 +51,8 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     other value is stored in the index itself.
 
     Raises:
-        CorruptCheckpointError: a file is invalid. Also for a truncated index, which AXLearn itself
-            accepts as complete.
+        CorruptCheckpointError: a file is invalid. Also raised for a truncated index, which AXLearn itself accepts as
+            complete.
         UncommittedCheckpointError: there are arrays but no index.
     """
     names = frozenset(store.list_names())

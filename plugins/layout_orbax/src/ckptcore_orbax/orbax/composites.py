@@ -62,9 +62,9 @@ def find_composite(store: ReadStore) -> Composite | None:
     """Return the composite in the store's directory; None if it is a single item or not an Orbax checkpoint.
 
     Everything may be hostile. A directory of steps is not a composite. A directory is a member if
-    it contains Orbax files or if `_CHECKPOINT_METADATA` names it. Temporary and hidden directories
-    are ignored. So are members whose deletion has begun, as in Orbax. At the end of a deletion, Orbax
-    removes the name from `_CHECKPOINT_METADATA`, so a missing member that is still named was lost.
+    it contains Orbax files or if `_CHECKPOINT_METADATA` names it. Temporary directories, hidden directories and members
+    whose deletion has begun are ignored, as in Orbax. At the end of a deletion, Orbax removes the name from
+    `_CHECKPOINT_METADATA`, so a missing member that is still named was lost.
 
     Raises:
         CorruptCheckpointError: a metadata file is invalid.

@@ -59,7 +59,7 @@ class _ReceiptChunks:
         file, offset, length: position in `files` of the data file that contains the chunk, and byte
             range in it. Empty if chunks are objects.
         digested_leaf, digested_chunk: array and number of each chunk that has digests.
-        digest: the digests of all these chunks, one after another.
+        digest: the digests of the chunks in `digested_chunk`, one after another.
     """
 
     files: Sequence[str]
@@ -137,11 +137,11 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
 
 def _check_options(receipts: Sequence[Receipt], options: LayoutOptions) -> None:
     for receipt in receipts:
-        found = receipt.state.get("options") if isinstance(receipt.state, Mapping) else None
-        if found != options.description:
+        description = receipt.state.get("options") if isinstance(receipt.state, Mapping) else None
+        if description != options.description:
             raise CheckpointError(
                 f"rank {receipt.rank} wrote arrays with other options than rank 0: expected {options.description}, "
-                f"found {found or 'another layout'}; give every rank the same layout with the same options"
+                f"found {description or 'another layout'}; give every rank the same layout with the same options"
             )
 
 

@@ -36,7 +36,10 @@ from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
-"""Maximum number of chunk boundaries per axis that count as shard boundaries. More are those of small read chunks."""
+"""Maximum number of chunk boundaries per axis that count as shard boundaries.
+
+A larger number comes from small read chunks.
+"""
 
 _Problem = CorruptCheckpointError | UnsupportedLeafError
 """The reason why an array cannot be read."""
@@ -153,10 +156,10 @@ def _layout_of(tree: _UninspectedTree) -> str:
     return "zarr3" if tree.item.zarr_format == 3 else "zarr"
 
 
-def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Inspection:
-    item = found.item
-    leaves = found.tree.leaves
-    stored = _stored_arrays(found, store, databases)
+def _inspection(uninspected: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Inspection:
+    item = uninspected.item
+    leaves = uninspected.tree.leaves
+    stored = _stored_arrays(uninspected, store, databases)
     records: list[LeafRecord] = []
     scalars: list[int] = []
     arrays: dict[int, ZarrArray] = {}
@@ -185,17 +188,17 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
     state = ArraysState(
         directory=item.directory,
         storage="ocdbt" if item.database else "objects",
-        missing=found.missing,
+        missing=uninspected.missing,
         source="other",
         arrays=arrays,
         embedded=embedded,
     )
-    tree = TreeMetadata(found.tree.skeleton, tuple(records))
+    tree = TreeMetadata(uninspected.tree.skeleton, tuple(records))
     values = _scalars(tree, state, scalars, store, databases)
     if values:
         left = {number: array for number, array in arrays.items() if number not in values}
         records = [values.get(number, record) for number, record in enumerate(records)]
-        tree = TreeMetadata(found.tree.skeleton, tuple(records))
+        tree = TreeMetadata(uninspected.tree.skeleton, tuple(records))
         state = ArraysState(
             directory=state.directory,
             storage=state.storage,
@@ -204,7 +207,7 @@ def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCa
             arrays=left,
             embedded={number: data for number, data in embedded.items() if number in left},
         )
-    return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
+    return Inspection(tree, state.to_json(), item.writer, uninspected.custom, uninspected.metrics, uninspected.created)
 
 
 _FRAMEWORKS: Final = {"jax.Array": "jax", "np.ndarray": "numpy"}
@@ -308,8 +311,8 @@ def _in_objects(
     formats: list[ArrayFormat | _Problem | None] = [None] * len(directories)
     for document in documents:
         left = [number for number, format in enumerate(formats) if format is None]
-        found = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
-        for number, data in zip(left, found, strict=True):
+        contents = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
+        for number, data in zip(left, contents, strict=True):
             if data is not None:
                 formats[number] = _parse(document, data, f"{directories[number]}{document}")
     return formats

@@ -98,7 +98,7 @@ class Strings:
     """The strings in `_strings.json`, which may be hostile.
 
     Raises:
-        CorruptCheckpointError: the file is invalid. Also from `text`, if the name has no string.
+        CorruptCheckpointError: the file is invalid. Also raised by `text` if the name has no string.
     """
 
     def __init__(self, data: bytes, key: str) -> None:

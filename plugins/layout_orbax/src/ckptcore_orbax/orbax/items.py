@@ -192,9 +192,9 @@ def _only_file(names: frozenset[str]) -> str | None:
 
 
 def _key_name(names: frozenset[str]) -> str | None:
-    """Return the directory of a random key, which must have a second directory next to it that states its form.
+    """Return the name of the directory of a random key, or None.
 
-    None if these are not exactly the names in the directory.
+    There must be exactly two names: this directory, and a directory that states the form of the key.
     """
     names_of_keys = sorted(names - {COMMIT_FILE, METADATA_FILE})
     name = names_of_keys[0].removesuffix("/") if names_of_keys else ""
@@ -202,7 +202,7 @@ def _key_name(names: frozenset[str]) -> str | None:
 
 
 def arrays_directory(store: ReadStore, directory: str) -> str:
-    """Return the directory that contains the arrays of an item. For a random key, it is that of a nested item."""
+    """Return the directory that contains the arrays of an item. For a random key, a nested item contains them."""
     names = frozenset(store.list_names(directory))
     name = _key_name(names)
     return directory if name is None else key_in(directory, name)
@@ -286,7 +286,7 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
         zarr_format = 3 if described.use_zarr3 else 2
         missing = "error" if described.stores_fill_value else "fill"
         _add_custom(custom, described.custom)
-        # In a checkpoint of several items, only the directory above names the handler. The array handler is the only
+        # In a checkpoint of several items, only the parent directory names the handler. The array handler is the only
         # one that never writes a database.
         is_array |= not handler and described.use_ocdbt is False and [leaf.name for leaf in tree.leaves] == [_ARRAY]
     if AGGREGATE_FILE in names:
@@ -324,12 +324,14 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
     )
 
 
-def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
+def _add_custom(custom: dict[str, JSON], tree_custom: JSON) -> None:
     """Merge the metadata of a tree into that of the checkpoint. If they conflict, add it as ``tree``."""
-    if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
-        custom.update(found)
-    elif found is not None:
-        custom["tree"] = found
+    if isinstance(tree_custom, dict) and not any(
+        name in custom and custom[name] != tree_custom[name] for name in tree_custom
+    ):
+        custom.update(tree_custom)
+    elif tree_custom is not None:
+        custom["tree"] = tree_custom
 
 
 def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
@@ -458,5 +460,5 @@ def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Ite
         tree = OrbaxTree(LEAF, (TreeLeaf(_ARRAY),))
     else:
         tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")
-    one = next(iter(formats)) if len(formats) == 1 else None
-    return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=one)
+    zarr_format = next(iter(formats)) if len(formats) == 1 else None
+    return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=zarr_format)

@@ -51,14 +51,13 @@ class _OrbaxLayout(Layout):
 
     Attributes:
         chunk_bytes: target size of a read chunk, in bytes. A larger part of an array that one
-            process writes is divided into several read chunks. None: do not divide.
+            process writes is divided into several read chunks. With None, no part is divided.
         compression: compression of every read chunk: ``zstd``, ``gzip`` or ``blosc``, also with a level
             as in ``zstd:3``, or None.
         rules: other options for arrays selected by patterns, applied in order.
-        item: Orbax item name, which is the directory, for a checkpoint of one tree. Version 1 of Orbax
-            and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
-            for ``default``. Empty: no directory, as in the `StandardCheckpointer` and the
-            `PyTreeCheckpointer` of version 0.
+        item: name of the Orbax item, and of its directory, in a checkpoint of one tree. Version 1 of Orbax and its
+            `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks for ``default``. Empty:
+            no directory, as in the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0.
         handlers: class names of Orbax's handlers, by name of a checkpointable. Needed for checkpointables
             that Orbax does not load with its tree handler. They are written as text and never imported.
     """
@@ -184,7 +183,7 @@ class _OrbaxLayout(Layout):
         return inspect_composite(store)
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that Orbax writes. Not other files and directories next to its own."""
+        """Return the files that Orbax writes, without other files and directories next to them."""
         return orbax_files(keys, members)
 
 

@@ -196,7 +196,10 @@ def encode_tree(
 def _leaf_entries(
     part: Skeleton, path: tuple[tuple[str, int], ...], leaves: Iterator[tuple[int, LeafRecord]]
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], int, str]]:
-    """Yield the keys with their types, the number (or -1) and the value type of leaves and empty containers."""
+    """Yield the keys with their types, the number and the value type of each leaf and empty container.
+
+    A container has the number -1.
+    """
     if not isinstance(part, Node):
         number, record = next(leaves)
         yield path, number, value_type(record)

@@ -170,7 +170,7 @@ class TreeLeaf:
         extent: key of the file that contains its elements uncompressed, and their byte range in it; None if unknown.
         spec: shape and dtype, if already known.
         kind: kind for the `ArrayRecord`, if already known: ``numpy.scalar``; else None.
-        shared: whether another leaf has the same name. Orbax then overwrote one of them.
+        shared: whether another leaf has the same name. Orbax then overwrote one of the two arrays.
     """
 
     name: str

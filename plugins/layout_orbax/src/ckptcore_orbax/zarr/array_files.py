@@ -49,7 +49,7 @@ def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compres
     Args:
         spec: a result of `stored_spec`.
         chunk: shape of a chunk; at least 1 along each axis.
-        compression: compression of each chunk; None: raw elements.
+        compression: compression of each chunk; None for raw elements.
 
     Raises:
         UnsupportedLeafError: zarr 2 does not have the dtype.
@@ -138,7 +138,7 @@ def zarr3_array(
         chunk: shape of a write chunk; at least 1 along each axis.
         inner: shape of a read chunk; divides the write chunk.
         checksum: store the CRC32C of each inner chunk after it.
-        compression: compression of each inner chunk; None: raw elements.
+        compression: compression of each inner chunk; None for raw elements.
         dimension_names: names of all axes, or None.
 
     Raises:

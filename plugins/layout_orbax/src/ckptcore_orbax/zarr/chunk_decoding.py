@@ -124,7 +124,7 @@ def read_natively(
         try:
             yield from read_native(state, wanted, native)
         except CorruptCheckpointError:
-            expect_chunks(wanted, state, store, databases)  # tensorstore does not tell which file it read
+            expect_chunks(wanted, state, store, databases)  # tensorstore does not report which file it read
             raise
 
 

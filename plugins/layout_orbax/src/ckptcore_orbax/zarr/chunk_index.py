@@ -90,9 +90,9 @@ class ZarrIndex(ChunkIndex):
         """See `ChunkIndex.boxes`. Chunks at the end of an array may exceed it.
 
         Does not look up chunks in a database, but estimates their positions from the extents of the
-        array. The positions are exact for uncompressed arrays of this layout whose chunks are in C
-        order: if one process wrote the array, or each process wrote a range of rows. Returns
-        nothing for an array that is stored with an additional axis, such as text.
+        array. The positions are exact for uncompressed arrays of this layout whose chunks are in C order, which is the
+        case if one process wrote the array, or if each process wrote a range of rows. Returns nothing for an array that
+        is stored with an additional axis, such as text.
         """
         stored = self._stored(leaf)
         format = stored.format

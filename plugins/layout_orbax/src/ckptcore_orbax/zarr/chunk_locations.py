@@ -138,11 +138,11 @@ def open_database(directory: str, store: ReadStore, databases: DatabaseCache) ->
     Raises:
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    opened = databases.setdefault(store, {})
-    database = opened.get(directory)
+    by_directory = databases.setdefault(store, {})
+    database = by_directory.get(directory)
     if database is None:
         try:
-            database = opened[directory] = Database.open(store, directory)
+            database = by_directory[directory] = Database.open(store, directory)
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
                 f"the database of the arrays is missing: {error}. Restore it from a copy, or load another checkpoint"

@@ -76,7 +76,8 @@ def expect_justified(stored: ZarrArray, encoded_bytes: int) -> None:
             f"{nbytes} bytes, and one has {encoded_bytes} encoded bytes, which decode to at most {most}; restore the "
             "checkpoint from a copy, or load another one"
         )
-    # This shows only that the address space suffices, such as under `ulimit -v`, and not that there is free memory.
+    # This shows only that the address space suffices, which `ulimit -v` can limit. It does not show that memory is
+    # free.
     try:
         np.empty(2 * nbytes, np.uint8)  # decoded bytes and elements; no page is touched
     except (MemoryError, ValueError) as error:

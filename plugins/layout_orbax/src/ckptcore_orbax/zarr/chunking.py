@@ -95,11 +95,10 @@ def read_chunk_shape(
 
     A write chunk of up to `chunk_bytes` is not divided. A larger one is first divided along the
     axis with most shards, into up to 64 pieces, because another mesh is most likely to divide that
-    axis further. Then follow the other sharded axes. If that is not enough, all axes are divided
-    without the limit of 64, in the same order. Among axes with equally many shards the leading ones
-    are first, so that rows stay contiguous. Pieces have at most `chunk_bytes`, and more than half
-    of that if the factors of the extents allow. Their number is a multiple of a high power of two,
-    because meshes usually double.
+    axis further. The other sharded axes follow. If that is not enough, all axes are divided without the limit of 64, in
+    the same order. Among axes with equally many shards, leading axes are divided first, so that rows stay contiguous.
+    Pieces have at most `chunk_bytes`, and more than half of that if the factors of the extents allow. Their number is a
+    multiple of a high power of two, because the sizes of meshes are usually doubled.
 
     Args:
         spec: the array.
@@ -127,7 +126,7 @@ def _divide_further(chunk: list[int], write_chunk_shape: tuple[int, ...], order:
         if prod(chunk) > target:
             enough = (pieces for pieces in _divisors(chunk[axis]) if prod(chunk) <= pieces * target)
             chunk[axis] //= min(enough, default=chunk[axis])
-    # Some divisions made before that of the last axis may not be needed.
+    # Divisions that were made before the last axis was divided may no longer be needed.
     for axis in reversed(order):
         room = target // prod(chunk)
         chunk[axis] *= max(pieces for pieces in _divisors(write_chunk_shape[axis] // chunk[axis]) if pieces <= room)

@@ -1,4 +1,4 @@
-"""JSON of zarr metadata. Hostile until each part has been checked."""
+"""JSON of zarr metadata. It is untrusted, so each part is checked before use."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _EXTENSIONS: Final = (
     "bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
     "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
 )  # fmt: skip
-"""Dtypes below 8 bits take one byte per element, as in ml_dtypes."""
+"""Dtypes of ml_dtypes. Those with fewer than 8 bits take one byte per element."""
 
 STORED_DTYPES: Final[Mapping[ZarrFormat, frozenset[str]]] = {
     2: frozenset([*_VERSION2_NAMES, *_EXTENSIONS]),

@@ -141,10 +141,10 @@ _MIN_STARTED: Final = 2
 """Minimum number of boxes being read at a time, regardless of size."""
 
 _CHECKED_CHUNKS: Final = 1 << 12
-"""Number of chunks that are located at a time: a few bytes of metadata may state millions."""
+"""Number of chunks that are located at a time, because a few bytes of metadata can state millions of chunks."""
 
 _TRIED_CHUNKS: Final = 1 << 8
-"""Number of chunks of a box that are tried after an error."""
+"""Number of chunks of a box that are checked after an error."""
 
 _OPENED: Final = 256
 """Maximum number of arrays opened at a time."""
@@ -232,10 +232,10 @@ def read_native(
     try:
         for leaves in _batches(list(wanted), _OPENED):
             opening = [(leaf, _open(state.arrays[leaf], native, context)) for leaf in leaves]
-            for leaf, opened in opening:
+            for leaf, pending in opening:
                 stored = state.arrays[leaf]
                 with ReadErrors(stored.name):
-                    array = opened.result()
+                    array = pending.result()
                 for target in wanted[leaf]:
                     expect_usable()
                     with ReadErrors(stored.name):

@@ -173,9 +173,9 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
             )
         arrays[leaf] = ZarrArray(_expect_text(name), format)
     extents = Extents()
-    if (found := encoded.get("extents")) is not None:
-        columns = [list(map(_natural, found[name])) for name in ("leaf", "file", "start", "stop")]
-        extents = Extents(list(map(_expect_text, found["files"])), *columns)
+    if (table := encoded.get("extents")) is not None:
+        columns = [list(map(_natural, table[name])) for name in ("leaf", "file", "start", "stop")]
+        extents = Extents(list(map(_expect_text, table["files"])), *columns)
         for leaf, file, start, stop in zip(*columns, strict=True):
             if leaf not in arrays or file >= len(extents.files) or start > stop:
                 raise ValueError(f"leaf {leaf} in file {file} from {start} to {stop}")

@@ -74,8 +74,8 @@ def _slashes(key: str) -> Iterator[int]:
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
     """Return the name of each leaf in a database, whose keys can contain any text.
 
-    If the joined keys of several leaves are equal, no leaf gets that name, so that a reader that
-    looks it up finds nothing instead of another array.
+    If the joined keys of several leaves are equal, no leaf gets the joined name. A reader that looks the name up then
+    finds nothing, instead of the wrong array.
 
     Raises:
         NameCollisionError: two leaves would have the same name.
@@ -93,7 +93,7 @@ def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
 
 
 def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
-    """Return the directory of each leaf: the name from `key_names` if every file system supports it.
+    """Return the directory of each leaf: the name from `key_names`, escaped if some file systems do not support it.
 
     Raises:
         NameCollisionError: two leaves would have the same name.
@@ -154,8 +154,8 @@ class ArrayOptions:
     """Storage options of an array.
 
     Attributes:
-        chunk_bytes: target size of a read chunk, in bytes; None: one read chunk per write chunk.
-        compression: compression of read chunks; None: uncompressed.
+        chunk_bytes: target size of a read chunk, in bytes; None for one read chunk per write chunk.
+        compression: compression of read chunks; None for no compression.
         checksum: store the CRC32C of each read chunk, if the format supports it.
     """
 
@@ -209,7 +209,7 @@ class LayoutOptions:
         default: options of every array, before rules are applied.
         rules: changes to the default options for selected arrays, applied in order.
         data_file_bytes: target size of a data file of a database, in bytes.
-        item: Orbax item name, which is the directory, for a checkpoint of one tree.
+        item: name of the Orbax item, and of its directory, in a checkpoint of one tree.
         separate_nodes: store the nodes and the values of a database in different directories.
     """
 

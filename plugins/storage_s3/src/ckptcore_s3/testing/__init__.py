@@ -96,8 +96,7 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
         directory: an existing directory for the log and the objects. Ceph needs an empty directory.
             Only MiniStack keeps its objects when a new server starts in the same directory.
         kind: MiniStack stores objects in files; moto stores them in memory; Ceph checks signatures
-            and takes half a minute to start. None: the kind in the variable ``CKPTCORE_S3_SERVER``,
-            or MiniStack.
+            and takes half a minute to start. None for the kind in the variable ``CKPTCORE_S3_SERVER``, or MiniStack.
 
     Raises:
         RuntimeError: if the server does not start.

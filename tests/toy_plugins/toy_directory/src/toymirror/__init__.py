@@ -11,7 +11,7 @@ from ckptcore.training import PathDirectory
 
 
 class MirroredDirectory:
-    """The `RunDirectory` of a run whose steps are copied to a second directory before their save is over."""
+    """The `RunDirectory` of a run whose saves also copy each step to a second directory before they complete."""
 
     def __init__(self, first, second):
         self.location = first

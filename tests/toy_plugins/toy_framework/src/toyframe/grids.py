@@ -10,7 +10,7 @@ SORTS = {"truth": 1, "tiny": 1, "short": 2, "whole": 4, "long": 8, "real": 4, "f
 
 
 class Grid:
-    """An array of elements of one sort, in C order, that can be changed in place."""
+    """A mutable array of elements of one sort, in C order."""
 
     def __init__(self, shape: tuple[int, ...], sort: str, cells: bytearray) -> None:
         if len(cells) != math.prod(shape) * SORTS[sort]:
@@ -22,14 +22,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A grid that is yet to be."""
+    """An abstract grid: a shape and a sort without elements."""
 
     shape: tuple[int, ...]
     sort: str
 
 
 class Crate:
-    """Holds two things under labels."""
+    """A container of values with labels."""
 
     def __init__(self, **contents: object) -> None:
         self.contents = contents

@@ -39,12 +39,12 @@ DTYPES = {
 
 
 def cells_of(grid: Grid) -> HostArray:
-    """The elements of a grid; shares its memory."""
+    """Return the elements of a grid as an array that shares its memory."""
     return np.frombuffer(grid.cells, dtype_from_name(DTYPES[grid.sort])).reshape(grid.shape)
 
 
 class GridHandler(LeafHandler):
-    """Grids, and sketches that ask for them."""
+    """The handler of grids, and of sketches that request them."""
 
     priority = Priority.FRAMEWORK
 
@@ -85,7 +85,7 @@ class GridHandler(LeafHandler):
                 f"{elements.dtype} cannot be made {dtype}, which is asked for; ask for another sort"
             )
         with np.errstate(all="ignore"):
-            return Grid(tuple(stored.spec.shape), abstract.sort, bytearray(elements.astype(dtype).tobytes()))  # type: ignore[union-attr]  # `_only` refuses values
+            return Grid(tuple(stored.spec.shape), abstract.sort, bytearray(elements.astype(dtype).tobytes()))  # type: ignore[union-attr]  # `_only` has refused values
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         if not isinstance(target, Grid):
@@ -105,7 +105,7 @@ class GridHandler(LeafHandler):
 
 
 class CrateHandler(ContainerHandler):
-    """Crates."""
+    """The handler of crates."""
 
     priority = Priority.FRAMEWORK
 

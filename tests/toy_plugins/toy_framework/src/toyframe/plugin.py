@@ -10,7 +10,7 @@ from ckptcore.protocols import ContainerHandler, LeafHandler
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
-    """Grids and sketches."""
+    """Return the handler of grids and sketches."""
     grids = sys.modules.get("toyframe.grids")
     if grids is None or leaf_type not in (grids.Grid, grids.Sketch):
         return None
@@ -21,7 +21,7 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
 
 @hookimpl
 def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
-    """Crates."""
+    """Return the handler of crates."""
     grids = sys.modules.get("toyframe.grids")
     if grids is None or value_type is not grids.Crate:
         return None

@@ -13,14 +13,14 @@ SORT_OF = {dtype: sort for sort, dtype in DTYPES.items()}
 
 
 def grid_of(elements: HostArray) -> Grid:
-    """A grid with these elements."""
+    """Return a grid with these elements."""
     return Grid(
         elements.shape, SORT_OF[name_of_dtype(elements.dtype)], bytearray(np.ascontiguousarray(elements).tobytes())
     )
 
 
 def sketch_of(spec: ArraySpec) -> Sketch:
-    """A sketch of such a grid."""
+    """Return a sketch of a grid with this spec."""
     return Sketch(spec.shape, SORT_OF[spec.dtype])
 
 

@@ -1,8 +1,8 @@
 """The scroll layout.
 
-A scroll is one box of one array: the line ``SCROLL <dtype> <start,...> <stop,...>``, padded with spaces to a multiple
-of 64 bytes, then the elements, little endian, in C order. ``index.scroll.json`` tells the name, dtype, shape and
-scrolls of each array.
+A scroll is a file with one box of one array. It starts with the line ``SCROLL <dtype> <start,...> <stop,...>``, padded
+with spaces to a multiple of 64 bytes. The elements follow, little endian and in C order. ``index.scroll.json`` contains
+the name, dtype, shape and scrolls of each array.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Scroll:
-    """The place of a box of an array."""
+    """The file of a box of an array."""
 
     key: str
     offset: int
@@ -43,7 +43,7 @@ class Scroll:
 
 
 class ScrollLayout(Layout):
-    """One file for each box of an array."""
+    """A layout with one file for each box of an array."""
 
     name = "scroll"
 
@@ -69,7 +69,7 @@ class ScrollLayout(Layout):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         scrolls: dict[str, list[JSON]] = {}
         for receipt in receipts:
-            written: Any = receipt.state  # what `write` gave
+            written: Any = receipt.state  # the result of `write`
             for leaf, *rest in written:
                 scrolls.setdefault(str(leaf), []).append(rest)
         names = names_of(tree)
@@ -112,7 +112,7 @@ class ScrollLayout(Layout):
 
 
 def names_of(tree: TreeMetadata) -> Mapping[int, str]:
-    """The name of each array."""
+    """Return the name of each array by its leaf number."""
     paths = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
     return leaf_names(paths)
 
@@ -122,24 +122,24 @@ def opened(box: Box, array: HostArray) -> Any:
     return lambda: [(box, array)]
 
 
-def extent(found: Any) -> int:
-    """A count that may be hostile."""
-    if type(found) is not int or not 0 <= found < 1 << 62:
-        raise ValueError(f"{found!r:.40} is no count")
-    return found
+def extent(value: Any) -> int:
+    """Return a count from a state that may be hostile. Raise an error if it is invalid."""
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
 
 
 def scrolls_of(tree: TreeMetadata, state: JSON) -> dict[int, list[Scroll]]:
-    """The scrolls of each leaf; the state may be hostile."""
+    """Return the scrolls of each leaf. The state may be hostile."""
     try:
         places: dict[int, list[Scroll]] = {}
-        table: Any = state  # checked by what is caught
-        for leaf, found in dict(table).items():
+        table: Any = state  # wrong types raise errors that are caught below
+        for leaf, rows in dict(table).items():
             scrolls: list[Scroll] = []
             record = tree.leaves[extent(int(leaf))]
             if not isinstance(record, ArrayRecord):
                 raise TypeError(f"leaf {leaf} is no array")
-            for key, offset, start, stop in found:
+            for key, offset, start, stop in rows:
                 box = Box(tuple(map(extent, start)), tuple(map(extent, stop)))
                 whole = Box.whole(record.spec.shape)
                 ordered = all(map(int.__le__, box.start, box.stop))

@@ -10,7 +10,7 @@ from ckptcore.protocols import LayoutFactory
 
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
-    """The layout ``scroll``."""
+    """Return the layout ``scroll``."""
     from toyscroll.layout import ScrollLayout
 
     return {"scroll": ScrollLayout}

@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class CacheDirectory:
-    """Reads each box of a save once from its checkpoint, and then from a file in a directory.
+    """A cache that reads each box of a save once from its checkpoint, and later from a file in a directory.
 
     Attributes:
-        directory: where the files are.
-        hits: the number of boxes that were read from files.
+        directory: the directory of the files.
+        hits: the number of boxes that were read from the cache.
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` may be shared with other processes."""
+        """Use a directory, which other processes may use, too."""
         self.directory = directory
         self.hits = 0
 
@@ -36,7 +36,7 @@ class CacheDirectory:
         self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
     ) -> Iterator[int]:
         """See `ckptcore.protocols.ReadThrough`."""
-        if content_id is None:  # other software may write other bytes in its place
+        if content_id is None:  # not cached, because other software may replace the file
             yield from read_stored(plan, buffers)
             return
         missing = []
@@ -50,8 +50,8 @@ class CacheDirectory:
             self.hits += 1
             yield number
         rest = ReadPlan(plan.tree, tuple(plan.items[number] for number in missing))
-        for found in read_stored(rest, [buffers[number] for number in missing]):
-            number = missing[found]
+        for position in read_stored(rest, [buffers[number] for number in missing]):
+            number = missing[position]
             self._keep(self._file(content_id, plan.items[number].leaf, plan.items[number].box), buffers[number])
             yield number
 

@@ -14,10 +14,12 @@ _PIECE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class SpareCopies(ckptcore.PlainSave):
-    """Commits a save only after all of its objects are in a second storage, too. A failed save leaves no copies.
+    """A strategy that commits a save only after all its objects are also in a second storage.
+
+    A failed save leaves no copies.
 
     Attributes:
-        storage: where the copies go, under the keys that the objects have in the checkpoint.
+        storage: the second storage. Copies have the same keys as in the checkpoint.
     """
 
     storage: StorageBackend
@@ -28,7 +30,7 @@ class SpareCopies(ckptcore.PlainSave):
 
 
 class _SpareCommit:
-    """The commit of a plain save, with the copies before it."""
+    """A commit that makes the copies before the commit of a plain save."""
 
     commit_meaning = ""
 
@@ -49,9 +51,9 @@ class _SpareCommit:
         self._plain.claim()
 
     def commit(self, payloads: Sequence[object]) -> None:
-        if payloads:  # on the leader, once all ranks have written
+        if payloads:  # only the leader gets payloads, after all ranks have written
             for key in self.store.list():
-                if not key.startswith("checkpoint."):  # the claim
+                if not key.startswith("checkpoint."):  # skip the root, which is still a claim
                     self._copied.append(key)
                     self._copy(key, self.store.size(key))
         self._plain.commit(payloads)

@@ -10,7 +10,7 @@ from ckptcore.protocols import StorageOpener
 
 @hookimpl
 def ckpt_storages() -> Mapping[str, StorageOpener]:
-    """The scheme ``toy``."""
+    """Return the storage of the scheme ``toy``."""
     from toyattic.storage import open_attic
 
     return {"toy": open_attic}

@@ -11,7 +11,7 @@ from ckptcore_testing import StorageSample
 
 @contextmanager
 def open_directory(directory: Path) -> Iterator[str]:
-    """A checkpoint in a new database."""
+    """Yield a location in a new database."""
     yield f"toy://{directory / 'attic.sqlite'}/run/checkpoint"
 
 

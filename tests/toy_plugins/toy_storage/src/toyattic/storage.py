@@ -1,4 +1,4 @@
-"""Objects in an SQLite database: the attic."""
+"""The attic: a storage of objects in an SQLite database."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, tag TEXT NOT 
 
 
 def open_attic(url: str, options: StorageOptions) -> StorageBackend:
-    """Open a directory in a database; creates nothing."""
+    """Open a directory in a database. Creates nothing."""
     path = url.removeprefix("toy://")
-    database, found, directory = path.partition(".sqlite")
-    if not found or (directory and not directory.startswith("/")):
+    database, suffix, directory = path.partition(".sqlite")
+    if not suffix or (directory and not directory.startswith("/")):
         raise InvalidLocationError(f"{url!r} names no database; expected toy://<path>.sqlite/<directory>")
     return Attic(Path(database + ".sqlite"), directory.strip("/"), durable=options.durable)
 
 
 class Attic(StorageBackend):
-    """A directory of a database."""
+    """A directory in a database."""
 
     def __init__(self, database: Path, directory: str, *, durable: bool) -> None:
         self._database = database
@@ -42,7 +42,7 @@ class Attic(StorageBackend):
         self._durable = durable
 
     def _run(self, action: Callable[[sqlite3.Connection], T]) -> T:
-        """Run an action as one transaction."""
+        """Run an action in one transaction."""
         try:
             with closing(sqlite3.connect(self._database, timeout=60, isolation_level=None)) as connection:
                 connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
@@ -132,7 +132,7 @@ class Attic(StorageBackend):
             self._run(lambda attic: attic.executemany("DELETE FROM objects WHERE key = ?", full))
 
     def sync(self, keys: Sequence[str]) -> None:
-        for key in keys:  # nothing else writes into a database
+        for key in keys:  # each transaction is already durable
             checked(key)
 
 
@@ -158,7 +158,7 @@ class _Writer:
 
 
 def checked(key: str) -> str:
-    """A key that names an object."""
+    """Return the key. Raise an error if it is invalid."""
     if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidLocationError(f"{key[:200]!r} is no key of an object")
     try:
