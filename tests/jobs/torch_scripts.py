@@ -93,12 +93,12 @@ def run_script(
 
 
 def run_torchrun(
-    size: int, script: str | Path, *arguments: str | Path, timeout: float = 400
+    size: int, script: str | Path, *arguments: str | Path, max_restarts: int = 0, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a job of torchrun itself, which takes seconds longer: each process imports PyTorch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     return subprocess.run(
-        [*command, str(script), *map(str, arguments)],
+        [*command, "--max-restarts", str(max_restarts), str(script), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
