@@ -32,7 +32,7 @@ _STREAMS: Final = ("stdout", "stderr")
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """What `subprocess.CompletedProcess` says of torchrun, and the exit code of each process.
+    """Result of a job: the output of all processes, and the exit code of each, as in `subprocess.CompletedProcess`.
 
     Attributes:
         codes: exit codes by rank; the negative number of a signal that killed the process.
