@@ -107,6 +107,8 @@ _PRELOADED: Final = [
     "ckptcore_torch.store_coordinator",
     "jax",
     "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # which optimizers and sharded models import, in a second
 ]
 """Modules that start nothing when they are imported."""
 

@@ -246,7 +246,9 @@ class Locks(ABC):
         room.
 
         Args:
-            if_in_use: "take over" waits about one lease time for a renewal of a lease. No effect on kernel locks.
+            if_in_use: "take over" waits about one lease time for a renewal of a lease. It does not take over a kernel
+                lock that this host sees. On a file system without locks, it takes over from an owner on another host
+                even if that owner has a kernel lock there; the owner notices this at its next `check`.
             at_least: minimum number of the result. The number is also higher than the numbers of all earlier owners.
 
         Raises:

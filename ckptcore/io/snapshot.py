@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Final, NamedTuple, NoReturn, Protocol
 
 from ckptcore.errors import SaveLostError
 from ckptcore.model.arrays import Box, HostArray
@@ -16,9 +16,6 @@ from ckptcore.protocols import LeafHandler, Snapshot
 
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""
-
-_Key: TypeAlias = tuple[int, tuple[Box, ...]]
-"""The identity of a leaf, and boxes of it."""
 
 
 class StateBoxes(NamedTuple):
@@ -47,8 +44,10 @@ class StateElements:
 
     transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]]
     free: Callable[[HostArray], object] | None = None
-    _users: Counter[_Key] = field(default_factory=Counter)
-    _arrays: dict[_Key, Sequence[Pending[HostArray]]] = field(default_factory=dict)
+    _numbers: dict[tuple[int, tuple[Box, ...]], int] = field(default_factory=dict)
+    """A number for each leaf, by its identity, and boxes of it. The other fields use it: hashing boxes takes time."""
+    _users: list[int] = field(default_factory=list)
+    _arrays: dict[int, Sequence[Pending[HostArray]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
@@ -65,15 +64,20 @@ class StateElements:
         Returns:
             The two functions, and the items that are not released yet.
         """
-        keys = [(id(item.leaf), item.boxes) for item in boxes]
-        self._users.update(keys)
-        unreleased = set(range(len(keys)))
+        numbers: list[int] = []
+        for item in boxes:
+            number = self._numbers.setdefault((id(item.leaf), item.boxes), len(self._users))
+            if number == len(self._users):
+                self._users.append(0)
+            self._users[number] += 1
+            numbers.append(number)
+        unreleased = set(range(len(numbers)))
 
         def start(item: int) -> Sequence[Pending[HostArray]]:
             with self._lock:
-                arrays = self._arrays.get(keys[item])
+                arrays = self._arrays.get(numbers[item])
                 if arrays is None:
-                    arrays = self._arrays[keys[item]] = self.transfer(boxes[item])
+                    arrays = self._arrays[numbers[item]] = self.transfer(boxes[item])
                 return arrays
 
         def release(item: int) -> None:
@@ -83,8 +87,9 @@ class StateElements:
                 if item not in unreleased:
                     return
                 unreleased.remove(item)
-                self._users[keys[item]] -= 1
-                arrays = () if self._users[keys[item]] else self._arrays.pop(keys[item], ())
+                number = numbers[item]
+                self._users[number] -= 1
+                arrays = () if self._users[number] else self._arrays.pop(number, ())
             if self.free is not None:
                 for array in arrays:
                     self.free(array.result())

@@ -22,7 +22,8 @@ _LONGEST: Final = 600
 """Maximum length of a line, in characters."""
 
 _ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
-"""Choices that also allow everything that the other choices of the same option allow."""
+"""Choices that include weaker choices of the same option: "truncating" includes "narrowing", and both include "safe";
+"placeholder" includes "keep". The first one that is needed is proposed."""
 
 _LOSSES: Final = {
     "keep": "missing leaves keep their present values",

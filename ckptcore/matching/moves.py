@@ -68,7 +68,7 @@ class Move:
 
     @property
     def is_prefix(self) -> bool:
-        """True if one of the paths only has additional keys at its end: a prefix was added or removed."""
+        """True if one path begins with the other: keys were added or removed below it, such as those of a wrapper."""
         requested, stored = (tuple(map(str, path)) for path in (self.requested, self.stored))
         length = min(len(requested), len(stored))
         return requested[:length] == stored[:length]

@@ -38,8 +38,9 @@ class Matching:
     """Allowed differences between an abstract tree and the stored tree. By default, only plain values may differ.
 
     A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all other differences. Regardless of
-    these options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if
-    less than half of the leaves of a module are stored.
+    these options, a load raises an error in three cases: no requested leaf is stored; no leaf of a module is stored,
+    but other leaves below its path are; or all leaves of a part are stored only under another path. It logs a warning
+    if less than half of the leaves of a module are stored.
 
     Attributes:
         unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.

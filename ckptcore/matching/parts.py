@@ -106,7 +106,8 @@ class _Unmatched:
     def take_parts(self) -> list[Difference]:
         """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`.
 
-        If the options keep missing leaves and ignore unexpected leaves, the leaves of moved parts stay in both.
+        If the options keep missing leaves and ignore unexpected leaves, the leaves of moved parts stay in both, unless
+        an object is lost.
         """
         differences: list[Difference] = []
         if self.absent and self.unexpected:
@@ -233,7 +234,9 @@ class _Unmatched:
         return find_moves(requested, stored, others, fits, any_number=any_number)
 
     def _take_other_states(self) -> Collection[Difference]:
-        """Return the differences of states that are stored with another class of one library, and remove their leaves.
+        """Return a difference for each state whose stored class is a different class of the same library.
+
+        Removes the leaves of these states from `absent` and `unexpected`.
 
         Keeping the missing leaves would mix two states: the mean of one optimizer with the variance of another.
         """

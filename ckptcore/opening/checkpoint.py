@@ -337,7 +337,7 @@ def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
 
 
 def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
-    """Iterate over the verified bytes of a file, 16 MiB at a time.
+    """Iterate over the bytes of a file, 16 MiB at a time. Verifies recorded checksums if verification is on.
 
     Raises:
         CorruptCheckpointError: the file is damaged, or does not have its recorded size.

@@ -18,7 +18,8 @@ from ckptcore.io.memory import StagingMemory
 from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, StateBoxes, StateCopy, StateElements, ViewedSnapshot
 from ckptcore.io.threads import requests_of
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.transfer import WritePlan
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import Layout
 from ckptcore.runtime import refuse_in_signal_handler, runtime_of
@@ -355,6 +356,10 @@ def _write_in_background(
             ) from error
 
 
+def _view(boxes: StateBoxes) -> Sequence[Pending[HostArray]]:
+    return boxes.handler.view_on_host(boxes.leaf, boxes.boxes)
+
+
 class _Capture:
     """The copies of a state for a save and its further saves, or views in a blocking save."""
 
@@ -366,10 +371,12 @@ class _Capture:
 
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
-        elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
+        shared = StateElements(_view) if self._save.further else None
 
         def viewed(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
-            start, release, unreleased = elements.use(boxes)
+            if shared is None:
+                return TreeCaptured(ViewedSnapshot(plan, lambda item: _view(boxes[item])))
+            start, release, unreleased = shared.use(boxes)
             return TreeCaptured(ViewedSnapshot(plan, start, release), unreleased=unreleased)
 
         self._capture(viewed, copied=False)

@@ -65,9 +65,7 @@ def test_a_copy_without_metadata_saves_and_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("directory", "file"), [("an_example-1.2.dist-info", "METADATA"), ("an_example.egg-info", "PKG-INFO")]
 )
-def test_reads_the_version_in_the_metadata(
-    directory: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_version_in_metadata(directory: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / directory).mkdir()
     (tmp_path / directory / file).write_text("Metadata-Version: 2.1\nName: an-example\nVersion: 1.2+local\n")
     monkeypatch.syspath_prepend(str(tmp_path))

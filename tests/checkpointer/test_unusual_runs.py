@@ -195,9 +195,7 @@ def gone(directory: str, step: str) -> None:
 
 @pytest.mark.parametrize("damage", [cut_off, gone])
 @pytest.mark.parametrize("kind", ["tree", "several"])
-def test_the_only_step_with_complete_files_is_kept(
-    directory: str, kind: str, damage: Callable[[str, str], None]
-) -> None:
+def test_only_step_with_complete_files_is_kept(directory: str, kind: str, damage: Callable[[str, str], None]) -> None:
     testing = pytest.importorskip("click.testing")
     pytest.importorskip("rich")
     from ckptcore_tools.cli.application import application

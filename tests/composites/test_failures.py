@@ -117,9 +117,7 @@ def test_an_object_that_refuses_its_stored_state_fails_the_load(place: str) -> N
 
 
 @pytest.mark.parametrize("with_files", [False, True])
-def test_if_the_checkpoint_is_deleted_after_an_object_changed_the_target_is_undefined(
-    with_files: bool, place: str
-) -> None:
+def test_if_the_checkpoint_is_deleted_after_an_object_changed_target_is_undefined(with_files: bool, place: str) -> None:
     location = place + "/c"
 
     class Gone(Counter):

@@ -244,9 +244,7 @@ def save_both(location: str, version: int, plan: FaultPlan) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_crashed_save_leaves_the_old_or_the_new_checkpoint(
-    scheme: str, tmp_path: Path, context: ckptcore.Context
-) -> None:
+def test_a_crashed_save_leaves_old_or_new_checkpoint(scheme: str, tmp_path: Path, context: ckptcore.Context) -> None:
     """On a storage without directories, readers see no checkpoint or the new one, never one of other software."""
     outcomes = set()
     for location, plan in faults(scheme, tmp_path):

@@ -207,9 +207,7 @@ LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
 
 
 @pytest.mark.parametrize(("handler", "test", "arguments"), LEAF_FAULTS)
-def test_a_broken_leaf_handler_is_detected(
-    handler: type[HostArrayHandler], test: str, arguments: dict[str, Any]
-) -> None:
+def test_broken_leaf_handler_is_detected(handler: type[HostArrayHandler], test: str, arguments: dict[str, Any]) -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": handler(), "examples": (EXAMPLE,)})()
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(suite, test)(**arguments)

@@ -275,9 +275,7 @@ def test_a_directory_that_cannot_be_renamed_is_replaced_whole(tmp_path: Path, lo
     assert versions == {_OLD, _NEW}
 
 
-def test_sessions_of_a_directory_that_cannot_be_renamed_are_deleted_whole(
-    tmp_path: Path, lower_layer: set[int]
-) -> None:
+def test_sessions_of_directory_that_cannot_be_renamed_are_deleted_whole(tmp_path: Path, lower_layer: set[int]) -> None:
     def new_place(name: str) -> str:
         lower_layer.clear()
         place = f"file://{tmp_path / name / '7'}"

@@ -149,9 +149,7 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_becomes_full_at_any_call_keeps_the_old_checkpoint(
-    number: int, calls: Calls, tmp_path: Path
-) -> None:
+def test_a_disk_that_becomes_full_at_any_call_keeps_old_checkpoint(number: int, calls: Calls, tmp_path: Path) -> None:
     """A save can fail at every call. Other operations still work, and remains do not prevent the next save."""
     place = tmp_path / "place"
     ckptcore.save(place / "old", {**_STATE, "n": 1})

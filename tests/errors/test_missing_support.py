@@ -51,9 +51,7 @@ def test_the_error_for_a_type_of_a_framework_names_its_distribution(
     ("scheme", "extra"),
     [(scheme, distribution.extra) for distribution in DISTRIBUTIONS for scheme in distribution.schemes],
 )
-def test_the_error_for_a_url_scheme_names_only_its_distribution(
-    scheme: str, extra: str, core_alone: ckptcore.Context
-) -> None:
+def test_error_for_url_scheme_names_only_distribution(scheme: str, extra: str, core_alone: ckptcore.Context) -> None:
     with pytest.raises(UnknownPluginError) as caught:
         ckptcore.load(f"{scheme}://bucket/state", context=core_alone)
     assert str(caught.value).count("pip install") == 1
@@ -177,9 +175,7 @@ def test_the_error_for_a_misspelled_layout_suggests_a_layout(layout: str, meant:
 
 
 @pytest.mark.parametrize(("scheme", "meant"), [("s3a", "s3"), ("memry", "memory"), ("gss", "gs")])
-def test_the_error_for_a_misspelled_scheme_suggests_a_scheme(
-    scheme: str, meant: str, core_alone: ckptcore.Context
-) -> None:
+def test_error_for_a_misspelled_scheme_suggests_a_scheme(scheme: str, meant: str, core_alone: ckptcore.Context) -> None:
     with pytest.raises(UnknownPluginError, match=rf"did you mean '{meant}'\?") as caught:
         ckptcore.load(f"{scheme}://bucket/state", context=core_alone)
     assert "`pip install 'ckptcore[fsspec]'` adds the schemes of fsspec" in str(caught.value)

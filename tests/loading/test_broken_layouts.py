@@ -60,9 +60,7 @@ def test_working_layouts_read_checkpoints_of_other_software(context: ckptcore.Co
     assert ckptcore.metadata(tmp_path, context=context).layout == "safetensors"
 
 
-def test_the_error_names_the_broken_layout_if_no_layout_reads_a_checkpoint(
-    context: ckptcore.Context, tmp_path: Path
-) -> None:
+def test_error_names_broken_layout_if_no_layout_reads_a_checkpoint(context: ckptcore.Context, tmp_path: Path) -> None:
     (tmp_path / "weights.odd").write_bytes(b"odd")
     with pytest.raises(
         CheckpointNotFoundError, match=r"tried .*; incomplete cannot be used: ModuleNotFoundError"

@@ -25,9 +25,7 @@ ONLY = ckptcore.Matching(unexpected="ignore")
 
 @pytest.mark.parametrize("memory", [MemoryOptions(), MemoryOptions(load_bytes=400_000)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_progress_ends_at_the_bytes_of_the_arrays_in_every_layout(
-    layout: str, memory: MemoryOptions, tmp_path: Path
-) -> None:
+def test_progress_ends_at_bytes_of_arrays_in_every_layout(layout: str, memory: MemoryOptions, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", STATE, layout=layout)
     reports, context = Reports(), Context(memory=memory)
     ckptcore.load(tmp_path / "c", progress=reports, context=context)

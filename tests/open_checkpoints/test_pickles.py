@@ -121,9 +121,7 @@ def test_an_open_checkpoint_of_other_software_is_copied(tmp_path: Path, way: Cal
         assert np.array_equal(way(checkpoint)[name], checkpoint[name])
 
 
-def test_new_files_next_to_a_checkpoint_of_other_software_are_ignored(
-    tmp_path: Path, way: Callable[[Any], Any]
-) -> None:
+def test_new_files_next_to_checkpoint_of_other_software_are_ignored(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     """An example is the log of a running training."""
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)}, layout="dcp")
     (tmp_path / "x" / "checkpoint.json").unlink()

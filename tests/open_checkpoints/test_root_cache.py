@@ -80,9 +80,7 @@ def test_a_cached_root_that_is_damaged_later_is_refused(tmp_path: Path, context:
         ckptcore.open(tmp_path / "c", context=context)
 
 
-def test_a_copy_shares_the_cached_root_but_not_the_elements(
-    tmp_path: Path, context: Context, parsed: list[bytes]
-) -> None:
+def test_a_copy_shares_the_cached_root_but_not_elements(tmp_path: Path, context: Context, parsed: list[bytes]) -> None:
     array = np.arange(9)
     ckptcore.save(tmp_path / "c", {"w": array}, context=context)
     (tmp_path / "d").mkdir()
@@ -99,9 +97,7 @@ def test_a_copy_shares_the_cached_root_but_not_the_elements(
     assert len(parsed) == 1
 
 
-def test_a_root_with_parts_is_read_and_verified_each_time(
-    tmp_path: Path, context: Context, parsed: list[bytes]
-) -> None:
+def test_root_with_parts_is_read_and_verified_each_time(tmp_path: Path, context: Context, parsed: list[bytes]) -> None:
     ckptcore.save(tmp_path / "c", {f"w{number:0500}": np.full(2, number) for number in range(600)}, context=context)
     parts = [file for file in (tmp_path / "c").iterdir() if file.name.endswith(".tree.json")]
     assert len(parts) == 1

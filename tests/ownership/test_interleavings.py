@@ -180,7 +180,7 @@ def test_random_orders_with_killed_actors(
 
 @pytest.mark.parametrize(
     "place",
-    [memory, simulated, *[pytest.param(place, marks=pytest.mark.slow) for place in LEASED if place is not memory]],
+    [memory, *[pytest.param(place, marks=pytest.mark.slow) for place in (simulated, *LEASED) if place is not memory]],
 )
 def test_every_order_of_two_jobs(place: Place, tmp_path: Path) -> None:
     """One of the jobs owns the directory, or both own it one after the other."""

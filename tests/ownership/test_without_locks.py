@@ -184,9 +184,7 @@ def test_a_session_does_not_wait_for_a_running_session(process: Callable[[Clock]
     session(process(clock)).leave()
 
 
-def test_a_resumed_save_waits_for_the_lease_of_the_killed_save(
-    process: Callable[[Clock], Location], clock: FakeClock
-) -> None:
+def test_a_resumed_save_waits_for_lease_of_killed_save(process: Callable[[Clock], Location], clock: FakeClock) -> None:
     """An interrupted copy resumes with the same save id, and so with the same hidden directory."""
     claim, dead, location = new_claim(new_save_id()), clock.process(), process(clock)
     process(dead).commit_method.begin(process(dead), claim, False).store.put("w", b"1")
@@ -250,9 +248,7 @@ def test_the_lists_of_a_run_ask_once_for_locks(
     assert len(caplog.records) == 1
 
 
-def test_a_base_shares_the_storage_support_of_its_update(
-    process: Callable[[Clock], Location], clock: FakeClock
-) -> None:
+def test_a_base_shares_storage_support_of_its_update(process: Callable[[Clock], Location], clock: FakeClock) -> None:
     location = process(clock)
     base = base_location(location, Base("b", new_save_id()), Context())
     assert base.support is location.support

@@ -47,9 +47,7 @@ def test_collecting_after_each_save_equals_one_collection_at_the_end(
 
 
 @given(st.builds(EveryNSeconds, st.integers(1, 12)), histories(least_delay=-6))
-def test_every_n_seconds_is_stable_even_if_the_clock_goes_back(
-    policy: PreservationPolicy, steps: list[StepInfo]
-) -> None:
+def test_every_n_seconds_is_stable_even_if_clock_goes_back(policy: PreservationPolicy, steps: list[StepInfo]) -> None:
     assert collect_after_each_save(policy, steps) == collect_at_the_end(policy, steps)
 
 
@@ -80,18 +78,14 @@ def test_the_newest_step_is_never_deleted(
 
 
 @given(st.one_of(POLICIES, st.just(NOTHING)), histories(), st.floats(0, 2e3))
-def test_exactly_the_kept_steps_have_an_explanation(
-    policy: PreservationPolicy, steps: list[StepInfo], now: float
-) -> None:
+def test_exactly_kept_steps_have_an_explanation(policy: PreservationPolicy, steps: list[StepInfo], now: float) -> None:
     explained = explain(policy, steps, now)
     assert list(explained) == [info.step for info in steps]
     assert tuple(step for step, reasons in explained.items() if not reasons) == what_to_delete(policy, steps, now)
 
 
 @given(st.lists(SINGLE_POLICIES, min_size=1, max_size=4), histories(), st.floats(0, 2e3))
-def test_any_preservation_keeps_the_union(
-    policies: list[PreservationPolicy], steps: list[StepInfo], now: float
-) -> None:
+def test_any_preservation_keeps_union(policies: list[PreservationPolicy], steps: list[StepInfo], now: float) -> None:
     union = frozenset().union(*[policy.keep(steps, now) for policy in policies])
     assert AnyPreservation(policies).keep(steps, now) == union
 

@@ -98,9 +98,7 @@ def test_the_same_closest_steps_are_kept_as_by_orbax(interval: int, steps: list[
 
 
 @given(st.integers(1, 4), st.sampled_from(["min", "max"]), st.booleans(), histories())
-def test_the_same_best_steps_are_kept_as_by_orbax(
-    n: int, mode: Any, keep_unmeasured: bool, steps: list[StepInfo]
-) -> None:
+def test_same_best_steps_are_kept_as_by_orbax(n: int, mode: Any, keep_unmeasured: bool, steps: list[StepInfo]) -> None:
     measured = [
         StepInfo(info.step, info.created, {"loss": info.metrics["loss"]})
         if not math.isnan(info.metrics.get("loss", math.nan))

@@ -151,9 +151,7 @@ def test_private_directories_and_files_inside_stay_private(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["1", "1/model.safetensors", "1/checkpoint.json"])
-def test_no_user_has_more_access_while_a_save_writes(
-    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_user_has_more_access_while_save_writes(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(tmp_path / "1", {"n": 0})
     (tmp_path / path).chmod(0o700)
     open_new, modes = LocalStorage.open_new, []
@@ -185,9 +183,7 @@ def test_a_replaced_object_keeps_its_attributes(tmp_path: Path) -> None:
     assert _attributes(tmp_path / "a") == before
 
 
-def test_a_group_that_cannot_be_kept_gives_no_access_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_that_cannot_be_kept_gives_no_access_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -225,9 +221,7 @@ def _directories(tmp_path: Path, **files: int) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("private", "mode"), [(0o600, "0o600"), (0o640, "0o640"), (0o604, "0o604"), (0o644, "0o644")])
-def test_a_file_with_a_new_name_is_as_private_as_the_most_private_old_file(
-    tmp_path: Path, private: int, mode: str
-) -> None:
+def test_a_file_with_a_new_name_is_as_private_as_most_private_old_file(tmp_path: Path, private: int, mode: str) -> None:
     old, new = _directories(tmp_path, first=0o644, model=private)
     (new / "first").write_bytes(b"")
     (new / "below").mkdir()
@@ -344,9 +338,7 @@ def test_a_file_system_with_fixed_modes_is_no_error(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("call", ["listxattr", "getxattr"])
-def test_an_old_file_that_disappears_has_no_attributes(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_file_that_disappears_has_no_attributes(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def remove(*arguments: object, **options: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 

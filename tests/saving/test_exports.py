@@ -184,9 +184,7 @@ def test_each_checkpoint_needs_its_own_location(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", ["optimizer", "optimizer/weights"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_export_replaces_nothing_that_its_save_has_just_written(
-    overwrite: bool, inside: str, tmp_path: Path
-) -> None:
+def test_export_replaces_nothing_that_its_save_has_just_written(overwrite: bool, inside: str, tmp_path: Path) -> None:
     parts = {"model": {"w": np.ones(3)}, "optimizer": {"m": np.zeros(3)}}
     exports = [Export(location=tmp_path / "c" / inside, subtree="model")]
     with pytest.raises(InvalidLocationError, match="cannot use the directory of 'optimizer'.*Nothing was written"):

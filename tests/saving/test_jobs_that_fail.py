@@ -110,9 +110,7 @@ def test_the_ranks_stay_in_step_after_a_bad_name_on_one_rank(
     assert run_ranks(2, of_rank, timeout_seconds=20) == expected
 
 
-def test_all_ranks_raise_an_error_if_the_result_of_the_commit_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_raise_error_if_result_of_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = LocalStorage.rename
 
     def fail(self: LocalStorage, source: str, destination: str) -> None:

@@ -123,9 +123,7 @@ def test_100_percent_is_not_reported_before_the_commit(tmp_path: Path, monkeypat
     assert handle.progress.done < handle.progress.total == NBYTES
 
 
-def test_a_save_that_is_written_and_not_committed_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_written_and_not_committed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, go_on, rename = threading.Event(), threading.Event(), LocalStorage.rename
 
     def wait(self: LocalStorage, source: str, destination: str) -> None:

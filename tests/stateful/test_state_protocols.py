@@ -250,9 +250,7 @@ def test_a_restored_state_has_all_types_of_the_saved_one(tmp_path: Path) -> None
     ],
     ids=lambda value: f"{type(value).__module__}-{value.dtype}",
 )
-def test_restored_arrays_have_the_saved_dtype_in_the_framework_of_the_object(
-    own: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_restored_arrays_have_the_saved_dtype_in_the_framework_of_object(own: Any, saved: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper({"total": saved}))
     target = Keeper({"total": own})
     ckptcore.load_into(tmp_path / "step", target)

@@ -258,9 +258,7 @@ def test_a_throttled_request_never_arrives(store: _Store) -> None:
         (ResetAnswer(0.9), True),
     ],
 )
-def test_a_reset_breaks_the_connection_before_or_after_the_request(
-    fault: RequestFault, arrives: bool, store: _Store
-) -> None:
+def test_a_reset_breaks_connection_before_or_after_request(fault: RequestFault, arrives: bool, store: _Store) -> None:
     with through(store, fault) as (proxy, client):
         with pytest.raises((ConnectionError, http.client.IncompleteRead)):
             put(client, "/a", _BODY * 100)

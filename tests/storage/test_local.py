@@ -296,9 +296,7 @@ def test_links_from_a_checkpoint_to_its_neighbours_are_not_followed(
     assert storage.get("step_2/secret") == storage.get("secret") == b"secret"
 
 
-def test_a_link_cannot_leave_the_checkpoint_through_another_link(
-    tmp_path: Path, opens: None, storage: LocalStorage
-) -> None:
+def test_link_cannot_leave_checkpoint_through_another_link(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
     """The text of the first link stays inside the checkpoint, but the target of the second link has fewer parts."""
     storage.put("secret", b"secret")
     storage.put("step/sub/b", b"1")

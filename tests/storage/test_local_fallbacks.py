@@ -61,9 +61,7 @@ def test_the_storage_works_without_atomic_renames(
     check_without_atomic_renames(storage)
 
 
-def test_the_storage_works_without_functions_of_the_system(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_storage_works_without_functions_of_system(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     check_without_atomic_renames(storage)
 
@@ -324,9 +322,7 @@ def test_direct_reads_return_the_bytes_of_the_file(cold_file: Path, start: int, 
 
 
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_a_cold_file_is_read_whole_by_the_storage(
-    cold_file: Path, monkeypatch: pytest.MonkeyPatch, buffers: int
-) -> None:
+def test_a_cold_file_is_read_whole_by_storage(cold_file: Path, monkeypatch: pytest.MonkeyPatch, buffers: int) -> None:
     storage = open_local(str(cold_file.parent), StorageOptions())
     monkeypatch.setattr(ColdReader, "is_cold", lambda *_: True)
     data = pattern(SIZE)

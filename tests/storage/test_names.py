@@ -125,9 +125,7 @@ def test_exports_with_equal_names_are_refused_before_the_save_commits(within: bo
 
 
 @pytest.mark.parametrize("names", [("C",), ("hf", "HF")])
-def test_exports_with_equal_locations_are_refused_before_the_save_commits(
-    names: tuple[str, ...], merging: Path
-) -> None:
+def test_exports_with_equal_locations_are_refused_before_save_commits(names: tuple[str, ...], merging: Path) -> None:
     exports = [Export(location=merging / name) for name in names]
     with pytest.raises(NameCollisionError, match="as equal.*Nothing was written"):
         _save(merging / "c", {"w": _ONE}, strategy=WithExports(exports))

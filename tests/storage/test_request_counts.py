@@ -94,9 +94,7 @@ def test_sizes_are_requested_only_for_large_objects() -> None:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3", "dcp", "ocdbt"])
 @pytest.mark.parametrize("left", [0, 700, None])
-def test_the_error_for_a_truncated_or_missing_object_names_its_arrays(
-    layout: str, verify: bool, left: int | None
-) -> None:
+def test_error_for_a_truncated_or_missing_object_names_its_arrays(layout: str, verify: bool, left: int | None) -> None:
     far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
     state = small_arrays(5)
     ckptcore.save(LOCATION, state, layout=layout, context=far.context)

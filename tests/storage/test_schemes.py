@@ -79,9 +79,7 @@ def test_the_error_for_an_unknown_scheme_lists_the_installed_schemes(monkeypatch
 
 
 @pytest.mark.parametrize("location", [Path("s3://bucket/run"), "s3:/bucket/run", Path("file:///tmp/run"), "GS:/bucket"])
-def test_a_url_that_lost_a_slash_is_refused(
-    location: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_url_that_lost_slash_is_refused(location: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pathlib` removes a slash from URLs. Otherwise such a program would save to its local disk."""
     monkeypatch.chdir(tmp_path)
     for use in (lambda: ckptcore.save(location, {"w": 1}), lambda: ckptcore.Checkpointer(location)):

@@ -53,9 +53,7 @@ def test_a_result_that_differs_from_that_of_the_own_library_fails(
     assert (line.result, line.detail.startswith("owner: ")) == ("different", True)
 
 
-def test_a_copy_is_compared_if_the_own_library_is_not_installed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_compared_if_own_library_is_not_installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, metadata: object) -> tuple[str, object]:
         raise NotReadError("it is not installed")
 

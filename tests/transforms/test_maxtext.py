@@ -220,9 +220,7 @@ def test_the_inverse_removes_the_padding_of_a_vocabulary(tmp_path: Path) -> None
         ("Qwen3", qwen_to_maxtext(HEAD_DIM * 2), "heads of 16 elements: set head_dim to that"),
     ],
 )  # fmt: skip
-def test_a_model_of_another_family_is_refused(
-    kind: str, transforms: list[Transform], told: str, tmp_path: Path
-) -> None:
+def test_model_of_another_family_is_refused(kind: str, transforms: list[Transform], told: str, tmp_path: Path) -> None:
     publish(tmp_path / "published", kind)
     with pytest.raises(TransformError, match=told):
         ckptcore.copy(tmp_path / "published", tmp_path / "made", layout="safetensors", transforms=transforms)
@@ -245,9 +243,7 @@ def test_a_model_of_another_family_is_refused(
         ({}, None),
     ],
 )
-def test_the_size_of_heads_is_checked_against_the_config(
-    config: dict[str, Any], told: str | None, tmp_path: Path
-) -> None:
+def test_the_size_of_heads_is_checked_against_config(config: dict[str, Any], told: str | None, tmp_path: Path) -> None:
     publish(tmp_path, "Llama")
     (tmp_path / "config.json").write_text(json.dumps(config))
     transforms = llama_to_maxtext(HEAD_DIM, "default")

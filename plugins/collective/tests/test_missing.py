@@ -19,9 +19,7 @@ from ckptcore.errors import CheckpointError, MissingDistributionError, RankFaile
 from ckptcore.protocols import Coordinator
 
 
-def test_the_error_of_shared_loads_names_the_missing_distribution(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_shared_loads_names_missing_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("ckptcore_collective.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ckptcore_collective", None)

@@ -202,9 +202,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([Stack("l.{i}", "l.0", -1)], 2),
     ],
 )
-def test_messages_of_transformed_arrays_follow_the_storage_order(
-    large: Path, chain: list[Transform], times: int
-) -> None:
+def test_messages_of_transformed_arrays_follow_storage_order(large: Path, chain: list[Transform], times: int) -> None:
     expected: Any = ckptcore.load(large, transforms=chain)
     reports = [LoadReport() for _ in range(4)]
     asked = {"l.0": AbstractArray(expected["l.0"].shape, expected["l.0"].dtype)}

@@ -219,9 +219,7 @@ def test_a_job_of_one_process_reads_without_collectives(saved: Path) -> None:
     assert_same_tree(ckptcore.load(saved, context=Context(job=JobOptions(reads="broadcast"))), STATE)
 
 
-def test_all_ranks_restart_the_load_of_a_checkpoint_that_is_replaced_meanwhile(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_restart_load_of_checkpoint_replaced_meanwhile(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptcore_collective.broadcasts import Broadcasts
 
     run = Broadcasts.run

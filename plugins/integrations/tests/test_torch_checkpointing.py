@@ -6,8 +6,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError
+from tests.jobs.torch_scripts import run_script
 
 HERE = Path(__file__).parent
 STATE: dict[str, Any] = {"model": {"w": torch.arange(6000.0).reshape(60, 100)}, "step": 3}
@@ -264,15 +263,7 @@ def test_two_ranks_save_and_load(tmp_path: Path) -> None:
     with gcs_server(tmp_path) as server:
         bucket = server.create_bucket()
         for task in ("save", "load"):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            job = [str(HERE / "torch_checkpointing_job.py"), task, f"gs://{bucket}/run/step_7"]
-            done = subprocess.run(
-                [*command, *job, str(server.options["endpoint"])],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=400,
-                check=False,
-            )
+            job = HERE / "torch_checkpointing_job.py", task, f"gs://{bucket}/run/step_7"
+            done = run_script(2, *job, str(server.options["endpoint"]))
             assert done.returncode == 0, done.stderr[-6000:]
             assert done.stdout.count(f"{task} of a rank is done") == 2

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckptcore
+from tests.jobs.torch_scripts import run_script, run_torchrun
 
 pytestmark = pytest.mark.system
 
 HERE = Path(__file__).parent
+PROGRAM = HERE / "torch_dcp_job.py"
 
 
-def launch(size: int, task: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a task in several processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return subprocess.run(
-        [*command, str(HERE / "torch_dcp_job.py"), task, str(directory), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-
-
-def run(size: int, task: str, directory: Path) -> None:
+def run(size: int, task: str, directory: Path, start: Callable[..., Any] = run_script) -> None:
     """Run a task that must succeed on every rank."""
-    done = launch(size, task, directory)
+    done = start(size, PROGRAM, task, directory)
     assert done.returncode == 0, done.stderr[-6000:]
     assert len(list(directory.glob(f"{task}.*"))) == size
 
@@ -46,7 +37,7 @@ def test_groups_of_a_job(tmp_path: Path) -> None:
 
 
 def test_another_dtype_on_each_rank(tmp_path: Path) -> None:
-    run(2, "dtypes", tmp_path)
+    run(2, "dtypes", tmp_path, run_torchrun)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -59,8 +50,8 @@ def test_every_rank_raises_the_error_of_the_failed_rank(tmp_path: Path, size: in
     [(0, 4), *[pytest.param(*parameters, marks=pytest.mark.slow) for parameters in ((0, 1), (1, 1), (1, 2))]],
 )
 def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, event: int) -> None:
-    done = launch(2, "killed", tmp_path, str(victim), str(event))
-    assert "SIGKILL" in done.stderr
+    done = run_script(2, PROGRAM, "killed", tmp_path, str(victim), str(event))
+    assert done.codes[victim] == -signal.SIGKILL, done.stderr[-6000:]
     assert ckptcore.verify(tmp_path / "saved").ok
     assert ckptcore.load(tmp_path / "saved")["step"] == 1
 

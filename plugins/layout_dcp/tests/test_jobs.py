@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import ckptcore
+from tests.jobs.torch_scripts import run_script, run_torchrun
 
 pytestmark = pytest.mark.system
 
 HERE = Path(__file__).parent
 
 
-def launch(program: str, size: int, *arguments: str | Path) -> None:
+def launch(program: str, size: int, *arguments: str | Path, start: Callable[..., Any] = run_script) -> None:
     """Run a program in several processes.
 
     Raises:
         AssertionError: a process failed; contains their output.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / program), *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = start(size, HERE / program, *arguments)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
@@ -45,13 +36,15 @@ def losses(directory: Path, task: str, size: int) -> list[float]:
     return losses_of_task
 
 
-def resumed(directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...]) -> None:
+def resumed(
+    directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...], start: Callable[..., Any] = run_script
+) -> None:
     """Save with one library, and resume with the other in several process counts. All losses must agree."""
     loader = {"ckptcore": "load-torch", "torch": "load-ckptcore"}[saver]
-    launch("fsdp_job.py", saved_by, f"save-{saver}", directory)
+    launch("fsdp_job.py", saved_by, f"save-{saver}", directory, start=start)
     expected = losses(directory, f"save-{saver}", saved_by)
     for size in sizes:
-        launch("fsdp_job.py", size, loader, directory)
+        launch("fsdp_job.py", size, loader, directory, start=start)
         assert losses(directory, loader, size) == expected, size
 
 
@@ -72,7 +65,7 @@ def _expect_weights_in_slices(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_ckptcore_resumes_in_fewer_processes(tmp_path: Path) -> None:
-    resumed(tmp_path, "torch", 2, (1,))
+    resumed(tmp_path, "torch", 2, (1,), run_torchrun)
 
 
 @pytest.mark.slow

@@ -107,8 +107,8 @@ def test_names_give_the_tree_that_torch_rebuilds(state: dict[str, Any]) -> None:
     try:
         flat, paths = flatten_state_dict(state)
         expected = unflatten_state_dict(dict(flat), paths)
-    except (ValueError, TypeError, AttributeError, KeyError):  # the mapping has both 1 and "1" as keys
-        return
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
+        return  # the mapping has both 1 and "1" as keys, so torch stores values in a tensor, or in a value
     if any(path != other and other[: len(path)] == path for path in paths.values() for other in paths.values()):
         return  # ckptcore rejects it, while torch loses one of the two entries without an error
     subtrees = {name: _tree(value) for name, value in flat.items()}

@@ -255,9 +255,7 @@ def test_nothing_is_lost_if_both_libraries_save_in_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), list(itertools.product([(2, 3), (3, 2), (6,), (2, 3, 1)], [torch.float32, torch.bfloat16]))[1:]
 )
-def test_another_shape_or_dtype_is_an_error_with_its_path(
-    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_another_shape_or_dtype_is_error_with_path(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """torch would cast the elements without an error."""
     saved({"model": {"w": torch.randn(2, 3)}}, tmp_path / "c")
     if shape == (2, 3):

@@ -76,9 +76,7 @@ def _no_dtype(name: str) -> None:
     raise ValueError(f'No TensorStore data type with name: "{name}"')
 
 
-def test_dtypes_that_tensorstore_lacks_are_refused_before_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dtypes_that_tensorstore_lacks_are_refused_before_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older versions of tensorstore lack some dtypes. Uncompressed arrays do not need tensorstore."""
     monkeypatch.setattr(tensorstore, "dtype", _no_dtype)
     state = {"packed": np.arange(3, dtype=np.float32).astype(ml_dtypes.float8_e3m4)}

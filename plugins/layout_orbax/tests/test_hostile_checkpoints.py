@@ -117,9 +117,7 @@ def ended_pipe(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("what", ["file", "directory"])
 @pytest.mark.parametrize("stores_fill_value", [True, False])
-def test_a_chunk_that_is_a_link_to_the_outside(
-    what: str, codecs: str, stores_fill_value: bool, secret: Path, tmp_path: Path
-) -> None:
+def test_chunk_link_to_outside(what: str, codecs: str, stores_fill_value: bool, secret: Path, tmp_path: Path) -> None:
     location = checkpoint(
         tmp_path / "inside" / "checkpoint",
         {
@@ -145,9 +143,7 @@ def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("what", ["link", "pipe"])
-def test_a_data_file_of_a_database_that_is_a_link_or_a_pipe(
-    what: str, codecs: str, secret: Path, tmp_path: Path
-) -> None:
+def test_a_data_file_of_a_database_that_is_a_link_or_pipe(what: str, codecs: str, secret: Path, tmp_path: Path) -> None:
     elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many for an inline value
     location = database(
         tmp_path / "inside" / "checkpoint",

@@ -22,9 +22,7 @@ class Iterator:
         """Read nothing."""
 
 
-def test_a_save_of_an_asynchronous_object_names_the_distribution(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_save_of_an_asynchronous_object_names_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for imported in [name for name in sys.modules if name.startswith("ckptcore_orbax.")]:
         monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, "ckptcore_orbax", None)

@@ -155,9 +155,7 @@ def test_names_that_are_too_long_for_a_database_are_refused(tmp_path: Path) -> N
     ],
     ids=["axes", "axes of bytes", "extents"],
 )
-def test_arrays_that_no_load_supports_are_refused_before_the_write(
-    layout: Layout, spec: ArraySpec, reason: str
-) -> None:
+def test_arrays_that_no_load_supports_are_refused_before_write(layout: Layout, spec: ArraySpec, reason: str) -> None:
     """NumPy supports 64 axes, and tensorstore 32. An earlier version committed checkpoints that could not be loaded."""
     skeleton = Node("dict", ("x",), (LEAF,))
     with pytest.raises(UnsupportedLeafError, match=reason):

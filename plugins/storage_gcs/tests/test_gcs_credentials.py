@@ -149,9 +149,7 @@ def test_a_token_in_the_options(guarded: StrictGcs, tokens: TokenService) -> Non
     assert tokens.asked == []
 
 
-def test_an_emulator_needs_no_credentials(
-    gcs: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulator_needs_no_credentials(gcs: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.url.removeprefix("http://"))
     storage = GcsPlugin().open("gs://bucket/run", StorageOptions())
     _works(storage)

@@ -167,9 +167,7 @@ def test_a_host_stores_each_of_its_elements_once(data: st.DataObject) -> None:
         assert (counts == held).all(), "each element that a host holds is on it once"
 
 
-def test_a_failed_plan_on_one_rank_fails_the_save_on_all(
-    tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_plan_on_one_rank_fails_save_on_all(tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = TreeDescription.plan
 
     def plan(self: TreeDescription, rank: int, size: int, save_id: str) -> WritePlan:

@@ -57,9 +57,7 @@ def fail_at(watch: Watch, step: int, error: type[StorageError]) -> None:
 
 @pytest.mark.parametrize("closed", [1, 3], ids=["old", "newest"])
 @pytest.mark.parametrize("error", [ObjectUnavailableError, StoragePermissionError])
-def test_a_run_opens_despite_an_unreadable_far_step(
-    closed: int, error: type[StorageError], near: str, far: str
-) -> None:
+def test_a_run_opens_despite_unreadable_far_step(closed: int, error: type[StorageError], near: str, far: str) -> None:
     watch = Watch()
     context, tier = watched(watch), NearTier(near, preservation_policy=PreserveAll())
     with Checkpointer(TieredDirectory(tier, through(far)), context=context) as run:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch.distributed as dist
 
+from tests.jobs.torch_scripts import run_script, run_torchrun
+
 
 class Torchrun(Protocol):
-    """A function that runs a program with torchrun, and asserts that all processes succeed."""
+    """A function that runs a program as torchrun does, and asserts that all processes succeed."""
 
     def __call__(self, processes: int, program: str | Path, *arguments: str | Path, max_restarts: int = 0) -> None: ...
 
 
 @pytest.fixture(scope="session")
 def torchrun() -> Torchrun:
-    """Return a function that runs a program with torchrun, and asserts that all processes succeed."""
+    """Return a function that runs a program as torchrun does, and asserts that all processes succeed.
+
+    Only jobs with restarts are started by torchrun itself, because that takes seconds longer.
+    """
 
     def run(processes: int, program: str | Path, *arguments: str | Path, max_restarts: int = 0) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command += ["--max-restarts", str(max_restarts), str(program), *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        done: Any
+        if max_restarts:
+            done = run_torchrun(processes, program, *arguments, max_restarts=max_restarts, timeout=600)
+        else:
+            done = run_script(processes, program, *arguments, timeout=600)
         assert done.returncode == 0, done.stderr[-6000:]
 
     return run

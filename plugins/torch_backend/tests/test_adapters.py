@@ -266,9 +266,7 @@ def test_loaded_arrays_and_config_come_from_the_same_save(
     assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
 
 
-def test_an_adapter_that_is_replaced_during_each_attempt_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_that_is_replaced_during_each_attempt_is_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.ones(4, 2)}
     save_adapter(tmp_path / "a", state, CONFIG)
     load = ckptcore.load

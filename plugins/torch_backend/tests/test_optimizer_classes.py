@@ -264,9 +264,7 @@ def test_a_wrapper_without_options_and_hooks_loads(tmp_path: Path, wrap: Callabl
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, prepared])
-def test_the_class_of_the_optimizer_in_a_wrapper_is_checked(
-    tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]
-) -> None:
+def test_the_class_of_optimizer_in_a_wrapper_is_checked(tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]) -> None:
     ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
     inner = run("SGD", 1)[1]
     with pytest.raises(TreeMismatchError, match="another class of optimizer than SGD"):

@@ -239,9 +239,7 @@ def _loaded(
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 20])
 @pytest.mark.parametrize("name", CASES)
-def test_a_load_reads_the_needed_bytes_only(
-    saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None
-) -> None:
+def test_a_load_reads_needed_bytes_only(saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None) -> None:
     directory, state = saved
     make, expected, axis, of_all, of_one = CASES[name]
     whole, chain = expected(state), make(directory)

@@ -189,9 +189,7 @@ def test_listing_chunks_stops_when_the_client_disconnects() -> None:
         ("checkpoint", {"at": "1"}),
     ],
 )
-def test_no_document_is_made_after_the_client_disconnects(
-    name: str, parameters: dict[str, str], tmp_path: Path
-) -> None:
+def test_no_document_is_made_after_client_disconnects(name: str, parameters: dict[str, str], tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"w": np.ones(4)})
         checkpointer.save(2, {"w": np.zeros(4), "b": 1})

@@ -379,9 +379,7 @@ def test_numbers_of_arrays_are_refused_after_a_replacement(checkpoint: Path, doc
             load(name, at="", leaf=0, version=version)
 
 
-def test_differences_change_when_a_checkpoint_is_replaced(
-    checkpoint: Path, tmp_path: Path, documents: Documents
-) -> None:
+def test_differences_change_when_checkpoint_is_replaced(checkpoint: Path, tmp_path: Path, documents: Documents) -> None:
     ckptcore.save(tmp_path / "other", state())
     load = documents(checkpoint, other=str(tmp_path / "other"))
     assert load("differences", at="", other=OTHER)["count"] == 0

@@ -111,9 +111,7 @@ def test_a_report_of_a_folder_of_runs(run: Path, tmp_path: Path) -> None:
     assert "statistics" not in names(documents)
 
 
-def test_the_read_limit_counts_the_arrays_of_all_steps(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_read_limit_counts_arrays_of_all_steps(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = ckptcore.metadata(run / "30").nbytes
     for limit, is_read in ((3 * nbytes, True), (3 * nbytes - 1, False)):
         monkeypatch.setattr("ckptcore_view.report._READ_BYTES", limit)
@@ -215,9 +213,7 @@ def test_a_report_of_one_file_does_not_replace_it(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", tmp_path / "model.safetensors")
 
 
-def test_the_read_limit_counts_all_checkpointables_and_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_limit_counts_all_checkpointables_and_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {name: {"w": np.ones(10)} for name in "abc"})
     for location, compare in (("c", None), ("c", "c")):
         for limit, is_read in ((240 * (2 if compare else 1), True), (239 * (2 if compare else 1), False)):

@@ -169,9 +169,7 @@ def test_automatic_numbers_continue_after_a_load(
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 @pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
-def test_the_checkpoint_that_was_just_saved_is_never_deleted(
-    tmp_path: Path, limit: int, *, in_background: bool
-) -> None:
+def test_checkpoint_that_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_background: bool) -> None:
     run = Run(tmp_path, total_limit=limit)
     run.accelerator.save_in_background = in_background
     run.project.iteration = 7

@@ -186,9 +186,7 @@ def test_a_load_finds_a_replacement_that_was_killed_at_a_url(
 
 @pytest.mark.parametrize("start", ["", "file://"])
 @pytest.mark.parametrize("of_lightning", [False, True])
-def test_a_deleted_checkpoint_is_not_restored_from_a_replacement(
-    tmp_path: Path, start: str, *, of_lightning: bool
-) -> None:
+def test_deleted_checkpoint_is_not_restored_from_replacement(tmp_path: Path, start: str, *, of_lightning: bool) -> None:
     io, location = CkptcoreIO(), f"{start}{tmp_path}/a.ckpt"
     (TorchCheckpointIO() if of_lightning else io).save_checkpoint({"w": 1}, location)
     io.save_checkpoint({"w": 2}, f"{start}{tmp_path}/a.replacing.ckpt")  # as left by a killed process

@@ -329,9 +329,7 @@ class Data(lightning.LightningDataModule):  # type: ignore[misc]  # without type
         return loader()
 
 
-def test_modules_and_data_are_created_from_their_hyperparameters(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_modules_and_data_are_created_from_hyperparameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = Described(
         3, Path("/data"), Mode.EXACT, torch.nn.functional.mse_loss, sizes=np.arange(3), layer=torch.nn.ReLU()
     )

@@ -263,8 +263,8 @@ def read_items(
 ) -> Iterator[int]:
     """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
 
-    Verifies the CRC-32 of the elements of an item, unless only a part of them is read. Adds the leaf and the storage of
-    items that are not verified to `unverified`.
+    Verifies the CRC-32 of an item if the item is read as a whole. Adds the leaf and the storage of every other item to
+    `unverified`: items read in part, large uncompressed items that are gathered, and items without a CRC-32.
 
     Raises:
         CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.

@@ -65,8 +65,8 @@ class NearTier:
             step that is being uploaded. If there are more, the oldest are not uploaded.
         close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads and
             deletions. None: until all are done. 0: do not wait; the next run uploads the steps.
-            If the far directory does not answer, `close` takes at most 5 seconds more to stop the
-            upload and to release the directories.
+            If the far directory does not answer, `close` takes about 6 seconds more: 5 to stop
+            the upload, and 1 to release the directory.
         seen_by: the processes that share one near directory: ``"job"`` for all processes of the job,
             ``"host"`` for all processes on one host. With ``"host"`` each host has a part of a step, and a step is
             complete if all hosts have their parts.

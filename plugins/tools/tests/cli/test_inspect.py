@@ -85,9 +85,7 @@ def test_names_with_dots_are_shown_as_a_tree(run: Run, tmp_path: Path) -> None:
         ("HALF", []),
     ],
 )
-def test_a_filter_chooses_leaves(
-    run: Run, run_json: RunJson, checkpoint: Path, pattern: str, leaves: list[str]
-) -> None:
+def test_filter_chooses_leaves(run: Run, run_json: RunJson, checkpoint: Path, pattern: str, leaves: list[str]) -> None:
     code, document = run_json(InspectDocument, "inspect", checkpoint, "--filter", pattern)
     assert (code, [leaf["path"] for leaf in document["leaves"]]) == (0, leaves)
     assert document["totals"]["arrays"] == 4

@@ -133,9 +133,7 @@ def test_every_error_has_an_exit_code_of_failure() -> None:
         assert exit_code_of(kind.__new__(kind)) not in (ExitCode.OK, ExitCode.FOUND, ExitCode.USAGE, ExitCode.BUG)
 
 
-def test_a_bug_has_another_exit_code_than_a_difference(
-    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bug_has_another_exit_code_than_difference(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(location: object, context: object) -> None:
         raise RuntimeError("oh dear")
 

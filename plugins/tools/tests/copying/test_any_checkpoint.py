@@ -23,9 +23,7 @@ _PAIRS: Final = list(itertools.product(["file", "memory"], repeat=2))
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @hypothesis.settings(max_examples=6, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(tree=trees(), pair=st.sampled_from(_PAIRS), several=st.booleans())
-def test_a_copy_loads_like_the_original(
-    layout: str, tree: Any, pair: tuple[str, str], several: bool, tmp_path: Path
-) -> None:
+def test_copy_loads_like_original(layout: str, tree: Any, pair: tuple[str, str], several: bool, tmp_path: Path) -> None:
     here, there = (new_place(scheme, tmp_path) for scheme in pair)
     context = ckptcore.Context(durability="none")
     try:

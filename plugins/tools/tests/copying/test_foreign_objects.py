@@ -50,9 +50,7 @@ def _hide_all_but_the_claim(patch: pytest.MonkeyPatch, location: str) -> None:
     patch.setattr(MemoryStorage, "list", list_keys)
 
 
-def test_objects_hidden_by_a_stale_list_are_not_part_of_the_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_hidden_by_a_stale_list_are_not_part_of_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, there = (new_place("memory", tmp_path) for _ in range(2))
     ckptcore.save(source, _state(2), context=_FAST)
     _leave_dead_save(there)

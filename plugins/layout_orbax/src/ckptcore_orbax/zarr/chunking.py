@@ -97,7 +97,7 @@ def read_chunk_shape(
     axis with most shards, into up to 64 pieces, because another mesh is most likely to divide that
     axis further. The other sharded axes follow. If that is not enough, all axes are divided without the limit of 64, in
     the same order. Among axes with equally many shards, leading axes are divided first, so that rows stay contiguous.
-    Pieces have at most `chunk_bytes`, and more than half of that if the factors of the extents allow. Their number is a
+    Pieces have at most `chunk_bytes`, and usually more than half of that. Their number is a
     multiple of a high power of two, because the sizes of meshes are usually doubled.
 
     Args:

@@ -87,7 +87,8 @@ def copy_steps(
     Args:
         source, destination: the directories of steps, as paths or URLs.
         steps: the steps to copy. None: all committed steps.
-        step_names: the naming of the steps. None: the usual names, or one other prefix.
+        step_names: the naming of the steps. None: the usual names. If no step has one, steps with another prefix are
+            copied, if only one prefix has checkpoints.
         overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
         if_in_use: what to do if another job owns the destination; see `Checkpointer`.
         progress: see `copy`. The total is an estimate until the last step: it assumes that later steps have the size of
