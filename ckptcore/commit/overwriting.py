@@ -360,6 +360,9 @@ class PlacedObjects:
         unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
         if unowned:
             self._directories.delete_unchanged(unowned)
+            # The journal is deleted next. If the power failed, these files could return, and nothing would name them.
+            with suppress(ObjectNotFoundError):  # another process has removed the checkpoint
+                self._directories.sync_directory(self._name)
 
     def _stamps(self, directory: str, keys: Sequence[str]) -> dict[str, str]:
         stamps = self._directories.stamps([f"{directory}/{key}" for key in keys])

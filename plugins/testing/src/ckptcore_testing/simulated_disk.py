@@ -20,6 +20,9 @@ from ckptcore_testing.faults import SimulatedCrash
 _PAGE_BYTES: Final = 4096
 
 
+_NUMBERS: Final = itertools.count(1)
+
+
 @dataclass(eq=False, slots=True)
 class DiskFile:
     """A file.
@@ -28,10 +31,12 @@ class DiskFile:
         data: the data that readers see.
         durable: the data at the last sync, which survives if `data` does not change afterwards. None before the first
             sync.
+        number: identifies the file, also after a power loss, as an inode number does.
     """
 
     data: bytearray = field(default_factory=bytearray)
     durable: bytes | None = None
+    number: int = field(default_factory=lambda: next(_NUMBERS))
 
 
 @dataclass(eq=False, slots=True)
@@ -193,7 +198,7 @@ class SimulatedDisk:
                     return nodes[id(node)]
                 if isinstance(node, DiskFile):
                     survived = _surviving_bytes(node, chance, data)
-                    nodes[id(node)] = file = DiskFile(bytearray(survived), survived)
+                    nodes[id(node)] = file = DiskFile(bytearray(survived), survived, node.number)
                     return file
                 nodes[id(node)] = directory = DiskDirectory()
                 for name, entry in copies.get(id(node), node).durable.items():

@@ -297,7 +297,7 @@ class SimulatedStorage(StorageBackend):
         with self._disk.lock:
             nodes = {key: self._find(self._path(key)) for key in keys}
         return {
-            key: f"{id(file)}-{_tag(bytes(file.data))}" for key, file in nodes.items() if isinstance(file, DiskFile)
+            key: f"{file.number}-{_tag(bytes(file.data))}" for key, file in nodes.items() if isinstance(file, DiskFile)
         }
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
