@@ -185,8 +185,8 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
     """Return the formats of the checkpoints that use a whole directory with the given names.
 
-    The value of each format is the name in the directory by which its checkpoint can be loaded alone. ``ITEM`` stands
-    for the name of an item. The value is empty if there is no such name. See `directory_kind` for `names`.
+    For each format, the result has the name in the directory that loads its checkpoint alone, or an empty text if no
+    name does. ``ITEM`` stands for the name of an item. See `directory_kind` for `names`.
     """
     formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:

@@ -292,7 +292,7 @@ def derive(
             path = format_path(tree.paths[leaf])
             raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {spec or 'missing'}")
     if source.derived is not None:
-        description = f"{source.derived.description}\n{description}".strip("\n")
+        description = "\n".join(filter(None, (source.derived.description, description)))
     limit = most_bytes or _DEFAULT_BYTES
     derived = Derived(tree, (source, *additional), derivations, values, limit, description, changes or {}, is_builtin)
     return dataclasses.replace(source, tree=tree, derived=derived, read_instead=derived.read)

@@ -241,7 +241,9 @@ def test_an_entry_that_cannot_be_read_does_not_hide_the_others(directory: str) -
 
 
 @pytest.mark.parametrize("key", ["epoch=0-step=5.ckpt", "100/rank.metadata", "ppo_100/rank.metadata", "ckpt_3.pt"])
-def test_error_names_steps_of_layout_not_installed(directory: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_steps_of_a_layout_that_is_not_installed(
+    directory: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_of(directory).put(key, b"x")
     assert CheckpointReader(directory).latest is None
     monkeypatch.setattr("ckptcore.distributions.find_spec", lambda package: None)

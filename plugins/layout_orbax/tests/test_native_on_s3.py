@@ -192,7 +192,9 @@ def test_specs_of_addresses(url: str, options: Any, spec: Any, monkeypatch: pyte
     assert native_spec(StorageAddress(url, options)) == spec
 
 
-def test_tensorstore_uses_a_gcs_endpoint_only_if_the_environment_names_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorstore_uses_a_gcs_endpoint_only_if_the_environment_names_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:1/")
     assert native_spec(StorageAddress("gs://bucket/", {"endpoint": "http://127.0.0.1:1"})) is not None
     assert native_spec(StorageAddress("gs://bucket/")) is None

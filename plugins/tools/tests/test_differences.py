@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import sealed
 
 import ckptcore
+from ckptcore.errors import CorruptCheckpointError
 
 DIFF: Any = ckptcore.diff
 
@@ -57,6 +60,19 @@ def test_long_lists_of_numbers(tmp_path: Path) -> None:
     assert (first.path, first.kind, first.a, first.distance) == ("d", "values", "2,000 int", None)
     assert (second.path, second.kind, second.b, second.elements) == ("v", "values", "2,000 int", 2000)
     assert (second.distance.differing, second.distance.largest) == (1, 1999.0)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"items": {"int": [9, "AAAA"]}}, {"items": {"float": "!"}}], ids=str)
+def test_a_damaged_list_is_an_error(damaged: Any, tmp_path: Path) -> None:
+    for name in "ab":
+        ckptcore.save(tmp_path / name, {"list": list(range(1000))})
+    path = tmp_path / "b" / "checkpoint.json"
+    root = json.loads(path.read_bytes())
+    (value,) = root["tables"]["tree"]["values"]
+    value[2] = damaged
+    path.write_bytes(sealed(root))
+    with pytest.raises(CorruptCheckpointError, match="a saved list"):
+        ckptcore.diff(tmp_path / "a", tmp_path / "b")
 
 
 def test_progress_ends_at_the_total(two: tuple[Path, Path]) -> None:

@@ -345,9 +345,6 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
         yield _difference(path, "kind", format_leaf_type(a), format_leaf_type(b))
     elif (summary := column_summary(a)) is not None and a.value != b.value:
         difference = _difference(path, "values", summary, column_summary(b))
-        if "damaged" in (summary, column_summary(b)):
-            yield difference
-            return
         numbers_a, numbers_b = column_array(a), column_array(b)
         if numbers_a is not None and numbers_b is not None and numbers_a.shape == numbers_b.shape:
             measured = distance(numbers_a, numbers_b, Tolerance())

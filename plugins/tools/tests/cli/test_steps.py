@@ -115,7 +115,9 @@ def test_last_shows_only_the_newest_steps(run: Run, run_json: RunJson, directory
     assert run("steps", directory, "--last", 0).exit_code == 2
 
 
-def test_roots_of_omitted_steps_not_read(run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roots_of_omitted_steps_are_not_read(
+    run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_run(tmp_path / "run", dict.fromkeys(range(1, 20), 0.5))
     read = []
 

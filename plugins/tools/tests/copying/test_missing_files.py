@@ -104,7 +104,9 @@ def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", _ITEMS.values(), ids=_ITEMS.keys())
-def test_checkpointable_missing_is_error(missing: _Missing, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpointable_that_is_missing_is_an_error(
+    missing: _Missing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The test also follows the remedy in the error."""
     name = missing.removed
     source = _without(missing, tmp_path / "c")

@@ -144,7 +144,6 @@ class _Collector:
         self._unmatched = set(filters or ())
         self._documents: dict[str, Document] = {}
         self._versions: dict[str, str] = {}
-        self._reads_all = True
         self._rows_left = _MAX_ROWS
         self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
         """Place and number of each array that was read. A key is the place within the step, and the array's path."""
@@ -168,7 +167,6 @@ class _Collector:
 
         If the caller chose no arrays, the arrays of runs are not read, because all runs together may have many.
         """
-        self._reads_all = False
         runs = self._add("runs", **self._policy)
         self._documents[_key("runs")] = runs
         for run in runs["runs"]:
@@ -234,28 +232,28 @@ class _Collector:
         self._documents[_key(name, **parameters)] = document
         return document
 
-    def _add_checkpoint(self, place: str, steps: Sequence[str]) -> None:
+    def _add_checkpoint(self, place: str, steps: Sequence[str], *, reads_all: bool = True) -> None:
+        """Add a checkpoint and the checkpointables in it. `reads_all`: read all arrays if none are chosen."""
         checkpoint = self._add("checkpoint", at=place)
         if checkpoint["kind"] == "tree":
-            self._add_tree(place, steps)
+            self._add_tree(place, steps, reads_all=reads_all)
             return
         parts = checkpoint.get("checkpointables", ())
         nbytes = sum(part["nbytes"] for part in parts if part["kind"] == "tree")
-        reads_all = self._reads_all
-        self._reads_all = reads_all and nbytes * self._times(steps) <= _READ_BYTES
+        reads_all = nbytes * self._times(steps) <= _READ_BYTES
         for part in parts:
             for directory in part["places"][:1]:
-                self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
-        self._reads_all = reads_all
+                self._add_checkpoint(f"{place}/{directory}" if place else directory, steps, reads_all=reads_all)
 
     def _times(self, steps: Sequence[str]) -> int:
         """Return the number of checkpoints to read."""
         return max(1, len(steps)) + bool(self._viewed.other)
 
-    def _add_tree(self, place: str, steps: Sequence[str]) -> None:
+    def _add_tree(self, place: str, steps: Sequence[str], *, reads_all: bool) -> None:
         tree = self._add("tree", at=place)
         self._versions[place] = tree.get("version", "")
-        described, read = self._viewed.read(place, lambda open_tree: self._choose(open_tree, self._times(steps)))
+        times = self._times(steps)
+        described, read = self._viewed.read(place, lambda open_tree: self._choose(open_tree, times, reads_all))
         opened_paths = self._viewed.read(place, lambda open_tree: open_tree.tree.paths)
         for leaf in described:
             self._add("array", at=place, leaf=leaf)
@@ -279,12 +277,12 @@ class _Collector:
             if leaf in in_both:
                 self._add("difference", at=place, other=other, leaf=leaf)
 
-    def _choose(self, open_tree: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _choose(self, open_tree: OpenTree, times: int, reads_all: bool) -> tuple[Sequence[int], Sequence[int]]:
         """Return the arrays to describe, and the arrays to read. `times`: number of checkpoints that are read."""
         tree = open_tree.tree
         arrays = [leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)]
         if self._filters is None:
-            reads_all = self._reads_all and tree.nbytes * times <= _READ_BYTES
+            reads_all &= self._viewed.kind != "runs" and tree.nbytes * times <= _READ_BYTES
             return arrays[:_MAX_ARRAYS], arrays[:_MAX_ARRAYS] if reads_all else ()
         chosen: set[int] = set()
         for pattern, choose in self._filters.items():
