@@ -57,7 +57,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ByteProgress
@@ -66,6 +66,7 @@ from ckptcore.redaction import redacted, redacted_location
 __all__ = [
     "ERROR_CHARACTERS",
     "MAX_EVENTS",
+    "BeginObserver",
     "Event",
     "Observer",
     "Operation",
@@ -153,7 +154,22 @@ class Event:
 
 Observer: TypeAlias = Callable[[Event], None]
 """A function that is called with each event, on the thread where the phase ended. Several threads may call it
-concurrently. It should be quick, because the operation waits for it. Its errors are logged and not raised."""
+concurrently. It should be quick, because the operation waits for it. Its errors are logged and not raised. An observer
+may be a `BeginObserver`, too."""
+
+
+@runtime_checkable
+class BeginObserver(Protocol):
+    """An `Observer` that also hears when phases begin, such as one that looks for phases that do not end."""
+
+    def __call__(self, event: Event) -> None:
+        """See `Observer`."""
+
+    def began(self, event: Event) -> None:
+        """Called when a phase begins, on the thread that enters it. `seconds` is 0, and `nbytes` may be None.
+
+        The event with which the phase ends has the same `phase`, `operation_id` and `began`.
+        """
 
 
 class RunningPhase:
@@ -173,6 +189,8 @@ class RunningPhase:
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
+        if self._recording._begin_observers:
+            self._recording._begin(self._name, self._began, self.nbytes)
         return self
 
     def __exit__(
@@ -209,7 +227,8 @@ class Recording:
         self.save_id = save_id
         self.progress = progress
         self._observers = tuple(observers)
-        self._failing: set[int] = set()  # by position
+        self._begin_observers = tuple([observer for observer in self._observers if isinstance(observer, BeginObserver)])
+        self._failing: list[Observer] = []  # may not be hashable
         self._operation_id = os.urandom(8).hex()
         # Store tuples: creating an Event costs more than the rest of a phase, and often it is never read.
         # Appending to a list and copying it are atomic, so no lock is needed.
@@ -217,6 +236,8 @@ class Recording:
         self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
+        if self._begin_observers:
+            self._begin(operation, self._began, None)
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
         """Return a phase. Enter it on the thread that does the work. Costs about a microsecond without observers.
@@ -245,6 +266,10 @@ class Recording:
         """The phases that have ended, in the order in which they ended. A checkpoint stores them as its timeline."""
         return tuple([self._event(row) for row in list(self._rows)])
 
+    def _begin(self, name: Phase, began: float, nbytes: int | None) -> None:
+        for observer in self._begin_observers:
+            self._report(observer.began, self._event((name, began, 0.0, nbytes, None)))
+
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
         row = (name, began, time.perf_counter() - began, nbytes, None if error is None else _describe(error))
         self._rows.append(row)
@@ -253,17 +278,17 @@ class Recording:
             event = self._event(row)
             if debugging:
                 _log(event)
-            for position, observer in enumerate(self._observers):
-                self._report(position, observer, event)
+            for observer in self._observers:
+                self._report(observer, event)
 
-    def _report(self, position: int, observer: Observer, event: Event) -> None:
+    def _report(self, observer: Observer, event: Event) -> None:
         try:
             observer(event)
         except Exception:
             # Logged and not raised: a failed observer, such as a metrics collector that cannot be reached, must not
             # fail a save.
-            if position not in self._failing:
-                self._failing.add(position)
+            if observer not in self._failing:
+                self._failing.append(observer)
                 _LOGGER.warning(
                     "the observer %r failed at the phase %s of the %s of %s; the %s continues, and further errors of "
                     "this observer in it are not logged",

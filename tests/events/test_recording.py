@@ -31,6 +31,46 @@ def test_the_end_of_a_phase_creates_an_event() -> None:
     assert recording.events == (event,)
 
 
+class _Beginnings:
+    """Records the phases that began and ended, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Event]] = []
+
+    def __call__(self, event: Event) -> None:
+        self.seen.append(("ended", event))
+
+    def began(self, event: Event) -> None:
+        self.seen.append(("began", event))
+
+
+def test_a_begin_observer_hears_when_phases_begin() -> None:
+    observer, ended = _Beginnings(), list[Event]()
+    recording = Recording("save", "run/step_3", [ended.append, observer], step=3)
+    with recording.phase("write", 5):
+        assert ended == []
+    recording.finish(5)
+    assert [(kind, event.phase) for kind, event in observer.seen] == [
+        ("began", "save"), ("began", "write"), ("ended", "write"), ("ended", "save"),
+    ]  # fmt: skip
+    (_, save), (_, write), (_, write_ended), (_, save_ended) = observer.seen
+    assert (write.began, write.operation_id, write.seconds) == (write_ended.began, write_ended.operation_id, 0)
+    assert (save.began, save.operation_id, save.step) == (save_ended.began, save_ended.operation_id, 3)
+
+
+def test_a_begin_observer_cannot_fail_an_operation(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(_Beginnings):
+        def began(self, event: Event) -> None:
+            raise OSError("no collector")
+
+    observer = Failing()
+    recording = Recording("save", "x", [observer])
+    with recording.phase("write"):
+        pass
+    assert [event.phase for _, event in observer.seen] == ["write"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_bytes_can_be_given_at_the_start_of_a_phase() -> None:
     recording = Recording("save", "x")
     with recording.phase("copy", 5):
