@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from ckptcore_recovery.watchdog.goodput import GROUPS, PARTS, Goodput, goodput_of
 from ckptcore_recovery.watchdog.run_log import Incarnation, Outcome
-from ckptcore_recovery.watchdog.save_interval import best_interval, failure_limits, lost_share, save_interval
+from ckptcore_recovery.watchdog.save_interval import best_interval, failure_limits, lost_share, save_interval_of
 from ckptcore_recovery.watchdog.time_account import SECOND, Period, TimeAccount
 
 
@@ -45,7 +44,11 @@ def parts_of(goodput: Goodput) -> dict[str, int]:
 
 def test_a_run_without_failures() -> None:
     run = incarnation(
-        1, 1000, period(0, 0, 0, other=5, in_loads=7), period(12, 1, 5, saves=1, in_saves=3, other=2), outcome="finished"
+        1,
+        1000,
+        period(0, 0, 0, other=5, in_loads=7),
+        period(12, 1, 5, saves=1, in_saves=3, other=2),
+        outcome="finished",
     )
     goodput = goodput_of([run])
     assert parts_of(goodput) == {"productive": 50, "saving": 3, "starting": 5, "loading": 7, "between": 2}
@@ -54,7 +57,9 @@ def test_a_run_without_failures() -> None:
 
 
 def test_a_run_that_failed_and_repeated_steps() -> None:
-    first = incarnation(1, 0, period(0, 0, 0, other=5), period(5, 1, 5), period(55, 6, 3), unfinished=4, outcome="failed")
+    first = incarnation(
+        1, 0, period(0, 0, 0, other=5), period(5, 1, 5), period(55, 6, 3), unfinished=4, outcome="failed"
+    )
     second = incarnation(2, 150, period(0, 0, 0, other=6), period(6, 6, 4), outcome="finished")
     goodput = goodput_of([first, second])
     assert parts_of(goodput) == {
@@ -116,12 +121,12 @@ def test_a_lost_part_of_the_log_is_unrecorded() -> None:
 def test_a_job_that_ends_in_its_first_step() -> None:
     run = incarnation(1, 0, period(0, 0, 0, other=5), unfinished=8, outcome="failed")
     assert parts_of(goodput_of([run])) == {"starting": 5, "unfinished": 8}
-    assert save_interval(goodput_of([run])) is None
+    assert save_interval_of(goodput_of([run])) is None
 
 
 def test_a_run_without_a_log_has_no_time() -> None:
     goodput = goodput_of([])
-    assert goodput.total == 0 and math.isnan(goodput.share) and save_interval(goodput) is None
+    assert goodput.total == 0 and goodput.share == 0 and save_interval_of(goodput) is None
 
 
 # --- simulated jobs
@@ -297,7 +302,7 @@ def run_with(failures: int, *, hours: int = 10, saves: int = 60, **changes: Any)
 
 
 def test_the_interval_of_a_run() -> None:
-    found = save_interval(run_with(4))
+    found = save_interval_of(run_with(4))
     assert found is not None and found.best is not None and found.longest is not None
     assert found.failure_seconds == 5 * 36_000 / 4 and found.cost == 1.0
     assert found.now == pytest.approx((36_000 - 60) / 60) and found.step == pytest.approx((36_000 - 60) / 3600)
@@ -307,17 +312,17 @@ def test_the_interval_of_a_run() -> None:
 
 
 def test_more_failures_narrow_the_limits() -> None:
-    few, many = save_interval(run_with(1)), save_interval(run_with(50))
+    few, many = save_interval_of(run_with(1)), save_interval_of(run_with(50))
     assert few is not None and many is not None and few.longest and few.best and many.longest and many.best
     assert few.longest / few.shortest > 5 and many.longest / many.shortest < 1.5
 
 
 def test_without_a_failure_only_the_shortest_interval_is_known() -> None:
-    found = save_interval(run_with(0))
+    found = save_interval_of(run_with(0))
     assert found is not None
     assert (found.best, found.longest, found.failure_seconds, found.lost_now) == (None, None, None, None)
     assert found.shortest == pytest.approx(best_interval(1.0, 36_000 / 2.9957), rel=1e-3)
 
 
 def test_without_a_save_there_is_no_interval() -> None:
-    assert save_interval(goodput_of([incarnation(1, 0, period(0, 1, 5), outcome="failed")])) is None
+    assert save_interval_of(goodput_of([incarnation(1, 0, period(0, 1, 5), outcome="failed")])) is None

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_recovery.watchdog import run_log_writer
-from ckptcore_recovery.watchdog.run_log import LOG_DIRECTORY, MAX_NOTES, Incarnation, read_run_log
+from ckptcore_recovery.watchdog.run_log import MAX_NOTES, Incarnation, read_run_log
 from ckptcore_recovery.watchdog.run_log_writer import RunLog
 from ckptcore_recovery.watchdog.time_account import SECOND, Period, TimeAccount
 
 import ckptcore
 from ckptcore.errors import UnsupportedVersionError
 from ckptcore.events import Event
+from plugins.recovery.tests.run_logs import HEADER, write_segment
 
 PERIOD = [0, 10, 1, 2, 2, 6, 1, 1, 2, 1]
 
@@ -36,15 +37,6 @@ def wait_until(is_true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def write_segment(run: Path, *lines: object, incarnation: str = "000001-00000000", number: int = 0) -> Path:
-    """Write a segment by hand. Texts are lines as they are; other values are JSON."""
-    segment = run / LOG_DIRECTORY / incarnation / f"{number:06d}.jsonl"
-    segment.parent.mkdir(parents=True, exist_ok=True)
-    segment.write_text("\n".join([line if isinstance(line, str) else json.dumps(line) for line in lines]) + "\n")
-    return segment
-
-
-HEADER = {"format": 1, "began": 1000, "processes": 2}
 STATE = {"alive": 25, "wall": 2000, "period": [10, 20, 3, 3, 1, 10, 0, 0, 0, 0], "unfinished": 5, "step": 4}
 
 

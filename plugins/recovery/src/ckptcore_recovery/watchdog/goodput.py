@@ -106,8 +106,8 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The productive part of the total time; NaN if it is 0."""
-        return self.parts["productive"] / self.total if self.total else math.nan
+        """The productive part of the total time, from 0 to 1; 0 if the run has taken no time."""
+        return self.parts["productive"] / self.total if self.total else 0.0
 
     @property
     def failures(self) -> int:

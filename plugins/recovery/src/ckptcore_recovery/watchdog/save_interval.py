@@ -50,7 +50,7 @@ class SaveInterval:
     step: float
 
 
-def save_interval(goodput: Goodput) -> SaveInterval | None:
+def save_interval_of(goodput: Goodput) -> SaveInterval | None:
     """Return the save interval of a run; None if it has no save that blocked the training, or no step."""
     parts = goodput.parts
     training = seconds(parts["productive"] + parts["repeated"] + parts["between"])
