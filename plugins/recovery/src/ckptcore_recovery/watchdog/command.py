@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import click
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
@@ -18,9 +19,8 @@ from ckptcore_recovery.watchdog.goodput_text import (
     began_text,
     format_duration,
     format_share,
-    interval_lines,
-    overlap_lines,
     part_rows,
+    remarks,
     summary,
 )
 from ckptcore_recovery.watchdog.run_log import Note, read_run_log
@@ -71,7 +71,7 @@ def _print(goodput: Goodput) -> None:
     print_line()
     print_table(_INCARNATIONS, [_row(incarnation) for incarnation in goodput.incarnations])
     print_line()
-    for line in (*interval_lines(goodput), *overlap_lines(goodput)):
+    for line in remarks(goodput):
         print_line(line)
     notes = Counter(note.kind for one in goodput.incarnations for note in one.notes if _is_trouble(note))
     if notes:
@@ -137,7 +137,7 @@ def _document(directory: str, goodput: Goodput) -> Mapping[str, object]:
     }
 
 
-def _seconds(times: Mapping[str, int]) -> dict[str, float]:
+def _seconds(times: Mapping[Any, int]) -> dict[str, float]:
     return {name: seconds(time) for name, time in times.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ckptcore_tools.formatting import format_count
@@ -86,42 +86,45 @@ def began_text(incarnation: IncarnationTime) -> str:
     return began.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def interval_lines(goodput: Goodput) -> Sequence[str]:
-    """Return sentences about the save interval that loses least."""
+def remarks(goodput: Goodput) -> Iterator[str]:
+    """Yield sentences about the save interval that loses least, and about clocks that differ."""
+    yield from _interval_remarks(goodput)
+    if goodput.overlaps:
+        numbers = ", ".join(map(str, goodput.overlaps))
+        yield (
+            f"Began before the previous incarnation ended: {numbers}. The clocks of their hosts differ, or both ran; the "
+            "time between them counts as 0."
+        )
+
+
+def _interval_remarks(goodput: Goodput) -> Iterator[str]:
     interval = save_interval_of(goodput)
     if interval is None:
-        return ["No step was saved, so the save interval that loses least is not known."]
-    up = goodput.total - goodput.parts["stopped"] - goodput.parts["down"]
-    seen = format_duration(seconds(up))
+        yield "No step was saved, so the save interval that loses least is not known."
+        return
+    parts = goodput.parts
+    seen = format_duration(seconds(goodput.total - parts["stopped"] - parts["down"]))
     now = f"A save blocks the training for {format_duration(interval.cost)}, every {_interval(interval, interval.now)}."
-    if interval.best is None or interval.longest is None or interval.failure_seconds is None:
-        return [
-            now,
+    if interval.best is None or interval.longest is None:
+        yield now
+        yield (
             f"No failure was seen in {seen}, so the interval that loses least is not known. With 95 % confidence it is "
-            f"at least {_interval(interval, interval.shortest)}.",
-        ]
-    return [
+            f"at least {_interval(interval, interval.shortest)}."
+        )
+        return
+    yield (
         f"{now} At {format_count(goodput.failures, 'failure')} in {seen}, this loses "
-        f"{format_share(interval.lost_now or 0.0)} of the time to saves and to work since the last save.",
+        f"{format_share(interval.lost_now or 0.0)} of the time to saves and to work since the last save."
+    )
+    yield (
         f"An interval of {_interval(interval, interval.best)} loses least: {format_share(interval.lost_best or 0.0)}. "
         f"With 95 % confidence in the failure rate, it is from {_interval(interval, interval.shortest)} to "
-        f"{_interval(interval, interval.longest)}.",
-    ]
+        f"{_interval(interval, interval.longest)}."
+    )
 
 
 def _interval(interval: SaveInterval, duration: float) -> str:
     return f"{format_duration(duration)} ({format_count(max(1, round(duration / interval.step)), 'step')})"
-
-
-def overlap_lines(goodput: Goodput) -> Sequence[str]:
-    """Return a sentence about clocks that differ; nothing if they do not."""
-    if not goodput.overlaps:
-        return []
-    numbers = ", ".join(map(str, goodput.overlaps))
-    return [
-        f"Began before the previous incarnation ended: {numbers}. The clocks of their hosts differ, or both ran; the "
-        "time between them counts as 0."
-    ]
 
 
 def panel(location: LocationLike, context: Context) -> Mapping[str, JSON] | None:
@@ -143,8 +146,7 @@ def panel(location: LocationLike, context: Context) -> Mapping[str, JSON] | None
         "title": "Goodput",
         "lines": [
             summary(goodput),
-            *interval_lines(goodput),
-            *overlap_lines(goodput),
+            *remarks(goodput),
             *([f"The figure has the newest {_SHOWN} incarnations. `ckptcore goodput` shows all."] if older else []),
         ],
         "bars": {"title": "Time of each incarnation, and the time after it", "parts": [*groups], "rows": bars},

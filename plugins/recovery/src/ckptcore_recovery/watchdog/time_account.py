@@ -14,8 +14,8 @@ SECOND: Final = 1_000_000
 
 _PERIOD: Final = 10 * SECOND
 _SHORTEST_PERIOD: Final = SECOND
-"""A period ends with the first step after `_PERIOD`. After `_SHORTEST_PERIOD`, it also ends where a save begins, because
-a restarted job continues there."""
+"""A period ends with the first step after `_PERIOD`. After `_SHORTEST_PERIOD`, it also ends where a save begins: a job
+that restarts continues there."""
 
 
 @dataclass(frozen=True, slots=True)
