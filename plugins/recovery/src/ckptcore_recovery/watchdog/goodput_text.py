@@ -92,8 +92,8 @@ def remarks(goodput: Goodput) -> Iterator[str]:
     if goodput.overlaps:
         numbers = ", ".join(map(str, goodput.overlaps))
         yield (
-            f"Began before the previous incarnation ended: {numbers}. The clocks of their hosts differ, or both ran; the "
-            "time between them counts as 0."
+            f"Began before the previous incarnation ended: {numbers}. The clocks of their hosts differ, or both ran. "
+            "The time between them counts as 0."
         )
 
 
