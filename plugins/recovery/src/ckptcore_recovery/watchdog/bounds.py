@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from ckptcore.model import JSON
 
 Kind: TypeAlias = Literal["step", "save", "load", "upload", "delete"]
 """What has a bound: a training step, or an operation of `ckptcore.events`."""
@@ -66,6 +68,22 @@ def with_defaults(bounds: Mapping[Kind, Bound]) -> dict[Kind, Bound]:
         if not isinstance(bound, Learnt) and not bound > 0:
             raise ValueError(f"bounds={{{kind!r}: {bound!r}}}: expected seconds above 0, or Learnt(...)")
     return {**DEFAULT_BOUNDS, **bounds}
+
+
+def bounds_to_json(bounds: Mapping[Kind, Bound]) -> dict[str, JSON]:
+    """Return bounds as JSON, for the monitor."""
+    return {kind: asdict(bound) if isinstance(bound, Learnt) else float(bound) for kind, bound in bounds.items()}
+
+
+def bounds_from_json(document: Mapping[Kind, Any]) -> dict[Kind, Bound]:
+    """Return the bounds of `bounds_to_json`."""
+    return {kind: Learnt(**bound) if isinstance(bound, dict) else bound for kind, bound in document.items()}
+
+
+def shortest_bound(bounds: Mapping[Kind, Bound]) -> float:
+    """Return the shortest time in seconds that any of the bounds may be."""
+    shortest = [bound if not isinstance(bound, Learnt) else bound.floor for bound in bounds.values()]
+    return min([*shortest, *[bound.before for bound in bounds.values() if isinstance(bound, Learnt) and bound.before]])
 
 
 class Durations:

@@ -23,8 +23,8 @@ from ckptcore_recovery.watchdog.detection import Stall
 from ckptcore_recovery.watchdog.utilisation import Utilisation
 
 ProcessState: TypeAlias = Literal["running", "blocked", "stopped"]
-"""State of a process. "running": Python code runs, at least in other threads. "blocked": none runs, because a call holds
-the interpreter lock. "stopped": by a signal."""
+"""State of a process. "running": Python code runs, at least in other threads. "blocked": none runs, because a call
+holds the interpreter lock. "stopped": by a signal."""
 
 REPORT_DIRECTORY: Final = f"{INTERNAL_DIRECTORY}/stalls"
 
@@ -70,23 +70,25 @@ class StallReport:
         """True if the process waits for other processes, as far as its phase and its innermost frame show it."""
         return self.stall.is_wait or any(part in frame for frame in self.frames[:1] for part in _COLLECTIVES)
 
-    def __str__(self) -> str:
-        """Describe the stall in one line."""
+    @property
+    def name(self) -> str:
+        """The stalled step, operation or pause of the rank, as text."""
         stall = self.stall
         names = {"step": f"step {stall.step}", "pause": f"the pause {stall.phase!r}"}
         of_step = "" if stall.step is None else f" of step {stall.step}"
-        name = names.get(stall.what, f"the {stall.what}{of_step}")
+        return f"rank {self.rank} (process {self.pid} on {self.host}): {names.get(stall.what, stall.what + of_step)}"
+
+    def __str__(self) -> str:
+        """Describe the stall in one line."""
+        stall = self.stall
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(stall.began))
-        parts = [
-            f"rank {self.rank} (process {self.pid} on {self.host}): {name} takes longer than {stall.bound:.0f} s, "
-            f"since {since} UTC"
-        ]
-        if stall.what not in names:
+        parts = [f"{self.name} takes longer than {stall.bound:.4g} s, since {since} UTC"]
+        if stall.what not in ("step", "pause"):
             parts.append(f"its phase is {stall.phase}")
-        if self.frames:
-            parts.append(f"it {'waits for other processes' if self.is_wait else 'is'} in {self.frames[0]}")
-        elif self.is_wait:
+        if self.is_wait:
             parts.append("it waits for other processes")
+        if self.frames:
+            parts.append(f"in {self.frames[0]}")
         if self.state != "running":
             parts.append(_STATES[self.state])
         if self.utilisation.idle:
@@ -111,9 +113,7 @@ class Incident(NamedTuple):
         """
         counts = Counter([_place(report) for report in self.reports if not report.is_wait])
         fewest = min(counts.values(), default=0)
-        return [
-            report.rank for report in self.reports if not report.is_wait and counts[_place(report)] == fewest
-        ]
+        return [report.rank for report in self.reports if not report.is_wait and counts[_place(report)] == fewest]
 
 
 def _place(report: StallReport) -> str:

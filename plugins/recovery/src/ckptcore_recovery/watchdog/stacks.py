@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-DUMP_SIGNAL: Final = signal.SIGRTMIN + 7
+DUMP_SIGNAL: Final[int] = signal.SIGRTMIN + 7
 """The signal at which a process writes its stacks. Launchers and trainers use SIGUSR1 and SIGUSR2."""
 
 _MAX_BYTES: Final = 4 << 20
@@ -40,7 +40,7 @@ def no_stacks_on_signal(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def dump_by_signal(send: Callable[[signal.Signals], None], descriptor: int) -> str:
+def dump_by_signal(send: Callable[[int], None], descriptor: int) -> str:
     """Make the process write its stacks, and return them; empty if it writes nothing, because it is stopped.
 
     Args:
@@ -89,5 +89,7 @@ def frames_of(stacks: str, thread: int) -> Sequence[str]:
     for number, header in enumerate(headers):
         if int(header[1], 16) == thread:
             end = headers[number + 1].start() if number + 1 < len(headers) else len(stacks)
-            return [f"{path}:{line} in {function}" for path, line, function in _FRAME.findall(stacks, header.end(), end)]
+            return [
+                f"{path}:{line} in {function}" for path, line, function in _FRAME.findall(stacks, header.end(), end)
+            ]
     return []

@@ -73,7 +73,9 @@ class UtilisationSampler:
             own = (self._proc / str(self._pid) / "stat").read_text().rpartition(")")[2].split()
             ticks = [int(field) for field in fields]
             # user, nice, system, idle, iowait, irq, softirq, steal: see proc_stat(5).
-            self._samples.append(_Sample(now, sum(ticks) - ticks[3] - ticks[4], sum(ticks), int(own[11]) + int(own[12])))
+            self._samples.append(
+                _Sample(now, sum(ticks) - ticks[3] - ticks[4], sum(ticks), int(own[11]) + int(own[12]))
+            )
         except (OSError, ValueError, IndexError):
             pass  # the process has ended, or /proc is not that of Linux: without samples, utilisation is unknown
 
