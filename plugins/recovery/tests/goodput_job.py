@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from ckptcore_recovery.watchdog import RunLog, Watchdog, run_log_writer
@@ -24,8 +24,8 @@ def main(kind: str, directory: str, stop: int) -> None:
         Watchdog(directory) if kind == "watchdog" else RunLog(directory) as log,
         ckptcore.Checkpointer(directory, context=ckptcore.Context(observers=[log])) as run,
     ):
-        state = {"w": np.zeros(8), "step": 0} if run.latest is None else run.load()
-        for step in range(int(state["step"]) + 1, LAST + 1):
+        state: Any = {"w": np.zeros(8), "step": 0} if run.latest is None else run.load()
+        for step in range(state["step"] + 1, LAST + 1):
             log.step(step)
             if step == stop:
                 signal.pause()

@@ -296,8 +296,8 @@ def run_with(failures: int, *, hours: int = 10, saves: int = 60, **changes: Any)
     """Return a run that saves every 10 minutes, and fails some times."""
     one = Period(0, hours * 3600 * SECOND, 1, 3600, 3600, hours * 3600 * SECOND - 60 * SECOND, 60 * SECOND, 0, 0, saves)
     runs = [incarnation(number + 1, number * 10**13, one, outcome="failed") for number in range(failures)]
-    runs.append(incarnation(failures + 1, failures * 10**13, replace(one, **changes), outcome="finished"))
-    return goodput_of([replace(run, periods=[replace(one, first=1 + 3600 * at, last=3600 * (at + 1))])
+    runs.append(incarnation(failures + 1, failures * 10**13, one._replace(**changes), outcome="finished"))
+    return goodput_of([replace(run, periods=[one._replace(first=1 + 3600 * at, last=3600 * (at + 1))])
                        for at, run in enumerate(runs)])  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import astuple
 from types import TracebackType
 from typing import Final, Self
 
@@ -247,7 +246,7 @@ class RunLog:
         with self._lock:
             if self._outcome is None:
                 self._account.advance(self._time(None))
-            self._lines += [json.dumps(astuple(period)) for period in self._account.take_closed()]
+            self._lines += [json.dumps(period) for period in self._account.take_closed()]
             while sum(map(len, self._lines)) > MAX_SEGMENT_BYTES // 2:  # the storage has failed for days
                 del self._lines[: len(self._lines) // 2]
             lines = [self._header, *self._lines, self._state()]
@@ -265,7 +264,7 @@ class RunLog:
         state = {
             "alive": alive,
             "wall": round(time.time() * SECOND) - self._time(None) + alive,
-            "period": astuple(period),
+            "period": period,
             "unfinished": self._account.unfinished,
             "step": self._account.step,
             "outcome": self._outcome,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 Activity: TypeAlias = Literal["save", "load"]
 """An activity during which the training waits."""
@@ -18,8 +17,7 @@ _SHORTEST_PERIOD: Final = SECOND
 that restarts continues there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Period:
+class Period(NamedTuple):
     """A part of an incarnation. Its four times add up to ``ended - began``.
 
     Attributes:
