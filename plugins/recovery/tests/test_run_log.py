@@ -154,6 +154,41 @@ def test_the_log_of_a_running_job_has_its_running_step(tmp_path: Path) -> None:
     assert only(tmp_path).outcome == "failed"
 
 
+def test_calls_after_the_end_change_nothing(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.step(1)
+    log.close()
+    ended = only(tmp_path)
+    log.step(2)
+    log.began(event("blocking"))
+    log(event("blocking"))
+    log.note("stall")
+    log.end_step()
+    log._write()
+    assert [only(tmp_path).periods, only(tmp_path).notes] == [ended.periods, ended.notes]
+
+
+def test_a_signal_handler_may_save_while_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLog(tmp_path) as log:
+        begin_step = TimeAccount.begin_step
+
+        def interrupted(account: TimeAccount, step: int, at: int) -> None:
+            log.began(event("blocking"))
+            log(event("blocking"))
+            begin_step(account, step, at)
+
+        monkeypatch.setattr(TimeAccount, "begin_step", interrupted)
+        log.step(1)
+    assert sum(period.saves for period in only(tmp_path).periods) == 1
+
+
+def test_the_log_of_a_run_with_two_tiers_is_in_the_far_directory(tmp_path: Path) -> None:
+    tiers = pytest.importorskip("ckptcore_tiers")
+    with RunLog(tiers.TieredDirectory(near=tmp_path / "near", far=tmp_path / "far")):
+        pass
+    assert only(tmp_path / "far").outcome == "finished"
+
+
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     class SecondOfTwo:
         rank, size = 1, 2
