@@ -41,7 +41,7 @@ def test_the_text_of_a_run(tmp_path: Path, run: Run) -> None:
         "productive", "repeated", "saving", "waiting", "starting", "loading", "between", "failures", "unfinished",
     ]  # fmt: skip
     assert "failed" in result.stdout and "running" in result.stdout
-    assert "A save blocks the training for 2 s, every 100 s (12 steps). At 2 failures in 39.1 min" in result.stdout
+    assert "A save blocks the training for 2 s, every 100 s (12 steps). With 2 failures in 39.1 min" in result.stdout
     assert "An interval of 67.2 s (8 steps) loses least: 5.7 %." in result.stdout
     assert "it is from 34.7 s (4 steps) to 3.26 min (23 steps)." in result.stdout
     assert "Failed operations and stalls: save 1, stall 1." in result.stdout

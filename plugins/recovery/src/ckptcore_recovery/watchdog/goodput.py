@@ -49,7 +49,7 @@ PARTS: Final[Sequence[Part]] = [part for parts in GROUPS.values() for part in pa
 
 @dataclass(frozen=True, slots=True)
 class IncarnationTime:
-    """How an incarnation spent its time, and the time after it.
+    """The time of an incarnation, and the time after it.
 
     Attributes:
         number: its number, from 1.

@@ -113,8 +113,8 @@ def _interval_remarks(goodput: Goodput) -> Iterator[str]:
         )
         return
     yield (
-        f"{now} At {format_count(goodput.failures, 'failure')} in {seen}, this loses "
-        f"{format_share(interval.lost_now or 0.0)} of the time to saves and to work since the last save."
+        f"{now} With {format_count(goodput.failures, 'failure')} in {seen}, this loses on average "
+        f"{format_share(interval.lost_now or 0.0)} of the time, to saves and to the work since the last save."
     )
     yield (
         f"An interval of {_interval(interval, interval.best)} loses least: {format_share(interval.lost_best or 0.0)}. "

@@ -43,7 +43,7 @@ from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.time_account import Period
 
 Outcome: TypeAlias = Literal["finished", "failed"]
-"""How an incarnation ended. "failed": by an error or a signal, and also if a watchdog ended it."""
+"""End of an incarnation. "failed": by an error or a signal, and also if a watchdog ended it."""
 
 FORMAT: Final = 1
 LOG_DIRECTORY: Final = f"{INTERNAL_DIRECTORY}/run-log"
