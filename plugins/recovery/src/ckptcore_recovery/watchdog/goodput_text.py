@@ -141,7 +141,8 @@ def panel(location: LocationLike, context: Context) -> Mapping[str, JSON] | None
         for incarnation in goodput.incarnations[-_SHOWN:]
     ]
     older = len(goodput.incarnations) - len(bars)
-    rows: list[JSON] = [[*row] for row in part_rows(goodput)]
+    # HTML collapses spaces, but not this one.
+    rows: list[JSON] = [[name.replace("  ", "\N{EM SPACE}"), *others] for name, *others in part_rows(goodput)]
     return {
         "title": "Goodput",
         "lines": [
