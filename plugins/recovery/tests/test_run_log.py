@@ -267,6 +267,22 @@ def test_a_storage_that_fails_is_tried_again(
     assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
 
 
+def test_a_storage_that_fails_for_days_leaves_a_bounded_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log_writer, "_WRITE_SECONDS", 0.001)
+    monkeypatch.setattr(run_log_writer, "MAX_SEGMENT_BYTES", 2000)
+    (tmp_path / ".ckptcore").write_text("a file in the way")
+    now = time.monotonic()
+    log = RunLog(tmp_path, began=now)
+    for number in range(1, 101):
+        log.step(number, at=now + 20 * number)
+    (tmp_path / ".ckptcore").unlink()
+    log.close()
+    [segment] = tmp_path.rglob("*.jsonl")
+    assert segment.stat().st_size < 2000
+    periods = only(tmp_path).periods
+    assert periods[-1].last == 100 and periods[-1].ended == only(tmp_path).duration
+
+
 def test_a_clock_that_jumps_changes_no_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(tmp_path)
     wait_until(lambda: read_run_log(tmp_path))
@@ -338,6 +354,14 @@ def test_a_wrong_state_invents_no_time(change: dict[str, Any], tmp_path: Path) -
     incarnation = only(tmp_path)
     spent = sum(period.ended - period.began for period in incarnation.periods) + incarnation.unfinished
     assert spent < incarnation.duration == 25 and incarnation.outcome is None
+
+
+def test_an_old_state_counts_no_time_twice(tmp_path: Path) -> None:
+    write_segment(tmp_path, HEADER, PERIOD, STATE)
+    write_segment(tmp_path, HEADER, [10, 40, 3, 5, 3, 30, 0, 0, 0, 0], "the state was torn", number=1)
+    incarnation = only(tmp_path)
+    assert [period.ended for period in incarnation.periods] == [10, 40]
+    assert (incarnation.duration, incarnation.ended, incarnation.unfinished) == (40, 2000 + 15, 0)
 
 
 def test_a_lost_segment_leaves_a_gap(tmp_path: Path) -> None:

@@ -243,16 +243,16 @@ class RunLog:
 
     def _write(self) -> None:
         """Put the current segment. Begin a new one if it is large."""
-        if self._directory is None:
-            self._directory = f"{LOG_DIRECTORY}/{next_number(self._store):06d}-{self._id}"
         with self._lock:
             if self._outcome is None:
                 self._account.advance(self._time(None))
             self._lines += [json.dumps(period) for period in self._account.take_closed()]
             while sum(map(len, self._lines)) > MAX_SEGMENT_BYTES // 2:  # the storage has failed for days
-                del self._lines[: len(self._lines) // 2]
+                del self._lines[: len(self._lines) // 2 + 1]
             lines = [self._header, *self._lines, self._state()]
             written = len(self._lines)
+        if self._directory is None:
+            self._directory = f"{LOG_DIRECTORY}/{next_number(self._store):06d}-{self._id}"
         data = "\n".join([*lines, ""]).encode("ascii")
         self._store.put(f"{self._directory}/{self._segment:06d}.jsonl", data)
         if len(data) > _SEGMENT_BYTES:
