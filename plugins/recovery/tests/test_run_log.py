@@ -141,6 +141,20 @@ def test_a_job_writes_its_log(location: str, tmp_path: Path) -> None:
     assert incarnations[1].periods[0].in_loads > 0
 
 
+def test_events_that_arrive_after_a_write_keep_their_times(tmp_path: Path) -> None:
+    now = time.monotonic()
+    log = RunLog(tmp_path, began=now - 100)
+    wait_until(lambda: read_run_log(tmp_path))  # it has written that the first 100 s are no step
+    log.step(1, at=now - 90)
+    log.began(event("blocking"), at=now - 70)
+    log(event("blocking"), at=now - 60)
+    log.close(at=now)
+    start, steps, saves = only(tmp_path).periods
+    assert (start.other, steps.in_steps, saves.in_saves, saves.other) == (
+        10 * SECOND, 20 * SECOND, 10 * SECOND, 60 * SECOND,
+    )  # fmt: skip
+
+
 def test_the_log_of_a_running_job_has_its_running_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path, processes=8)
     log.step(1)
