@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import pytest
 import xxhash
-from ckptcore_recovery.peers import joining, session
+from ckptcore_recovery.peers import discovery, joining, session
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -71,6 +71,7 @@ class CountedHosts:
 
         monkeypatch.setattr(joining, "ensure_server", ensure)
         monkeypatch.setattr(joining, "ServerConnections", connect)
+        monkeypatch.setattr(discovery, "ServerConnections", connect)
         monkeypatch.setattr(session.Session, "server", server)
 
     def join(

@@ -7,6 +7,7 @@ if no process of the job has been connected for some time, or when the job ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import logging
@@ -136,12 +137,11 @@ class MemoryServer:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
                 raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
-            if operation in _WRITES and _integer(header, "epoch") != self.memory.epoch:
-                raise SaveLostError(
-                    f"this process belongs to incarnation {header['epoch']} of the job; incarnation "
-                    f"{self.memory.epoch} has taken over"
-                )
-            return operation(self, {**header, "connection": number}, payload)
+            if operation in _ACTS:
+                self.memory.expect_epoch(_integer(header, "epoch"))
+            is_write = operation in _WRITES
+            with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
+                return operation(self, {**header, "connection": number}, payload)
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             return error_header(error), _NO_PAYLOAD
 
@@ -235,8 +235,9 @@ class MemoryServer:
     def sweep(self, header: Header, payload: memoryview) -> Answer:
         """Free the blobs that no object refers to, such as those of saves that were killed."""
         with self._session(self._expect(self._view)) as session:
-            blobs = self.memory.blobs().items()
-            self.memory.drop([name for name, key in blobs if not self._is_used(session, name, key)])
+            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
+        with self.memory.writing(_integer(header, "epoch")):  # a later incarnation moves the entries
+            self.memory.drop(unused)
         return {}, _NO_PAYLOAD
 
     def _is_used(self, session: Session, name: str, key: str) -> bool:
@@ -393,12 +394,14 @@ _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Ans
 
 _WRITES: Final = frozenset(
     {
-        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.sweep, MemoryServer.end,
-        MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.delete,
-        MemoryServer.reserve, MemoryServer.apply, MemoryServer.hand_over,
+        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.end, MemoryServer.begin,
+        MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.reserve, MemoryServer.apply,
     }
 )  # fmt: skip
-"""Operations that only the current incarnation of the job may do."""
+"""Operations that only the current incarnation of the job may do. It does not change while they run."""
+
+_ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
+"""Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
 _SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
 """Requests that servers pass on."""
