@@ -1,4 +1,4 @@
-"""A new incarnation of a job takes over the memory of the previous one, wherever the previous one or a start stopped."""
+"""A new incarnation of a job takes over the memory of the previous one, wherever that one or a start stopped."""
 
 from __future__ import annotations
 
