@@ -1,4 +1,4 @@
-"""A new incarnation of a job takes over the memory of the previous one, wherever the previous one or a start stopped."""
+"""A job that starts takes over the newest memory, wherever the previous incarnation or an earlier start stopped."""
 
 from __future__ import annotations
 
