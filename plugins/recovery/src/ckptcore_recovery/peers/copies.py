@@ -30,29 +30,30 @@ class Repair(NamedTuple):
     place: int
 
 
-def restore_copies(session: Session, agreement: Agreement, *, acts: bool) -> None:
+def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
     """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
 
-    The process that acts for a host looks for what the objects that its server decides about lack. Then each fetches
-    what its host is to hold, so hosts work at the same time. What the leader gathers and sends grows with what was
-    lost, not with the job.
+    Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
+    what was lost, not with the job.
 
     Args:
         session: the session of this process.
         agreement: an exchange between the processes of the job.
+        missing: on the leader, what `missing_blobs` returned on each rank; None on ranks that do not act for a host.
         acts: True in the process that acts for its host.
     """
-    with agreement.stage("missing") as stage:
-        stage.payload = _missing(session) if acts else {}
-    missing: Any = agreement.lead("copies", lambda: merge_plans(stage.payloads or [stage.payload]))
+    plan: Any = agreement.lead("missing", lambda: merge_plans(missing))
     with agreement.stage("fetched"):
         if acts and session.local is not None:
-            for key, place in missing.get(session.local.id, ()):
+            for key, place in plan.get(session.local.id, ()):
                 _fetch(session, str(key), int(place))
 
 
-def _missing(session: Session) -> dict[str, JSON]:
-    """Return the keys of the blobs that members have to make again, with their places, by the id of the member."""
+def missing_blobs(session: Session) -> dict[str, JSON]:
+    """Return what members have to make again of the objects that the server of this host decides about.
+
+    The result has keys, with the places among their holders, by the id of the member.
+    """
     assert session.local is not None
     own = session.server(session.view.by_id[session.local.id])
     plan: dict[str, list[JSON]] = {}
@@ -71,7 +72,7 @@ def _missing(session: Session) -> dict[str, JSON]:
 def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
     """On the leader, put together what all hosts found missing."""
     merged: dict[str, list[JSON]] = {}
-    for plan in plans:
+    for plan in filter(None, plans):
         for name, keys in plan.items():
             merged.setdefault(name, []).extend(keys)
     return dict(merged)

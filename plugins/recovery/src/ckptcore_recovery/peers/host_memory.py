@@ -273,10 +273,15 @@ class HostMemory:
             SaveLostError: another incarnation has taken over.
         """
         with self._changed:
-            self._expect_epoch(epoch)
+            self.expect_epoch(epoch)
             yield
 
-    def _expect_epoch(self, epoch: int) -> None:
+    def expect_epoch(self, epoch: int) -> None:
+        """Check that an incarnation of the job may write.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
         if epoch != self.epoch:
             raise SaveLostError(
                 f"this process belongs to incarnation {epoch} of the job; incarnation {self.epoch} has taken over"
@@ -454,7 +459,7 @@ class HostMemory:
                 if left <= 0:
                     break
                 self._changed.wait(left)
-                self._expect_epoch(epoch)
+                self.expect_epoch(epoch)
             entry = self._entries.get(key)
             present = None if entry is None or entry.is_deleted else entry
             if condition == "" and present is not None:
@@ -523,11 +528,10 @@ class HostMemory:
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
         """Store entries that are newer than the present ones."""
-        with self._changed:
-            for key, entry in entries.items():
-                present = self._entries.get(key)
-                if present is None or present.version < entry.version:
-                    self.apply(key, entry)
+        for key, entry in entries.items():
+            present = self._entries.get(key)
+            if present is None or present.version < entry.version:
+                self.apply(key, entry)
 
     def keep_entries(self, is_kept: Callable[[str], bool]) -> None:
         """Remove all entries but those whose keys are kept."""

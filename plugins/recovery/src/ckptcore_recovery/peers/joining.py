@@ -7,8 +7,7 @@ the view; hosts do everything else at the same time.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +15,10 @@ from typing import Any
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement, Stage
+from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
-from ckptcore_recovery.peers.copies import restore_copies
-from ckptcore_recovery.peers.discovery import Discovery, Report
+from ckptcore_recovery.peers.copies import missing_blobs, restore_blobs
+from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import JOINED, Session
 from ckptcore_recovery.peers.spreading import spread
@@ -77,12 +77,10 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         local = start()
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
-        domain = options.domain or local.id
-        member = Member(local.id, local.interface, local.port, domain)
-        report = Report(*member[:4], status["epoch"], status["view"], status["next"], local.token.hex())
-        stage.payload = list(report)
-    discovery = Discovery([Report(*payload) for payload in _gathered(stage)])  # used on the leader
-    plan = _discover(discovery, agreement)
+        member = Member(local.id, local.interface, local.port, options.domain or local.id)
+        stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
+    reported = read_reports(_gathered(stage))
+    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported))
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
     with agreement.stage("fence") as stage, own:
@@ -95,7 +93,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     local = local._replace(token=token)
 
     def prepare() -> None:
-        view = make_view(epoch, discovery.own, reached, options)
+        view = make_view(epoch, reported, reached, options)
         with Session(job, local, view, token, Pace(None), start) as leading:
             spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
 
@@ -108,11 +106,12 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
                 own.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
                 session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
-        for operation in ("install", "sweep"):  # each begins when all hosts have done the one before
-            with agreement.stage(operation):
-                if acts:
-                    own.call({"op": operation, "epoch": epoch})
-    restore_copies(session, agreement, acts=acts)
+        with agreement.stage("install") as stage:  # all entries are where the new view expects them
+            if acts:
+                own.call({"op": "install", "epoch": epoch})
+                own.call({"op": "sweep", "epoch": epoch})
+                stage.payload = missing_blobs(session)
+    restore_blobs(session, agreement, _gathered(stage), acts=acts)
     JOINED.join(session)
     return session
 
@@ -122,19 +121,26 @@ def _gathered(stage: Stage) -> Sequence[Any]:
     return stage.payloads or [stage.payload]
 
 
-def _discover(discovery: Discovery, agreement: Agreement) -> Any:
-    """Return the plan of the leader, once all servers are known. Processes ask servers at the same time."""
-    for number in itertools.count(1):
-        search = agreement.part(f"search {number}")
-        plan: Any = search.lead("plan", discovery.plan)
-        if not plan["ask"]:
-            break
-        with search.stage("ask") as stage:
-            share = [Member(*member) for member in plan["ask"][agreement.rank :: agreement.size]]
-            reports = [Report.ask(member, bytes.fromhex(plan["token"])) for member in share]
-            stage.payload = [list(report) for report in reports if report is not None]
-        discovery.add([Report(*report) for reports in _gathered(stage) for report in reports])
-    return plan
+def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
+    """Return the servers that processes reported, by id, in the order of their first ranks."""
+    return {
+        member[0]: Server(Member(*member), epoch, view, following, bytes.fromhex(token))
+        for member, epoch, view, following, token in payloads
+    }
+
+
+def plan_takeover(reported: Mapping[str, Server]) -> JSON:
+    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job."""
+    found, before = discover(reported)
+    servers = found.values()
+    having = [server for server in servers if before is None or server.view == before.epoch]
+    members = [] if before is None else before.members
+    return {
+        "epoch": max(server.epoch for server in servers) + 1,
+        "before": 0 if before is None else before.epoch,
+        "token": having[0].token.hex(),
+        "left": [list(member) for member in members if member.id in found and member.id not in reported],
+    }
 
 
 def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
@@ -148,21 +154,20 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
     return True
 
 
-def make_view(epoch: int, reports: Sequence[Report], left: Sequence[Member], options: MemoryOptions) -> View:
+def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member], options: MemoryOptions) -> View:
     """Return the view of a new incarnation.
 
     Args:
         epoch: its number.
-        reports: the reports of its processes.
+        reported: the servers of its hosts.
         left: the servers on hosts that left the job.
         options: the options of the leader.
 
     Raises:
         StorageError: the fragments of an object need more failure domains.
     """
-    members = {report.id: report.member for report in reversed(reports)}
-    ordered = [members.pop(report.id) for report in reports if report.id in members]
-    domains, wanted = len({member.domain for member in ordered}), options.needed + options.copies
+    members = [server.member for server in reported.values()]
+    domains, wanted = len({member.domain for member in members}), options.needed + options.copies
     if domains < wanted and options.needed > 1:
         raise StorageError(
             f"ErasureCode(data={options.needed}, parity={options.copies}) needs {wanted} failure domains, and the job "
@@ -175,4 +180,4 @@ def make_view(epoch: int, reports: Sequence[Report], left: Sequence[Member], opt
             options.copies, domains,
         )  # fmt: skip
     readers = [member._replace(is_reader=True) for member in left]
-    return View(epoch, [*ordered, *readers], options.copies, options.needed)
+    return View(epoch, [*members, *readers], options.copies, options.needed)

@@ -137,11 +137,11 @@ class MemoryServer:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
                 raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
+            if operation in _ACTS:
+                self.memory.expect_epoch(_integer(header, "epoch"))
             is_write = operation in _WRITES
             with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
-                if operation not in _ASKING:
-                    return operation(self, {**header, "connection": number}, payload)
-            return operation(self, {**header, "connection": number}, payload)
+                return operation(self, {**header, "connection": number}, payload)
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             return error_header(error), _NO_PAYLOAD
 
@@ -189,7 +189,8 @@ class MemoryServer:
         """Keep what belongs to the newest view, of the incarnation `before`."""
         if self._next is not None and self._next.epoch == before:
             self._install()  # another server did so, and the job was killed before this one did
-        self._set_next(None)
+        self._next = None
+        (self.memory.directory / "next").unlink(missing_ok=True)
         if self._view is None or self._view.epoch != before:
             self._view = None
             (self.memory.directory / "view").unlink(missing_ok=True)
@@ -197,16 +198,9 @@ class MemoryServer:
 
     def prepare(self, header: Header, payload: memoryview) -> Answer:
         """Store the view of the incarnation that is starting. Entries belong to the earlier one until `install`."""
-        self._set_next(View.decode(bytes(payload)))
+        self._next = View.decode(bytes(payload))
+        _write_private(self.memory.directory / "next", bytes(payload))
         return {}, Reached().encode()
-
-    def _set_next(self, view: View | None) -> None:
-        path = self.memory.directory / "next"
-        if view is None:
-            path.unlink(missing_ok=True)
-        else:
-            _write_private(path, view.encode())
-        self._next = view
 
     def hand_over(self, header: Header, payload: memoryview) -> Answer:
         """Send the entries of the earlier view to the members that hold them in the next one.
@@ -247,9 +241,8 @@ class MemoryServer:
     def sweep(self, header: Header, payload: memoryview) -> Answer:
         """Free the blobs that no object refers to, such as those of saves that were killed."""
         with self._session(self._expect(self._view)) as session:
-            blobs = self.memory.blobs().items()
-            unused = [name for name, key in blobs if not self._is_used(session, name, key)]
-        with self.memory.writing(_integer(header, "epoch")):  # a later incarnation moves entries to other servers
+            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
+        with self.memory.writing(_integer(header, "epoch")):  # a later incarnation moves the entries
             self.memory.drop(unused)
         return {}, _NO_PAYLOAD
 
@@ -274,7 +267,9 @@ class MemoryServer:
 
     def view(self, header: Header, payload: memoryview) -> Answer:
         """Return the view, or that of the incarnation that is starting."""
-        return {}, self._expect(self._next if header.get("next") else self._view).encode()
+        name = "next" if header.get("next") else "view"
+        self._expect(self._next if name == "next" else self._view)
+        return {}, (self.memory.directory / name).read_bytes()
 
     def spread(self, header: Header, payload: memoryview) -> Answer:
         """Do what a request asks on this server, and pass it on to other members. See `spreading`."""
@@ -405,15 +400,14 @@ _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Ans
 
 _WRITES: Final = frozenset(
     {
-        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.sweep, MemoryServer.end,
-        MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.delete,
-        MemoryServer.reserve, MemoryServer.apply, MemoryServer.hand_over,
+        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.end, MemoryServer.begin,
+        MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.reserve, MemoryServer.apply,
     }
 )  # fmt: skip
-"""Operations that only the current incarnation of the job may do."""
+"""Operations that only the current incarnation of the job may do. It does not change while they run."""
 
-_ASKING: Final = frozenset({MemoryServer.sweep, MemoryServer.delete, MemoryServer.hand_over})
-"""Writes that send requests to other servers. They hold no lock, because these may send requests to this server."""
+_ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
+"""Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
 _SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
 """Requests that servers pass on."""
