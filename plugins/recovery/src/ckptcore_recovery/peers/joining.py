@@ -105,7 +105,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
             if acts:
                 own.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
-                session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
+                _hand_over(session, member, bytes(encoded))
         with agreement.stage("install") as stage:  # all entries are where the new view expects them
             if acts:
                 own.call({"op": "install", "epoch": epoch})
@@ -152,6 +152,14 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
         logger.warning("the memory of a host that left the job is lost: %s", error)
         return False
     return True
+
+
+def _hand_over(session: Session, member: Member, encoded: bytes) -> None:
+    """Let the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
+    try:
+        session.server(member).call({"op": "hand_over", "epoch": session.view.epoch}, encoded)
+    except StorageError as error:
+        logger.warning("a host that left the job cannot hand over what it knows: %s", error)
 
 
 def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member], options: MemoryOptions) -> View:
