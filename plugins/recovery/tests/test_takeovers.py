@@ -113,6 +113,16 @@ def test_a_host_with_an_old_memory_is_not_asked(hosts: Hosts) -> None:
         expect(session, "0", "1", "2")
 
 
+def test_hosts_of_a_job_that_went_on_elsewhere_have_an_old_memory(hosts: Hosts) -> None:
+    for number in range(1, 4):
+        session, _ = hosts.join("a", "b", least=number)
+    write(session, "old")
+    session, _ = hosts.join("c", "d", least=4)  # none of them knows of a and b
+    write(session, "new")
+    for session in hosts.join("a", "c", "b", "d", least=5):
+        expect(session, "new")
+
+
 def test_a_host_that_was_fenced_by_failed_starts_does_not_have_the_newest_memory(hosts: Hosts) -> None:
     first, *_ = hosts.join("a", "b", "c")
     write(first, "old")

@@ -53,13 +53,14 @@ class MemoryOptions:
     base: str | None = None
 
 
-def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
+def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: int = 1) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
     Args:
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
+        least: on the leader, the lowest number that the incarnation may get.
 
     Raises:
         StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
@@ -80,7 +81,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
     reported = read_reports(_gathered(stage))
-    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported))
+    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, least))
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
     with agreement.stage("fence") as stage, own:
@@ -129,14 +130,19 @@ def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
     }
 
 
-def plan_takeover(reported: Mapping[str, Server]) -> JSON:
-    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job."""
+def plan_takeover(reported: Mapping[str, Server], least: int) -> JSON:
+    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job.
+
+    Args:
+        reported: the servers of the job's hosts.
+        least: the lowest number that the incarnation may get.
+    """
     found, before = discover(reported)
     servers = found.values()
     having = [server for server in servers if before is None or server.view == before.epoch]
     members = [] if before is None else before.members
     return {
-        "epoch": max(server.epoch for server in servers) + 1,
+        "epoch": max(least, *[server.epoch + 1 for server in servers]),
         "before": 0 if before is None else before.epoch,
         "token": having[0].token.hex(),
         "left": [list(member) for member in members if member.id in found and member.id not in reported],

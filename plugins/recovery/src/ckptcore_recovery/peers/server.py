@@ -237,6 +237,7 @@ class MemoryServer:
         os.replace(self.memory.directory / "next", self.memory.directory / "view")
         self._view, self._next = view, None
         self.memory.keep_entries(lambda key: self.member_id in view.home(key) and not _is_lease_of_owner(key))
+        self.memory.keep_room()
 
     def sweep(self, header: Header, payload: memoryview) -> Answer:
         """Free the blobs that no object refers to, such as those of saves that were killed."""
@@ -502,6 +503,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> 
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)
+    memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)
