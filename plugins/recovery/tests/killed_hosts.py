@@ -196,10 +196,10 @@ class KilledHosts:
         if known and not any(host.is_known for host in hosts):
             hosts[self._random.randrange(size)] = self._random.choice(known)
         if self._old is not None and self._away:
-            # The leader cannot reach hosts that other hosts still reach: no process of the old incarnation runs there.
+            # One process cannot reach hosts that others still reach. None of the old incarnation runs on its host.
             others = [host for host in self._hosts if host not in self._old.hosts]
-            if others and others[0] not in hosts[1:]:
-                hosts[0] = others[0]
+            if others and others[0] not in hosts:
+                hosts[self._random.choice([0, 0, size - 1])] = others[0]
         return hosts
 
     def _start(self, hosts: Sequence[Host], rank_of_moment: int, moment: Moment | None) -> Incarnation:
@@ -208,7 +208,8 @@ class KilledHosts:
         if self._old is not None:
             self._far = self._directory / f"far-{self._starts}"  # the old one owns the present directory
             if self._away:
-                self._network.drop(hosts[0].number, [host.number for host in self._away])
+                cut = next((host for host in hosts if host not in self._old.hosts), hosts[0])
+                self._network.drop(cut.number, [host.number for host in self._away])
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([numpy_hosts.__name__])
         processes, pipes = [], {}
@@ -321,7 +322,7 @@ class KilledHosts:
             self._hosts.remove(host)
             self._away.append(host)
             self._can_lose -= 1
-            self.counts["hosts that lived on, cut from the leader"] += 1
+            self.counts["hosts that lived on, cut from one host"] += 1
 
     def _kill_server(self, host: Host) -> None:
         described = host.memory / JOB / "server.json"
