@@ -125,6 +125,7 @@ class KilledHosts:
         *,
         sizes: Sequence[int],
         copies: int = 1,
+        needed: int = 1,
     ) -> None:
         """Start nothing yet.
 
@@ -134,7 +135,8 @@ class KilledHosts:
             network: a network with `copies` hosts more than the largest size.
             seed: decides about everything that is random.
             sizes: the numbers of processes to choose from.
-            copies: the copies of each step on other hosts; so many hosts are lost at most.
+            copies: the copies of each step on other hosts, or the parity fragments; so many hosts are lost at most.
+            needed: the fragments that are needed to read an object; 1 for copies.
         """
         self.reported = 0
         self.loaded: list[int] = []
@@ -145,6 +147,7 @@ class KilledHosts:
         self._random = random.Random(seed)
         self._sizes = sizes
         self._copies = copies
+        self._needed = needed
         self._starts = 0
         self._spares = 0
         self._far = directory / "far"
@@ -227,6 +230,7 @@ class KilledHosts:
                 size=len(hosts),
                 layout=layout,
                 copies=self._copies,
+                needed=self._needed,
                 latency=self._random.choice([0.0, 0.001, 0.005]),
                 moment=moment if rank == rank_of_moment else None,
                 seed=self._random.randrange(1 << 30),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from ckptcore_recovery.peers import PeerMemory, messages
+from ckptcore_recovery.peers import ErasureCode, PeerMemory, messages
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 
 from ckptcore import Checkpointer, Context, ShardedArray
@@ -55,7 +55,8 @@ class Process(NamedTuple):
         address: the address of its host.
         rank, size: its rank, and the number of processes.
         layout: the layout of steps.
-        copies: the copies of each step on other hosts.
+        copies: the copies of each step on other hosts, or the parity fragments.
+        needed: the fragments that are needed to read an object; 1 for copies.
         latency: the longest delay of a message, in seconds.
         moment: when to report that a failure may happen; None: never.
         seed: decides about the delays.
@@ -71,6 +72,7 @@ class Process(NamedTuple):
     size: int
     layout: str
     copies: int
+    needed: int
     latency: float
     moment: Moment | None
     seed: int
@@ -165,6 +167,7 @@ def _train(process: Process, say: Callable[[str, object], None]) -> None:
         interface=process.address,
         memory_bytes=1 << 28,
         copies=process.copies,
+        erasure_code=None if process.needed == 1 else ErasureCode(process.needed, process.copies),
         upload_policy=SpecificSteps([]),
     )
     context = Context(job=JobOptions(coordinator=coordinator))
