@@ -1,8 +1,8 @@
 """HostMemory: the blobs and entries that the memory server of one host holds, as files in a memory file system.
 
 A blob is a sequence of bytes with a random name; it never changes once it is complete. An entry belongs to the key of
-an object. It has the data of a small object, or names the blob of a large one and the hosts that hold it. Files survive
-the server, so that a new server on the same host continues with them.
+an object. It has the data of a small object, or names the blobs of a large one and the hosts that hold them. Files
+survive the server, so that a new server on the same host continues with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -29,6 +29,7 @@ from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    SaveLostError,
     StorageError,
     StorageFullError,
 )
@@ -46,6 +47,10 @@ _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
 
 
+_ROOM_BYTES: Final = 1 << 20
+"""Room in a full memory file system for a start of the job: for its view, and for the entries of lost hosts."""
+
+
 class Entry(NamedTuple):
     """The stored version of a key.
 
@@ -53,9 +58,11 @@ class Entry(NamedTuple):
         version: increases with each change of the key.
         size: the bytes of the object.
         data: the object if it is small, else None.
-        blob: the name of the blob with the object; empty if `data` has it.
-        holders: the ids of the members that hold the blob.
+        blob: the name of the blobs with the object; empty if `data` has it.
+        holders: the ids of the members that hold a blob of this name.
         is_deleted: True if the object was deleted by this version.
+        needed: the number of blobs that are needed to read the object. 1: each blob is a copy of it. More: the blob of
+            each holder is a fragment of an erasure code, numbered by its place in `holders`.
     """
 
     version: int
@@ -64,11 +71,12 @@ class Entry(NamedTuple):
     blob: str = ""
     holders: tuple[str, ...] = ()
     is_deleted: bool = False
+    needed: int = 1
 
     def encode(self) -> list[JSON]:
         """Return the entry as JSON."""
         data = None if self.data is None else base64.b64encode(self.data).decode("ascii")
-        return [self.version, self.size, data, self.blob, list(self.holders), self.is_deleted]
+        return [self.version, self.size, data, self.blob, list(self.holders), self.is_deleted, self.needed]
 
     @classmethod
     def decode(cls, encoded: Any) -> Self:
@@ -78,11 +86,12 @@ class Entry(NamedTuple):
             StorageError: it is not valid.
         """
         try:
-            version, size, data, blob, holders, is_deleted = encoded
+            version, size, data, blob, holders, is_deleted, needed = encoded
             if blob:
                 check_blob_name(blob)
             content = None if data is None else base64.b64decode(data)
-            return cls(int(version), int(size), content, str(blob), tuple(map(str, holders)), bool(is_deleted))
+            names = tuple(map(str, holders))
+            return cls(int(version), int(size), content, str(blob), names, bool(is_deleted), int(needed))
         except (TypeError, ValueError) as error:
             raise StorageError(f"invalid entry of a memory server: {error}") from error
 
@@ -99,11 +108,17 @@ def check_blob_name(name: object) -> str:
 
 
 class Blob:
-    """A blob in the memory of this host, mapped. Reads are verified; each piece once. Thread-safe."""
+    """A blob in the memory of this host, mapped. Reads are verified; each piece once. Thread-safe.
 
-    def __init__(self, memory: memoryview, checksums: Sequence[int]) -> None:
+    Attributes:
+        memory: its bytes.
+        key: the key of the object that it belongs to.
+    """
+
+    def __init__(self, memory: memoryview, key: str, checksums: Sequence[int]) -> None:
         """Take mapped memory, and the checksum of each piece of `PIECE_BYTES`."""
         self.memory = memory
+        self.key = key
         self._checksums = checksums
         self._verified = bytearray(len(checksums))
 
@@ -124,7 +139,7 @@ class Blob:
                 memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
         except FileNotFoundError:
             return None
-        return cls(memory, stated["checksums"])
+        return cls(memory, stated["key"], stated["checksums"])
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes of the blob; fewer if it ends earlier.
@@ -152,12 +167,14 @@ class _UnfinishedBlob:
     """A blob that is being written.
 
     Attributes:
+        key: the key of the object that it belongs to.
         size: its bytes.
         memory: its memory, writable.
         checksums: the checksum of each piece; None for one that is missing.
         owner: identifies the connection that writes it.
     """
 
+    key: str
     size: int
     memory: memoryview
     checksums: list[int | None]
@@ -202,11 +219,14 @@ class HostMemory:
         self._used = 0
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
+        self.release_room()
+        # Versions are higher than those of earlier servers of this memory, which may have forgotten some of them.
+        self._starts = _read_number(directory / "starts") + 1
+        _write_number(directory / "starts", self._starts)
         self._read_files()
 
     def _read_files(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            self.epoch = int((self.directory / "epoch").read_text())
+        self.epoch = _read_number(self.directory / "epoch")
         for path in list((self.directory / "blobs").iterdir()):
             if path.suffix:
                 if path.suffix != ".json" or not path.with_suffix("").exists():
@@ -227,6 +247,19 @@ class HostMemory:
             self._entries[key] = entry
             self._used += _entry_bytes(entry)
 
+    def keep_room(self) -> None:
+        """Keep room for the next start of the job, as far as the memory file system has any."""
+        with contextlib.suppress(OSError), open(self._room, "wb", opener=_open_private) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+
+    def release_room(self) -> None:
+        """Release the room that is kept for a start of the job."""
+        _unlink(self._room)
+
+    @property
+    def _room(self) -> Path:
+        return self.directory / "room"
+
     @property
     def used(self) -> int:
         """The bytes of all files."""
@@ -243,17 +276,40 @@ class HostMemory:
         with self._changed:
             if epoch <= self.epoch:
                 raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
+            self.release_room()
+            _write_number(self.directory / "epoch", epoch)
             self.epoch = epoch
-            _write_file(self.directory / "epoch", str(epoch).encode())
             self._pending.clear()
             for name in list(self._unfinished):
                 self._discard(name)
             self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def writing(self, epoch: int) -> Iterator[None]:
+        """Hold off `fence` while an incarnation of the job writes.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
+        with self._changed:
+            self.expect_epoch(epoch)
+            yield
+
+    def expect_epoch(self, epoch: int) -> None:
+        """Check that an incarnation of the job may write.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
+        if epoch != self.epoch:
+            raise SaveLostError(
+                f"this process belongs to incarnation {epoch} of the job; incarnation {self.epoch} has taken over"
+            )
+
     # --- blobs --------------------------------------------------------------------------------------------------------
 
-    def begin_blob(self, name: str, size: int, owner: int) -> Path:
-        """Reserve memory for a blob. Return its file.
+    def begin_blob(self, name: str, key: str, size: int, owner: int) -> Path:
+        """Reserve memory for a blob of an object. Return its file.
 
         Raises:
             StorageFullError: it does not fit.
@@ -282,7 +338,7 @@ class HostMemory:
                         ) from error
                     raise
                 memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-            self._unfinished[name] = _UnfinishedBlob(size, memory, [None] * _pieces(size), owner)
+            self._unfinished[name] = _UnfinishedBlob(key, size, memory, [None] * _pieces(size), owner)
             self._used += size + _FILE_BYTES
         return path
 
@@ -328,8 +384,9 @@ class HostMemory:
             if len(known) != _pieces(blob.size):
                 raise StorageError(f"blob {name} lacks {_pieces(blob.size) - len(known)} of its pieces")
             path = self.directory / "blobs" / name
-            _write_file(path.with_suffix(".json"), json.dumps({"size": blob.size, "checksums": known}).encode())
-            self._blobs[name] = Blob(blob.memory.toreadonly(), known)
+            described = {"size": blob.size, "key": blob.key, "checksums": known}
+            _write_file(path.with_suffix(".json"), json.dumps(described).encode())
+            self._blobs[name] = Blob(blob.memory.toreadonly(), blob.key, known)
             del self._unfinished[name]
 
     def abort_blobs(self, owner: int) -> None:
@@ -371,12 +428,10 @@ class HostMemory:
                     path = self.directory / "blobs" / name
                     _unlink(path.with_suffix(".json"), path)
 
-    def keep_only(self, names: Iterable[str]) -> int:
-        """Free all complete blobs that are not among `names`. Return their number."""
-        kept = set(names)
-        others = [name for name in list(self._blobs) if name not in kept]
-        self.drop(others)
-        return len(others)
+    def blobs(self) -> Mapping[str, str]:
+        """Return the names of all complete blobs, with the keys of their objects."""
+        with self._changed:
+            return {name: blob.key for name, blob in self._blobs.items()}
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -391,12 +446,14 @@ class HostMemory:
             raise ObjectNotFoundError(f"there is no object {key[:200]!r} in the memory of the job")
         return entry
 
-    def keys(self, below: str) -> list[str]:
-        """Return the keys of the objects that begin with `below`, sorted."""
+    def sizes(self, below: str) -> dict[str, int]:
+        """Return the sizes of the objects whose keys begin with `below`, in bytes, in the order of the keys."""
         with self._changed:
-            return sorted(
-                [key for key, entry in self._entries.items() if key.startswith(below) and not entry.is_deleted]
-            )
+            return {
+                key: entry.size
+                for key, entry in sorted(self._entries.items())
+                if key.startswith(below) and not entry.is_deleted
+            }
 
     def reserve(self, key: str, condition: str | None) -> tuple[int, Entry | None]:
         """Reserve the next version of a key, on the server that decides about conditions.
@@ -412,13 +469,16 @@ class HostMemory:
 
         Raises:
             ConditionFailedError: the object does not match.
+            SaveLostError: another incarnation of the job has taken over meanwhile.
         """
         with self._changed:
+            epoch = self.epoch
             while (pending := self._pending.get(key)) is not None:
                 left = pending.since + _PENDING_SECONDS - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
+                self.expect_epoch(epoch)
             entry = self._entries.get(key)
             present = None if entry is None or entry.is_deleted else entry
             if condition == "" and present is not None:
@@ -426,7 +486,7 @@ class HostMemory:
             if condition and (present is None or str(present.version) != condition):
                 tag = "no object" if present is None else f"tag {present.version}"
                 raise ConditionFailedError(f"cannot replace {key!r}: expected tag {condition}, found {tag}")
-            self._counter = max(self._counter + 1, self.epoch << 40)
+            self._counter = max(self._counter + 1, (self.epoch << 64) + (self._starts << 40))
             version = max(self._counter, 1 if entry is None else entry.version + 1)
             self._counter = version
             self._pending[key] = _Pending(version)
@@ -444,13 +504,15 @@ class HostMemory:
         """Store a version of a key. A later version stays.
 
         Raises:
-            ConditionFailedError: a later version is stored already.
+            ConditionFailedError: a later version is stored already, or reserved because this one took too long.
             StorageFullError: it does not fit.
         """
         with self._changed:
             present = self._entries.get(key)
-            if present is not None and present.version > entry.version:
-                raise ConditionFailedError(f"a later version of the object {key!r} is stored already")
+            pending = self._pending.get(key)
+            later = max(present.version if present is not None else 0, pending.version if pending is not None else 0)
+            if later > entry.version:
+                raise ConditionFailedError(f"a later version of the object {key!r} is stored already, or under way")
             more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
             if more > 0 and self._used + more > self.limit and not entry.is_deleted:
                 raise StorageFullError(
@@ -466,8 +528,7 @@ class HostMemory:
                 _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
             self._entries[key] = entry
             self._used += more
-            pending = self._pending.get(key)
-            if pending is not None and pending.version <= entry.version:
+            if pending is not None:
                 del self._pending[key]
                 self._changed.notify_all()
 
@@ -479,25 +540,24 @@ class HostMemory:
             if entry is not None and entry.is_deleted:
                 del self._entries[key]
 
-    def dump(self) -> Iterator[tuple[str, Entry]]:
-        """Yield all entries, also of deleted objects."""
+    def entries(self) -> Mapping[str, Entry]:
+        """Return all entries by key, also of deleted objects."""
         with self._changed:
-            entries: Mapping[str, Entry] = dict(self._entries)
-        return iter(sorted(entries.items()))
+            return dict(self._entries)
 
-    def clear_entries(self) -> None:
-        """Remove all entries."""
+    def merge(self, entries: Mapping[str, Entry]) -> None:
+        """Store entries that are newer than the present ones."""
+        for key, entry in entries.items():
+            present = self._entries.get(key)
+            if present is None or present.version < entry.version:
+                self.apply(key, entry)
+
+    def keep_entries(self, is_kept: Callable[[str], bool]) -> None:
+        """Remove all entries but those whose keys are kept."""
         with self._changed:
-            for key, entry in self._entries.items():
-                self._used -= _entry_bytes(entry)
+            for key in [key for key in self._entries if not is_kept(key)]:
+                self._used -= _entry_bytes(self._entries.pop(key))
                 _unlink(self._path_of(key))
-            self._entries.clear()
-            self._deleted.clear()
-
-    def blobs_of(self, holder: str) -> list[str]:
-        """Return the names of the blobs that a member should hold, by the entries."""
-        with self._changed:
-            return [entry.blob for entry in self._entries.values() if entry.blob and holder in entry.holders]
 
     def _path_of(self, key: str) -> Path:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
@@ -521,6 +581,35 @@ def _unlink(*paths: Path) -> None:
             path.unlink()
 
 
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def _write_number(path: Path, number: int) -> None:
+    """Store a number in place, so that a full memory file system still has room for it.
+
+    Raises:
+        StorageFullError: the file is new, and the memory file system is full.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        os.pwrite(descriptor, f"{number:020}".encode(), 0)
+    except OSError as error:
+        raise _full(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _full(path: Path, error: OSError) -> Exception:
+    """Return the error of the memory of a host for an error of its file system."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return StorageFullError(f"{path.parent} is full: {error.strerror}")
+    return error
+
+
 def _write_file(path: Path, data: bytes) -> None:
     """Replace a file by one rename.
 
@@ -534,6 +623,4 @@ def _write_file(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         _unlink(temporary)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise StorageFullError(f"{path.parent} is full: {error.strerror}") from error
-        raise
+        raise _full(path, error) from error

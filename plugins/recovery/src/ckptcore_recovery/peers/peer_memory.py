@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from functools import partial
 
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
 from ckptcore_tiers.tiered_steps import TieredSteps
 
 from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
 from ckptcore.training.run_directory import Ownership, RunSteps
 from ckptcore.training.steps import StepDirectory
+from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import find_server
@@ -37,6 +40,7 @@ class PeerMemory:
         *,
         memory_bytes: int,
         copies: int = 1,
+        erasure_code: ErasureCode | None = None,
         upload_policy: SavePolicy,
         preservation_policy: PreservationPolicy | None = None,
         job: str | None = None,
@@ -53,6 +57,7 @@ class PeerMemory:
             memory_bytes: the maximum bytes in the memory of each host: of its own steps, of copies of other hosts,
                 and of the step that is being saved.
             copies: the number of copies on other hosts. Any so many failure domains can be lost.
+            erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
             job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
@@ -65,6 +70,9 @@ class PeerMemory:
         Raises:
             ValueError: an argument is invalid.
         """
+        needed = 1
+        if erasure_code is not None:
+            needed, copies = erasure_code.data, erasure_code.parity
         if copies < 0 or memory_bytes <= 0:
             raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
         if interface in ("", "0.0.0.0", "::"):  # refused
@@ -72,7 +80,7 @@ class PeerMemory:
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
-        self._options = MemoryOptions(memory_bytes, copies, interface, domain, idle_seconds, bytes_per_second)
+        self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
         self._near = NearTier(
             f"{SCHEME}://{self.job}/steps",
             preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,
@@ -93,8 +101,14 @@ class PeerMemory:
 
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
-        session = join_job(self.job, ownership.agreement.part("memory"), self._options)
-        self._run = PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
+        steps = self._tiers.open(names, context)
+        # First, because a job that joins the memory ends the one that uses it. The number orders incarnations, also if
+        # their hosts do not know of each other.
+        number: int = ownership.agreement.part("directory").lead(
+            "number", partial(_own_for_a_moment, steps.directories[1], ownership.if_in_use)
+        )
+        session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=number)
+        self._run = PeerRun(session, self._near, steps, context, ownership)
         return self._run
 
     @property
@@ -106,6 +120,19 @@ class PeerMemory:
         """See `TieredDirectory.wait_for_uploads`."""
         if self._run is not None:
             self._run.wait_for_uploads(timeout)
+
+
+def _own_for_a_moment(directory: StepDirectory, if_in_use: IfInUse) -> int:
+    """Return a number that is higher than the numbers of all earlier owners of a directory.
+
+    Raises:
+        DirectoryInUseError: another job owns it.
+        StorageError: it cannot be written.
+    """
+    directory.expect_directory()
+    lock = directory.commit_method(directory.open_to_write()).locks(directory.display).own(if_in_use)
+    lock.close()
+    return lock.number
 
 
 class PeerRun(TieredRun):
