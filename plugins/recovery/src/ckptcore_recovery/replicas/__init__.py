@@ -1,0 +1,15 @@
+"""Recovery from a healthy replica: processes that lost their state get it from others of the running job.
+
+recovery    `recover`
+agreeing    what all processes agree on first: the state, the plan, the digests
+job_state   the state of the job as a checkpoint that can be loaded
+transfers   the plan: parcels of elements, and who sends them
+sending     the side of a process that has its state
+fetching    the side of a process that lost it
+torchft     a `CheckpointTransport` of torchft
+"""
+
+from ckptcore_recovery.replicas.job_state import NoReplicaError, ReplicasDifferError
+from ckptcore_recovery.replicas.recovery import RecoveryReport, recover
+
+__all__ = ["NoReplicaError", "RecoveryReport", "ReplicasDifferError", "recover"]

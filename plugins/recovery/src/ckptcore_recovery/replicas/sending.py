@@ -1,0 +1,204 @@
+"""The side of a process that has its state: it computes digests of parcels, and sends them to processes that ask."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from ckptcore.errors import CheckpointError, RankFailedError, StorageError
+from ckptcore.events import logger_named
+from ckptcore.io.elements import copy_elements, new_bytes
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending
+from ckptcore.saving.descriptions import TreeDescription
+from ckptcore_recovery.peers.messages import Connection, Header, error_header
+from ckptcore_recovery.replicas.transfers import Parcel
+
+logger = logger_named("ckptcore.recovery")
+
+DIGEST_BYTES: Final = 16
+
+_HELLO_SECONDS: Final = 600.0
+"""A process that lost its state connects within this time."""
+
+
+def digest_of(data: memoryview | bytes) -> bytes:
+    """Return the digest of the elements of a parcel."""
+    return xxhash.xxh3_128_digest(data)
+
+
+class HeldElements:
+    """The elements that this process holds. Thread-safe. The state must not change meanwhile."""
+
+    def __init__(self, description: TreeDescription) -> None:
+        """Hold the state of this process, described with the numbers of leaves of the tree of the job."""
+        self._description = description
+
+    def parcel(self, parcel: Parcel) -> memoryview:
+        """Return the elements of a parcel, in native byte order. Copies them from the devices."""
+        started: list[Pending[HostArray]] = []
+        for piece in parcel.pieces:
+            leaf, handler, boxes = self._description.boxes(piece.leaf, (piece.box,))
+            started.extend(handler.view_on_host(leaf, boxes))
+        data = new_bytes(parcel.nbytes)
+        position = 0
+        for piece, pending in zip(parcel.pieces, started, strict=True):
+            elements = pending.result()
+            stop = position + elements.nbytes
+            place: HostArray = np.frombuffer(data[position:stop], elements.dtype).reshape(piece.box.shape)
+            copy_elements(place, elements)
+            position = stop
+        return data
+
+    def digests(self, parcels: Sequence[Parcel], rank: int) -> bytes:
+        """Return the digests of the parcels of which this process is a witness, in their order."""
+        return b"".join([digest_of(self.parcel(parcel)) for parcel in parcels if rank in parcel.witnesses])
+
+
+class ReplicaServer:
+    """Sends parcels to the processes that lost their state, for the time of one recovery."""
+
+    def __init__(self, interface: str, token: bytes, lost: Collection[int]) -> None:
+        """Listen, and accept connections. Requests wait for `serve`.
+
+        Args:
+            interface: the address of this host to listen on.
+            token: the secret of this recovery.
+            lost: the ranks that may connect.
+
+        Raises:
+            StorageError: the address does not belong to this host.
+        """
+        self._token = token
+        self._lost = frozenset(lost)
+        self._send: Callable[[int], memoryview] | None = None
+        self._changed = threading.Condition()
+        self._connections: set[Connection] = set()
+        self._connected: set[int] = set()
+        self._ended: dict[int, str | None] = {}
+        self._is_closed = False
+        try:
+            family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+            self._listening = socket.create_server((interface, 0), family=family, backlog=1024)
+        except OSError as error:
+            raise StorageError(
+                f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the "
+                "other hosts of the job reach"
+            ) from error
+        self.address: Final = (interface, int(self._listening.getsockname()[1]))
+        """Address and port for the processes that lost their state."""
+        threading.Thread(target=self._accept, name="ckptcore-replica", daemon=True).start()
+
+    def serve(self, send: Callable[[int], memoryview], receivers: Collection[int]) -> None:
+        """Answer requests until every receiver has ended its recovery.
+
+        Args:
+            send: returns the elements of a parcel, by number.
+            receivers: the ranks that may need this process.
+
+        Raises:
+            RankFailedError: a receiver failed, or ended its process.
+        """
+        with self._changed:
+            self._send = send
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._connected.issuperset(receivers), _HELLO_SECONDS):
+                late = sorted(set(receivers) - self._connected)
+                raise RankFailedError(
+                    f"the ranks {late} did not connect to {self.address[0]} within {_HELLO_SECONDS:g} s: pass "
+                    "interface= with an address that all hosts of the job reach"
+                )
+            self._changed.wait_for(lambda: self._ended.keys() >= set(receivers))
+            failed = {rank: reason for rank in receivers if (reason := self._ended[rank]) is not None}
+        if failed:
+            reasons = "; ".join([f"rank {rank}: {reason}" for rank, reason in sorted(failed.items())])
+            raise RankFailedError(f"the recovery failed on {reasons}. This process has its state")
+
+    def close(self) -> None:
+        """Close all connections, and stop to listen."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            connections = list(self._connections)
+        with contextlib.suppress(OSError):  # wakes the thread that accepts
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for connection in connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listening.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                raise
+            threading.Thread(target=self._serve, args=(accepted,), name="ckptcore-replica", daemon=True).start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        rank: int | None = None
+        reason: str | None = "it closed its connection before it had its state"
+        connection = None
+        try:
+            connection = Connection(accepted, self._token, is_server=True)
+            header, _ = connection.receive(_no_payload)
+            hello = header.get("rank")
+            if type(hello) is not int or hello not in self._lost or header.get("op") != "hello":
+                raise StorageError(f"expected the rank of a process that lost its state, received {hello!r:.80}")
+            with self._changed:
+                if hello in self._connected:
+                    raise StorageError(f"rank {hello} is connected already")
+                rank = hello
+                self._connected.add(rank)
+                self._connections.add(connection)
+                self._changed.notify_all()
+            reason = self._answer(connection, rank)
+        except (OSError, ValueError) as error:
+            if not self._is_closed:
+                logger.warning("the connection of %s ended: %s", accepted if rank is None else f"rank {rank}", error)
+        finally:
+            accepted.close() if connection is None else connection.close()
+            with self._changed:
+                if connection is not None:
+                    self._connections.discard(connection)
+                if rank is not None:
+                    self._ended.setdefault(rank, reason)
+                self._changed.notify_all()
+
+    def _answer(self, connection: Connection, rank: int) -> str | None:
+        """Answer requests until the last one. Return the error of the other process, or None if it has its state."""
+        while True:
+            header, _ = connection.receive(_no_payload)
+            match header:
+                case {"op": "parcel", "number": int() as number}:
+                    try:
+                        answer, data = self._parcel(number)
+                    except (CheckpointError, LookupError) as error:
+                        answer, data = error_header(error), memoryview(b"")
+                    connection.send(answer, data)
+                case {"op": "end", "error": str() | None as error, "refusal": str() | None as refusal}:
+                    if refusal is not None:
+                        logger.error("rank %d refused the bytes of this process: %s", rank, refusal)
+                    return error
+                case _:
+                    raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
+
+    def _parcel(self, number: int) -> tuple[Header, memoryview]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._send is not None or self._is_closed)
+            send = self._send
+        if send is None:
+            raise StorageError("the recovery has ended")
+        return {"number": number}, send(number)
+
+
+def _no_payload(header: Header, nbytes: int) -> memoryview:
+    """Refuse payloads: requests have none."""
+    raise StorageError(f"a request with a payload of {nbytes} bytes")
