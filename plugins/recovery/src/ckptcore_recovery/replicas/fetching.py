@@ -13,12 +13,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.elements import copy_elements, new_bytes
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import ReadItem, ReadPlan
-from ckptcore_recovery.peers.messages import Connection, Header, MessageError, raise_error
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection
 from ckptcore_recovery.replicas.job_state import NoReplicaError
 from ckptcore_recovery.replicas.sending import digest_of
 from ckptcore_recovery.replicas.transfers import Parcel, Piece
@@ -57,6 +58,10 @@ class Wanted(NamedTuple):
     requests: Mapping[ReadItem, int]
     dtypes: Mapping[int, np.dtype[Any]]
     paths: Sequence[str]
+
+
+class RefusedError(StorageError):
+    """A holder sent an error, or elements with another digest than the agreed one."""
 
 
 class Fetch:
@@ -115,12 +120,19 @@ class Fetch:
             return
         self.connections[holder] = connection
 
-    def drop(self, holder: int, error: Exception) -> None:
-        """Close the connection to a holder that failed."""
+    def drop(self, holder: int, error: Exception, unanswered: int = 0) -> None:
+        """Close the connection to a holder that failed.
+
+        Args:
+            holder: its rank.
+            error: the reason.
+            unanswered: the number of answers to receive before the connection is closed. If bytes are left when a
+                socket is closed, the other side may lose the last message.
+        """
         self.failed[holder] = f"{type(error).__name__}: {error}"
         logger.warning("rank %d cannot send its part of the state, others send it: %s", holder, error)
         if (connection := self.connections.pop(holder, None)) is not None:
-            self._end(holder, connection, refusal=str(error))
+            self._end(holder, connection, refusal=str(error), unanswered=unanswered)
 
     def close(self, error: BaseException | None) -> None:
         """Tell the holders that this process has its state, or the error that stopped it."""
@@ -130,11 +142,19 @@ class Fetch:
         self.connections.clear()
 
     def _end(
-        self, holder: int, connection: Connection, *, error: str | None = None, refusal: str | None = None
+        self,
+        holder: int,
+        connection: Connection,
+        *,
+        error: str | None = None,
+        refusal: str | None = None,
+        unanswered: int = 0,
     ) -> None:
         try:
             connection.send({"op": "end", "error": error, "refusal": refusal})
-        except OSError as failure:
+            for _ in range(unanswered):
+                connection.receive()
+        except (OSError, ValueError) as failure:
             logger.info("rank %d does not hear that rank %d needs nothing more: %s", holder, self.rank, failure)
         connection.close()
 
@@ -236,11 +256,11 @@ class _Round:
 
     def work(self) -> None:
         """Receive parcels until all are received. Never raises."""
-        memory = new_bytes(0)
+        memory = new_bytes(PIECE_BYTES)
         while (holder := self._take()) is not None:
             pending: deque[int] = deque()
             try:
-                memory = self._receive(holder, pending, memory)
+                self._receive(holder, pending, memory)
             except (OSError, ValueError) as error:
                 self._replace(holder, pending, error)
             except BaseException as error:  # noqa: BLE001  # raised by `Fetch.read`
@@ -261,13 +281,13 @@ class _Round:
                 self._changed.wait()
             return None
 
-    def _receive(self, holder: int, pending: deque[int], memory: memoryview) -> memoryview:
-        """Receive the parcels of a holder. Return the memory of messages, to be used again.
+    def _receive(self, holder: int, pending: deque[int], memory: memoryview) -> None:
+        """Receive the parcels of a holder.
 
         Args:
             holder: its rank.
             pending: receives the numbers of the parcels that were requested and not received.
-            memory: the memory of messages; replaced if it is too small.
+            memory: the memory of messages.
         """
         fetch, wanted = self._fetch, self._fetch.wanted
         connection = fetch.connections[holder]
@@ -276,17 +296,16 @@ class _Round:
                 pending.append(number)
                 connection.send({"op": "parcel", "number": number})
             if not pending:
-                return memory
+                return
             number, parcel = pending[0], wanted.parcels[pending[0]]
-            if len(memory) < parcel.nbytes:
-                memory = new_bytes(parcel.nbytes)
-            header, data = connection.receive(partial(_place, memory, parcel))
-            raise_error(header, f"rank {holder}")
+            header, data = connection.receive(lambda header, nbytes: memory[:nbytes])
+            if (reason := header.get("message")) is not None:
+                raise RefusedError(f"rank {holder} failed: {reason}")
             with self._changed:
                 fetch.moved += len(data)
             if len(data) != parcel.nbytes or digest_of(data) != wanted.digests[number]:
                 path = wanted.paths[parcel.pieces[0].leaf]
-                raise MessageError(f"rank {holder} sent elements of {path} with another digest than the agreed one")
+                raise RefusedError(f"rank {holder} sent elements of {path} with another digest than the agreed one")
             fetch.accept(holder, parcel, data, self._targets)
             pending.popleft()
             with self._changed:
@@ -300,7 +319,7 @@ class _Round:
 
     def _replace(self, holder: int, pending: deque[int], error: Exception) -> None:
         """Ask other holders for the parcels that a holder did not send."""
-        self._fetch.drop(holder, error)
+        self._fetch.drop(holder, error, len(pending) - 1 if isinstance(error, RefusedError) else 0)
         with self._changed:
             for number in [*pending, *self._queues.pop(holder)]:
                 self._order(number)
@@ -325,10 +344,3 @@ class _Round:
             return
         sender = parcel.senders[fetch.rank]
         self._queues[sender if sender in left else min(left, key=lambda rank: len(self._queues[rank]))].append(number)
-
-
-def _place(memory: memoryview, parcel: Parcel, header: Header, nbytes: int) -> memoryview:
-    """Return the memory for the answer to a request. Refuses an answer of another size."""
-    if nbytes != parcel.nbytes:
-        raise MessageError(f"received {nbytes} bytes instead of {parcel.nbytes}")
-    return memory[:nbytes]

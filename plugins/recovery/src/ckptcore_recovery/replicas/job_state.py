@@ -57,7 +57,12 @@ def describe_state(state: object, context: Context, *, rank: int, size: int) -> 
     described = describe_part("", state, registry.layout(_LAYOUT), registry, rank=rank, size=size)
     assert isinstance(described, TreeDescription)  # only named checkpointables can be files
     refuse_per_process_objects(described, size, context)
-    return described
+    # Arrays that share memory in this process may be separate arrays, with other boxes, in others.
+    local = dict(described.holders.local)
+    for alias in described.tree.aliases.keys() - described.holders.remote_leaves:
+        leaf, handler, _ = described.boxes(alias)
+        local[alias] = handler.shards(leaf, rank, size) or ()
+    return described._replace(holders=described.holders._replace(local=local))
 
 
 def report_of(description: TreeDescription) -> JSON:
@@ -141,7 +146,7 @@ class JobState:
                 own = numbers[number].get(path)
                 if own is not None:
                     differs |= own in may_differ[number] and record.cuts is None
-                    for box in boxes[number].get(trees[number].aliases.get(own, own), ()):
+                    for box in boxes[number].get(own, ()):
                         holding.setdefault(box, []).extend(of_report)
             # As in a checkpoint, the array of the lowest rank counts if processes may have different ones.
             held[leaf] = [HeldBox(box, tuple(sorted(of)[: 1 if differs else None])) for box, of in holding.items()]

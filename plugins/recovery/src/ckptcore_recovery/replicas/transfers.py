@@ -120,9 +120,10 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
     for (holders, needing), pieces in sorted(groups.items(), key=lambda group: (len(group[0][0]), group[0])):
         queue = [(loads.get(rank, 0), rank) for rank in holders]
         heapq.heapify(queue)
-        for parcel_pieces, nbytes in _divide(pieces, itemsizes, len(holders)):
+        for turn, (parcel_pieces, nbytes) in enumerate(_divide(pieces, itemsizes, len(holders))):
             senders = {}
-            for rank in needing:
+            first = turn % len(needing)  # so that each process receives from all holders
+            for rank in needing[first:] + needing[:first]:
                 load, sender = heapq.heappop(queue)
                 senders[rank] = sender
                 heapq.heappush(queue, (load + nbytes, sender))
@@ -133,13 +134,22 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
 
 def _held_parts(needed: Box, held: Collection[HeldBox]) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Divide a needed box into disjoint parts, each with all ranks that hold it."""
-    common = [present for present in held if present.box.intersect(needed) is not None]
-    rest = [needed]
-    for present in sorted(common, key=lambda present: (-len(present.ranks), present.box)):
-        parts = [part for box in rest if (part := box.intersect(present.box)) is not None]
-        rest = [part for box in rest for part in subtract(box, present.box)]
-        for part in parts:
-            yield part, tuple(sorted({rank for other in common if other.box.contains(part) for rank in other.ranks}))
+    common = [(part, present.ranks) for present in held if (part := needed.intersect(present.box)) is not None]
+    if sum([part.size for part, _ in common]) == needed.size:
+        yield from common  # they cover the box, so they do not overlap
+        return
+    cells: list[tuple[Box, frozenset[int]]] = [(needed, frozenset())]
+    for part, ranks in common:
+        cut = []
+        for cell, having in cells:
+            inside = cell.intersect(part)
+            if inside is None:
+                cut.append((cell, having))
+                continue
+            cut.append((inside, having.union(ranks)))
+            cut.extend([(outside, having) for outside in subtract(cell, part)])
+        cells = cut
+    yield from [(cell, tuple(sorted(having))) for cell, having in cells if having]
 
 
 def _divide(pieces: Sequence[Piece], itemsizes: ItemSizes, holders: int) -> Iterator[tuple[tuple[Piece, ...], int]]:
