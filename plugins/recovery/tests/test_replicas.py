@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import struct
+import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,15 +16,18 @@ import numpy as np
 import pytest
 from ckptcore_recovery.peers.messages import Connection
 from ckptcore_recovery.replicas import NoReplicaError, RecoveryReport, ReplicasDifferError, recover
+from ckptcore_recovery.replicas.fetching import Fetch, Wanted
 from ckptcore_recovery.replicas.sending import HeldElements, ReplicaServer
-from ckptcore_recovery.replicas.transfers import Parcel
+from ckptcore_recovery.replicas.transfers import Parcel, Piece
 from ckptcore_testing.thread_coordinator import run_ranks
 
 from ckptcore import PLACEHOLDER, Context, PerProcess, ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.context import MemoryOptions
 from ckptcore.errors import CheckpointError, RankFailedError, StorageError, TreeMismatchError
-from ckptcore.model import Box
+from ckptcore.model import ArrayRecord, ArraySpec, Box, TreeMetadata
+from ckptcore.model.transfer import ReadItem, ReadPlan
+from ckptcore.model.tree import LEAF
 from ckptcore.planning.partition import ReplicaOptions
 
 State = dict[str, Any]
@@ -403,6 +410,55 @@ def test_a_parcel_that_a_process_does_not_hold_is_an_error(server: ReplicaServer
         header, data = connection.receive()
         assert header["error"] == "storage"
         assert not data
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<III", 0, 0xFFFFFFFF, 0),
+        struct.pack("<III", 0, 10, 0xFFFFFFFF),
+        struct.pack("<III", 7, 10, 0),
+        struct.pack("<III", 0, 10, 1 << 22),
+        b"",
+    ],
+    ids=["header", "payload", "number", "code", "nothing"],
+)
+def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame: bytes) -> None:
+    def answer() -> None:
+        accepted, _ = listening.accept()
+        with accepted:
+            connection = Connection(accepted, b"t" * 32, is_server=True)
+            connection.receive()  # hello
+            connection.receive()  # the request
+            with contextlib.suppress(OSError):  # the other side closes it at once
+                accepted.sendall(frame + b"\0" * 16 + b"{" * 10 if frame else b"")
+                accepted.shutdown(socket.SHUT_WR)
+                while accepted.recv(1 << 16):
+                    pass
+
+    item = ReadItem(0, Box.whole((10,)))
+    wanted = Wanted(
+        {0: Parcel((Piece(item, item.box),), 40, (5,), {1: 5})},
+        [b"d" * 16],
+        {},
+        {item: 1},
+        {0: np.dtype(np.float32)},
+        ["w"],
+    )
+    tree = TreeMetadata(LEAF, (ArrayRecord(ArraySpec((10,), "float32")),))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        tracemalloc.start()
+        try:
+            fetch = Fetch(1, wanted, {5: ("127.0.0.1", listening.getsockname()[1])}, b"t" * 32)
+            with pytest.raises(NoReplicaError, match=r"w: every process that holds it has failed \(rank 5: .*Error"):
+                list(fetch.read(ReadPlan(tree, (item,)), [np.zeros(10, np.float32)]))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 24
+        finally:
+            tracemalloc.stop()
+        thread.join()
+    assert fetch.failed.keys() == {5}
 
 
 def test_an_address_of_another_host_is_refused() -> None:

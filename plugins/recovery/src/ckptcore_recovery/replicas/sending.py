@@ -33,6 +33,22 @@ def digest_of(data: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def listen(interface: str) -> socket.socket:
+    """Return a socket that listens on an address of this host, at any port.
+
+    Raises:
+        StorageError: the address does not belong to this host.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        return socket.create_server((interface, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise StorageError(
+            f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the other "
+            "hosts of the job reach"
+        ) from error
+
+
 class HeldElements:
     """The elements that this process holds. Thread-safe. The state must not change meanwhile."""
 
@@ -83,14 +99,7 @@ class ReplicaServer:
         self._connected: set[int] = set()
         self._ended: dict[int, str | None] = {}
         self._is_closed = False
-        try:
-            family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-            self._listening = socket.create_server((interface, 0), family=family, backlog=1024)
-        except OSError as error:
-            raise StorageError(
-                f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the "
-                "other hosts of the job reach"
-            ) from error
+        self._listening = listen(interface)
         self.address: Final = (interface, int(self._listening.getsockname()[1]))
         """Address and port for the processes that lost their state."""
         threading.Thread(target=self._accept, name="ckptcore-replica", daemon=True).start()

@@ -1,0 +1,136 @@
+"""The transport for torchft: the tests that torchft has for every transport, and tests of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import TestCase
+
+import pytest
+import torch
+from ckptcore_recovery.peers.messages import Connection
+
+from ckptcore.errors import CorruptCheckpointError, StorageError
+
+transport_test = pytest.importorskip("torchft.checkpointing.transport_test", reason="needs torchft 0.2")
+
+from ckptcore_recovery.replicas.torchft import ReplicaTransport  # imports torchft
+
+_SECONDS = timedelta(seconds=30)
+
+
+@pytest.fixture
+def transport() -> Iterator[ReplicaTransport[Any]]:
+    """Return a transport, which sends to itself."""
+    transport = ReplicaTransport[Any](_SECONDS)
+    yield transport
+    transport.shutdown()
+
+
+def receive(transport: ReplicaTransport[Any], step: int, seconds: float = 30.0, metadata: str | None = None) -> Any:
+    """Receive what a transport sends."""
+    given = transport.metadata() if metadata is None else metadata
+    return transport.recv_checkpoint(0, given, step, timedelta(seconds=seconds))
+
+
+def send(transport: ReplicaTransport[Any], step: int, state: Any) -> None:
+    """Let a transport send a state."""
+    transport.send_checkpoint([1], step, state, _SECONDS)
+
+
+def test_the_tests_of_torchft_pass() -> None:
+    def new(rank: int, size: int) -> ReplicaTransport[dict[str, object]]:
+        return ReplicaTransport(timedelta(seconds=10))
+
+    transport_test.run_multi_recovery_test(TestCase(), new, torch.device("cpu"))
+
+
+def test_tensors_and_objects_are_equal(transport: ReplicaTransport[Any]) -> None:
+    large = torch.randn(3_000_000)
+    model = torch.nn.Linear(4, 5)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {
+        "user": {"default": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}},
+        "torchft": {"step": 7, "batches_committed": 14},
+        "large": large,
+        "view": large[10:20],
+        "strided": torch.arange(100.0).reshape(10, 10).t(),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(2),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    send(transport, 7, state)
+    received = receive(transport, 7)
+    transport_test.assertStateDictEqual(TestCase(), received["user"]["default"]["model"], model.state_dict())
+    assert received["torchft"] == state["torchft"]
+    for name in ("large", "view", "strided", "half", "empty", "scalar", "parameter"):
+        assert torch.equal(received[name], state[name])
+        assert received[name].dtype == state[name].dtype
+        assert received[name].stride() == state[name].stride()
+    assert isinstance(received["parameter"], torch.nn.Parameter)
+    assert received["view"].data_ptr() == received["large"].data_ptr() + 40, "shared memory is sent once"
+
+
+def test_a_state_that_changes_while_it_is_sent_is_detected(transport: ReplicaTransport[Any]) -> None:
+    state = {"w": torch.zeros(3_000_000)}
+    send(transport, 1, state)
+    assert torch.equal(receive(transport, 1)["w"], state["w"])
+    state["w"][2_999_999] = 1
+    with pytest.raises(CorruptCheckpointError, match="rank 0, step 1: .* differ from those of the state"):
+        receive(transport, 1)
+
+
+def test_another_step_is_an_error(transport: ReplicaTransport[Any]) -> None:
+    send(transport, 2345, {})
+    with pytest.raises(StorageError, match="serving step 2345, but step 1234 was requested"):
+        receive(transport, 1234)
+    assert receive(transport, 2345) == {}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_nothing_is_sent_before_it_is_allowed(transport: ReplicaTransport[Any], seconds: float) -> None:
+    with pytest.raises((TimeoutError, StorageError), match="timed out"):
+        receive(transport, 1, seconds)
+    send(transport, 1, {"a": 1})
+    transport.disallow_checkpoint()
+    with pytest.raises((TimeoutError, StorageError), match="timed out"):
+        receive(transport, 1, seconds)
+
+
+def test_a_receiver_that_is_early_waits(transport: ReplicaTransport[Any]) -> None:
+    received: list[Any] = []
+    receiver = threading.Thread(target=lambda: received.append(receive(transport, 3)))
+    receiver.start()
+    send(transport, 3, {"a": torch.ones(3)})
+    receiver.join()
+    assert torch.equal(received[0]["a"], torch.ones(3))
+
+
+def test_a_wrong_token_is_refused(transport: ReplicaTransport[Any]) -> None:
+    send(transport, 1, {"a": 1})
+    host, port, _ = json.loads(transport.metadata())
+    with pytest.raises(OSError, match="token|closed"):
+        receive(transport, 1, metadata=json.dumps([host, port, "00" * 32]))
+
+
+def test_disallowing_aborts_transfers_that_are_late() -> None:
+    transport = ReplicaTransport[Any](timedelta(milliseconds=50))
+    send(transport, 1, {"a": torch.ones(10)})
+    host, port, token = json.loads(transport.metadata())
+    with socket.create_connection((host, port), timeout=30) as connected:
+        connection = Connection(connected, bytes.fromhex(token), is_server=False)
+        connection.set_timeout(30)
+        connection.send({"op": "open", "step": 1, "seconds": 30})
+        header, _ = connection.receive()
+        assert header["nbytes"] > 0
+        transport.disallow_checkpoint()
+        with pytest.raises(OSError, match="closed|reset"):
+            connection.receive()
+    transport.shutdown()
