@@ -159,8 +159,8 @@ def _no_majority(state: JobState, undecided: Sequence[tuple[Parcel, Mapping[int,
     return ReplicasDifferError(
         "processes that should hold the same elements hold different ones, and there is no majority:\n  "
         + "\n  ".join(lines[:_SHOWN])
-        + f"{more}\nMemory was corrupted, or the processes are not at the same step. Load a checkpoint. Nothing was "
-        "changed"
+        + f"{more}\nMemory was corrupted, the processes are not at the same step, or each has its own elements: wrap "
+        "these in PerProcess(...). Otherwise load a checkpoint. Nothing was changed"
     )
 
 

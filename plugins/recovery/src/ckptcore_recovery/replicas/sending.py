@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final, cast
 
 import numpy as np
 import xxhash
@@ -14,6 +15,7 @@ import xxhash
 from ckptcore.errors import CheckpointError, RankFailedError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.elements import copy_elements, new_bytes
+from ckptcore.io.threads import BackgroundThreads
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending
 from ckptcore.saving.descriptions import TreeDescription
@@ -23,6 +25,8 @@ from ckptcore_recovery.replicas.transfers import Parcel
 logger = logger_named("ckptcore.recovery")
 
 DIGEST_BYTES: Final = 16
+
+_DIGEST_THREADS: Final = 8
 
 _HELLO_SECONDS: Final = 600.0
 """A process that lost its state connects within this time."""
@@ -57,11 +61,13 @@ class HeldElements:
         self._description = description
 
     def parcel(self, parcel: Parcel) -> memoryview:
-        """Return the elements of a parcel, in native byte order. Copies them from the devices."""
+        """Return the elements of a parcel, in native byte order: a copy, or the memory of the state itself."""
         started: list[Pending[HostArray]] = []
         for piece in parcel.pieces:
             leaf, handler, boxes = self._description.boxes(piece.leaf, (piece.box,))
             started.extend(handler.view_on_host(leaf, boxes))
+        if len(started) == 1 and (elements := started[0].result()).flags.c_contiguous:
+            return memoryview(cast(Any, elements.reshape(-1).view(np.uint8)))
         data = new_bytes(parcel.nbytes)
         position = 0
         for piece, pending in zip(parcel.pieces, started, strict=True):
@@ -74,7 +80,13 @@ class HeldElements:
 
     def digests(self, parcels: Sequence[Parcel], rank: int) -> bytes:
         """Return the digests of the parcels of which this process is a witness, in their order."""
-        return b"".join([digest_of(self.parcel(parcel)) for parcel in parcels if rank in parcel.witnesses])
+        threads = BackgroundThreads(_DIGEST_THREADS, "ckptcore-digest")
+        witnessed = [parcel for parcel in parcels if rank in parcel.witnesses]
+        started = [threads.submit(partial(self._digest, parcel)) for parcel in witnessed]
+        return b"".join([digest.result() for digest in started])
+
+    def _digest(self, parcel: Parcel) -> bytes:
+        return digest_of(self.parcel(parcel))
 
 
 class ReplicaServer:
