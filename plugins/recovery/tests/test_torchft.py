@@ -6,19 +6,25 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest import TestCase
 
 import pytest
 import torch
+import torch.distributed as dist
 from ckptcore_recovery.peers.messages import Connection
 
 from ckptcore.errors import CorruptCheckpointError, StorageError
 
 transport_test = pytest.importorskip("torchft.checkpointing.transport_test", reason="needs torchft 0.2")
 
+import torchft  # the test above
 from ckptcore_recovery.replicas.torchft import ReplicaTransport  # imports torchft
+from torchft import coordination
+
+pytestmark = pytest.mark.system
 
 _SECONDS = timedelta(seconds=30)
 
@@ -134,3 +140,78 @@ def test_disallowing_aborts_transfers_that_are_late() -> None:
         with pytest.raises(OSError, match="closed|reset"):
             connection.receive()
     transport.shutdown()
+
+
+class _Stopped(Exception):
+    """A replica that fails."""
+
+
+def _train(replica: int, lighthouse: str, failures: set[int], received: list[int]) -> dict[str, torch.Tensor]:
+    """Train a model as one of two replicas of a `torchft.Manager`. Fail once at each of some steps, and start again."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    transport = ReplicaTransport[Any](_SECONDS)
+    receive = transport.recv_checkpoint
+
+    def record(src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        state = receive(src_rank, metadata, step, timeout)
+        received.append(step)
+        return state
+
+    transport.recv_checkpoint = record  # type: ignore[method-assign]
+    torch.manual_seed(replica)  # different models, until they are synchronized
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load(loaded: dict[str, Any]) -> None:
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        min_replica_size=2,
+        load_state_dict=load,
+        state_dict=state,
+        replica_id=str(replica),
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        checkpoint_transport=transport,
+    )
+    try:
+        wrapped = torchft.DistributedDataParallel(manager, model)
+        managed = torchft.Optimizer(manager, optimizer)
+        while manager.current_step() < 4:
+            managed.zero_grad()
+            wrapped(torch.rand(2, 3)).square().sum().backward()
+            managed.step()
+            if manager.current_step() in failures:
+                failures.clear()
+                raise _Stopped
+        return model.state_dict()
+    except _Stopped:
+        pass
+    finally:
+        manager.shutdown(wait=False)
+    return _train(replica, lighthouse, failures, received)
+
+
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore")  # of torchft
+def test_a_manager_of_torchft_recovers_a_replica_that_failed() -> None:
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=2)
+    received: list[list[int]] = [[], []]
+    with ThreadPoolExecutor(2) as threads:
+        replicas = [
+            threads.submit(_train, replica, lighthouse.address(), {2} if replica == 1 else set(), received[replica])
+            for replica in range(2)
+        ]
+        models = [replica.result() for replica in replicas]
+    lighthouse.shutdown()
+    assert received[1][-1] >= 2, "the replica that failed got the state of the other"
+    for name, tensor in models[0].items():
+        assert torch.equal(models[1][name], tensor)
