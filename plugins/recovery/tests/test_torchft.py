@@ -18,7 +18,10 @@ from ckptcore_recovery.peers.messages import Connection
 
 from ckptcore.errors import CorruptCheckpointError, StorageError
 
-transport_test = pytest.importorskip("torchft.checkpointing.transport_test", reason="needs torchft 0.2")
+_TESTS = "torchft.checkpointing.transport_test"
+"""A module that the environment of ``make test-integrations`` has."""
+
+transport_test = pytest.importorskip(_TESTS, reason="needs torchft 0.2: make test-integrations")
 
 import torchft  # the test above
 from ckptcore_recovery.replicas.torchft import ReplicaTransport  # imports torchft
