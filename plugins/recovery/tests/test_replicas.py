@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import struct
@@ -25,7 +26,7 @@ from ckptcore import PLACEHOLDER, Context, PerProcess, ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.context import MemoryOptions
 from ckptcore.errors import CheckpointError, RankFailedError, StorageError, TreeMismatchError
-from ckptcore.model import ArrayRecord, ArraySpec, Box, TreeMetadata
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import LEAF
 from ckptcore.planning.partition import ReplicaOptions
@@ -33,12 +34,18 @@ from ckptcore.planning.partition import ReplicaOptions
 State = dict[str, Any]
 
 
+@functools.cache
+def elements_of(step: int, rows: int) -> HostArray:
+    """Return the elements of the largest array of a state; not to be changed."""
+    return np.random.default_rng(step).random((rows, 1000), np.float32)
+
+
 def state_of(step: int = 7, *, rows: int = 3000) -> State:
     """Return a state whose elements depend on the step."""
     generator = np.random.default_rng(step)
     shared = generator.random((10, 20))
     return {
-        "w": generator.random((rows, 1000), np.float32),
+        "w": elements_of(step, rows).copy(),
         "small": [generator.integers(0, 9, number, np.int8) for number in range(50)],
         "tied": {"a": shared, "b": shared},
         "scalar": np.array(2.5 + step),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from tests.jobs.processes import run_job
 
-_PROGRAM = "plugins.recovery.tests.torch_replicas"
+_PROGRAM: Final = "plugins.recovery.tests.torch_replicas"
 
 pytestmark = pytest.mark.system
 
@@ -42,10 +43,35 @@ def test_a_shard_that_nobody_holds_is_listed_and_nothing_changes(tmp_path: Path)
         assert "rank 1: NoReplicaError: w[10:20, 0:10]" in errors[rank]
 
 
+def run_with_kills(directory: Path, task: str, size: int, *arguments: str) -> dict[int, dict[str, Any]]:
+    """Run a job of which some processes are killed. Return the outcomes of the others."""
+    with pytest.raises(AssertionError, match="-9"):
+        run_job(_PROGRAM, task, directory, size=size, layouts=arguments)
+    files = {rank: directory / f"outcome-{rank}.json" for rank in range(size)}
+    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+
+
 def test_a_holder_that_is_killed_is_replaced_by_another(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"ended with \[0, 0, -9, 0\]"):
-        run_job(_PROGRAM, "killed holder", tmp_path, size=4)
-    report = json.loads((tmp_path / "recovered-1.json").read_text())
-    assert report["replaced"] == [2]
-    assert report["received"].keys() == {"0", "2", "3"}, "rank 2 sent a part before"
-    assert sum(report["received"].values()) == report["needed"]
+    outcomes = run_with_kills(tmp_path, "killed holder", 4)
+    assert outcomes.keys() == {0, 1, 3}
+    assert not any(outcome["error"] for outcome in outcomes.values())
+    assert outcomes[1]["replaced"] == [2]
+    assert outcomes[1]["received"].keys() == {"0", "2", "3"}, "rank 2 sent a part before"
+    assert sum(outcomes[1]["received"].values()) == outcomes[1]["needed"]
+
+
+def test_all_holders_hear_of_a_receiver_that_is_killed(tmp_path: Path) -> None:
+    outcomes = run_with_kills(tmp_path, "killed receiver", 3)
+    assert outcomes.keys() == {0, 2}
+    for outcome in outcomes.values():
+        assert outcome["error"].startswith("RankFailedError: the recovery failed on rank 1: it closed its connection")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_any_holders_but_one_can_be_killed_at_any_parcel(tmp_path: Path, seed: int) -> None:
+    outcomes = run_with_kills(tmp_path, "killed holders", 5, str(seed))
+    assert {0, 1} <= outcomes.keys() != {0, 1, 2, 3, 4}
+    assert not any(outcome["error"] for outcome in outcomes.values())
+    assert sorted({0, 2, 3, 4} - outcomes.keys()) == outcomes[1]["replaced"]
+    assert sum(outcomes[1]["received"].values()) == outcomes[1]["needed"]

@@ -13,8 +13,8 @@ from unittest import TestCase
 
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_recovery.peers.messages import Connection
+from torch._C._distributed_c10d import TCPStore
 
 from ckptcore.errors import CorruptCheckpointError, StorageError
 
@@ -151,7 +151,7 @@ class _Stopped(Exception):
 
 def _train(replica: int, lighthouse: str, failures: set[int], received: list[int]) -> dict[str, torch.Tensor]:
     """Train a model as one of two replicas of a `torchft.Manager`. Fail once at each of some steps, and start again."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     transport = ReplicaTransport[Any](_SECONDS)
     receive = transport.recv_checkpoint
 

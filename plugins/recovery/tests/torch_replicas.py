@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from ckptcore_recovery.replicas import RecoveryReport, recover
+from ckptcore_recovery.replicas.fetching import Fetch
 from ckptcore_recovery.replicas.sending import HeldElements
 from ckptcore_recovery.replicas.transfers import Parcel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckptcore.errors import CheckpointError
 from tests.jobs.processes import Place
 from tests.jobs.torch_program import run as run_torch
 
@@ -140,29 +143,69 @@ def _not_replicated(place: Place) -> Any:
     return None
 
 
-def _killed_holder(place: Place) -> Any:
-    """Rank 2 is killed when the third parcel is requested of it: rank 1 has then received the first."""
-    generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(12_000, 1_000, generator=generator)
+def _die_at_parcel(count: int) -> None:
+    """Kill this process when a parcel is requested for the given time, after the digests were compared."""
+    digests, parcel, sent = HeldElements.digests, HeldElements.parcel, [0]
+
+    def compare(self: HeldElements, parcels: Sequence[Parcel], rank: int) -> bytes:
+        computed = digests(self, parcels, rank)
+        HeldElements.parcel = send  # type: ignore[method-assign, assignment]
+        return computed
+
+    def send(self: HeldElements, wanted: Parcel) -> memoryview:
+        sent[0] += 1
+        if sent[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return parcel(self, wanted)
+
+    HeldElements.digests = compare  # type: ignore[method-assign]
+
+
+def _recover_large(place: Place) -> Any:
+    """Rank 1 loses an array of 48 MB, and gets it from the others. Record what it received."""
+    whole = torch.randn(12_000, 1_000, generator=torch.Generator().manual_seed(1))
     lost, report = place.rank == 1, RecoveryReport()
     state: dict[str, Any] = {"w": torch.zeros_like(whole) if lost else whole.clone(), "step": 0 if lost else 7}
+    outcome: dict[str, Any] = {"error": None}
+    try:
+        recover(state, lost=lost, report=report)
+        assert torch.equal(state["w"], whole)
+        assert state["step"] == 7
+    except CheckpointError as error:
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    (place.directory / f"outcome-{place.rank}.json").write_text(json.dumps({**outcome, **_described(report)}))
+    os._exit(0)  # the group waits for killed processes
+
+
+def _killed_holder(place: Place) -> Any:
+    """Rank 2 is killed when the third parcel is requested of it: rank 1 has then received the first."""
     if place.rank == 2:
-        read, read_for_digests, sent = HeldElements.parcel, set[int](), []
+        _die_at_parcel(3)
+    return _recover_large(place)
 
-        def parcel(self: HeldElements, wanted: Parcel) -> memoryview:
-            if id(wanted) in read_for_digests:
-                sent.append(wanted)
-            read_for_digests.add(id(wanted))
-            if len(sent) == 3:
+
+def _killed_holders(place: Place) -> Any:
+    """Some ranks, but not rank 0, are killed when one of their three parcels is requested, by seed."""
+    chance = random.Random(place.layouts[0])
+    killed = chance.sample(range(2, place.size), chance.randint(1, place.size - 2))
+    if place.rank in killed:
+        _die_at_parcel(random.Random(f"{place.layouts[0]} {place.rank}").randint(1, 3))
+    return _recover_large(place)
+
+
+def _killed_receiver(place: Place) -> Any:
+    """Rank 1 is killed when it has received its second parcel."""
+    if place.rank == 1:
+        accept, accepted = Fetch.accept, []
+
+        def die(self: Fetch, *arguments: Any) -> None:
+            accepted.append(arguments)
+            if len(accepted) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return read(self, wanted)
+            accept(self, *arguments)
 
-        HeldElements.parcel = parcel  # type: ignore[method-assign, assignment]
-    recover(state, lost=lost, report=report)
-    assert torch.equal(state["w"], whole)
-    assert state["step"] == 7
-    (place.directory / f"recovered-{place.rank}.json").write_text(json.dumps(_described(report)))
-    os._exit(0)  # the group waits for the killed process
+        Fetch.accept = die  # type: ignore[method-assign, assignment]
+    return _recover_large(place)
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
@@ -170,4 +213,6 @@ TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
     "sharded": _sharded,
     "not replicated": _not_replicated,
     "killed holder": _killed_holder,
+    "killed holders": _killed_holders,
+    "killed receiver": _killed_receiver,
 }

@@ -165,6 +165,7 @@ class Fetch:
             NoReplicaError: every holder of a parcel has failed.
         """
         targets = _Targets(plan.items, buffers)
+        assert all(item in self._by_item or not item.box.size for item in targets.items), "a box was not planned"
         self._requests.subtract(plan.items)
         numbers: dict[int, None] = {}
         for item in targets.items:
@@ -338,7 +339,10 @@ class _Round:
             path = wanted.paths[parcel.pieces[0].leaf]
             reasons = "; ".join([f"rank {holder}: {reason}" for holder, reason in sorted(fetch.failed.items())])
             self._targets.complete.put(
-                NoReplicaError(f"{path}: every process that holds it has failed ({reasons}). Load a checkpoint")
+                NoReplicaError(
+                    f"{path}: every process that holds it has failed ({reasons}). Load a checkpoint. If an address "
+                    "cannot be reached, pass interface= with one that all hosts of the job reach"
+                )
             )
             self._left = 0
             return

@@ -132,8 +132,8 @@ class ReplicaServer:
             if not self._changed.wait_for(lambda: self._connected.issuperset(receivers), _HELLO_SECONDS):
                 late = sorted(set(receivers) - self._connected)
                 raise RankFailedError(
-                    f"the ranks {late} did not connect to {self.address[0]} within {_HELLO_SECONDS:g} s: pass "
-                    "interface= with an address that all hosts of the job reach"
+                    f"the ranks {late} did not connect to {self.address[0]} within {_HELLO_SECONDS:g} s: they failed, "
+                    "or cannot reach it. Pass interface= with an address that all hosts of the job reach"
                 )
             self._changed.wait_for(lambda: self._ended.keys() >= set(receivers))
             failed = {rank: reason for rank in receivers if (reason := self._ended[rank]) is not None}
