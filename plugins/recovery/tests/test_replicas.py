@@ -193,6 +193,18 @@ def test_a_job_that_lost_everything_loads_a_checkpoint(size: int) -> None:
         expect_equal(state, lost_state())
 
 
+def test_a_state_that_cannot_be_changed_is_replaced() -> None:
+    def states(rank: int) -> tuple[Any, ...]:
+        return (0, (np.zeros(3),)) if rank == 1 else (7, (np.arange(3.0),))
+
+    outcomes = run(3, (1,), states)
+    for state, _, error in outcomes:
+        assert error is None, error
+        assert type(state) is tuple
+        assert state[0] == 7
+        np.testing.assert_array_equal(state[1][0], np.arange(3.0))
+
+
 def test_parts_of_a_sharded_array_come_from_those_that_hold_them() -> None:
     """Boxes of different processes overlap, and the process needs a box that no other process holds as one."""
     whole = np.arange(1200 * 700, dtype=np.int32).reshape(1200, 700)
@@ -253,10 +265,10 @@ def test_the_majority_of_three_decides_about_a_corrupt_element(caplog: pytest.Lo
     outcomes = run(4, (1,), states)
     for rank, (state, report, error) in enumerate(outcomes):
         assert error is None, error
-        assert report.differing == {3: ["w"]}
+        assert report.differing == {3: ["state/w"]}
         if rank != 3:
             expect_equal(state, state_of())
-    assert "rank 3 differs from the majority in w: its memory may be corrupt" in caplog.text
+    assert "rank 3 differs from the majority in state/w: its memory may be corrupt" in caplog.text
     assert not outcomes[1][1].replaced
 
 

@@ -40,7 +40,7 @@ def test_a_shard_that_nobody_holds_is_listed_and_nothing_changes(tmp_path: Path)
     assert errors[1].startswith("NoReplicaError")
     for rank in (0, 2, 3):
         assert errors[rank].startswith("RankFailedError")
-        assert "rank 1: NoReplicaError: w[10:20, 0:10]" in errors[rank]
+        assert "rank 1: NoReplicaError: state/w[10:20, 0:10]" in errors[rank]
 
 
 def run_with_kills(directory: Path, task: str, size: int, *arguments: str) -> dict[int, dict[str, Any]]:

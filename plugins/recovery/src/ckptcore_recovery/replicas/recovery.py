@@ -109,13 +109,14 @@ def recover(
     """
     context, report = context or default_context(), report or RecoveryReport()
     job, key = runtime_of(context).job(), runtime_of(context).exchange_key("recover")
+    whole = {"state": state}  # a state that cannot be changed is replaced here
     with recorded_load(PLACE, context) as recording:
         agreement = Agreement(job, key, recording)
         description = None
         with agreement.stage("describe", meaning=NOTHING_CHANGED):
             if not lost:
                 with recording.phase("open"):
-                    description = describe_state(state, context, rank=job.rank, size=job.size)
+                    description = describe_state(whole, context, rank=job.rank, size=job.size)
         start = agree_on_start(agreement, None if description is None else report_digest(description))
         report.lost = start.lost
         if not start.lost:
@@ -132,7 +133,8 @@ def recover(
             job_state = JobState.decode(encoded)
             checkpoint = job_state.as_checkpoint(context)
         request = LoadRequest(strategy=_FromReplicas(agreement, start, job_state, addresses, report))
-        return load_into_target(checkpoint, state, context, recording, request)
+        load_into_target(checkpoint, whole, context, recording, request)
+        return whole["state"]
 
 
 def _send(
@@ -214,7 +216,8 @@ class _FromReplicas:
         try:
             return load.plan(checkpoint)
         except TreeMismatchError as error:
-            lacking = self._state.lacking_values(self._agreement.rank)
+            paths = self._state.lacking_values(self._agreement.rank)
+            lacking = [path for path in paths if any(line.startswith(f"{path}:") for line in error.differences)]
             if not lacking:
                 raise
             raise NoReplicaError(

@@ -5,12 +5,15 @@ Every process computes the same plan from the same arguments. A message names a 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from ckptcore.model.arrays import Box
+import numpy as np
+
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ReadItem
 from ckptcore.planning import boxes_of_range
 from ckptcore.planning.partition import subtract
@@ -24,6 +27,9 @@ _LEAST_BYTES: Final = 1 << 16
 
 _MOST_BYTES: Final = PIECE_BYTES - 64
 """A parcel ends with the element that reaches this size, so it can be larger by one element."""
+
+_FEW: Final = 16
+"""Fewer boxes than these are compared one by one."""
 
 ItemSizes: TypeAlias = Mapping[int, int]
 """Bytes per element of each array, by leaf."""
@@ -79,19 +85,20 @@ class Parcel:
     @property
     def witnesses(self) -> tuple[int, ...]:
         """The holders that compute its digest: its senders, and the holders after the first of them."""
-        senders = tuple(sorted(set(self.senders.values())))
-        if len(senders) >= WITNESSES:
-            return senders
-        start = self.holders.index(senders[0])
-        others = [rank for rank in self.holders[start:] + self.holders[:start] if rank not in senders]
-        return tuple(sorted([*senders, *others[: WITNESSES - len(senders)]]))
+        chosen = set(self.senders.values())
+        place, count = bisect.bisect(self.holders, min(chosen)), len(self.holders)
+        while len(chosen) < min(WITNESSES, count):
+            chosen.add(self.holders[place % count])
+            place += 1
+        return tuple(sorted(chosen))
 
 
 def missing_boxes(needs: Sequence[ReadItem], held: Held) -> Iterator[ReadItem]:
     """Yield the parts of needed boxes that no process holds."""
+    index = _HeldIndex(held)
     for item in needs:
         rest = [item.box]
-        for present in held.get(item.leaf, ()):
+        for present in index.overlapping(item):
             rest = [part for box in rest for part in subtract(box, present.box)]
         yield from [ReadItem(item.leaf, part) for part in rest if part.size]
 
@@ -111,8 +118,9 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
         for item in items:
             receivers.setdefault(item, []).append(rank)
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
+    index = _HeldIndex(held)
     for item, ranks in receivers.items():
-        for part, holders in _held_parts(item.box, held.get(item.leaf, ())):
+        for part, holders in _held_parts(item.box, index.overlapping(item)):
             groups.setdefault((holders, tuple(ranks)), []).append(Piece(item, part))
     parcels: list[Parcel] = []
     loads: dict[int, int] = {}
@@ -130,6 +138,26 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
             parcels.append(Parcel(parcel_pieces, nbytes, holders, senders))
         loads.update({rank: load for load, rank in queue})
     return parcels
+
+
+class _HeldIndex:
+    """Finds held boxes. A large job may have thousands for each array, of which a process needs few."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._bounds: dict[int, tuple[HostArray, HostArray]] = {}
+
+    def overlapping(self, item: ReadItem) -> Sequence[HeldBox]:
+        """Return the held boxes that have elements of a needed box."""
+        boxes = self._held.get(item.leaf, ())
+        if len(boxes) < _FEW or not item.box.start:
+            return boxes
+        if item.leaf not in self._bounds:
+            starts, stops = ([getattr(present.box, name) for present in boxes] for name in ("start", "stop"))
+            self._bounds[item.leaf] = np.array(starts), np.array(stops)
+        lower, upper = self._bounds[item.leaf]
+        overlaps = ((lower < np.array(item.box.stop)) & (upper > np.array(item.box.start))).all(axis=1)
+        return [boxes[number] for number in np.flatnonzero(overlaps).tolist()]
 
 
 def _held_parts(needed: Box, held: Collection[HeldBox]) -> Iterator[tuple[Box, tuple[int, ...]]]:
