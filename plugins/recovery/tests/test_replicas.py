@@ -25,7 +25,7 @@ from ckptcore_testing.thread_coordinator import run_ranks
 from ckptcore import PLACEHOLDER, Context, PerProcess, ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.context import MemoryOptions
-from ckptcore.errors import CheckpointError, RankFailedError, StorageError, TreeMismatchError
+from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import LEAF
@@ -281,8 +281,8 @@ def test_two_holders_that_disagree_are_named() -> None:
         return state
 
     outcomes = run(3, (1,), states)
-    assert isinstance(outcomes[0][2], ReplicasDifferError)
-    for _, _, error in outcomes[:2]:
+    for _, _, error in outcomes:
+        assert isinstance(error, ReplicasDifferError)
         assert "w: ranks 0, 2" in str(error)
         assert "small[7]: ranks 0, 2" in str(error)
         assert "Nothing was changed" in str(error)
@@ -291,8 +291,8 @@ def test_two_holders_that_disagree_are_named() -> None:
 
 def test_holders_at_different_steps_are_named() -> None:
     outcomes = run(4, (1,), lambda rank: lost_state() if rank == 1 else {**state_of(), "step": 7 + rank // 3})
-    assert isinstance(outcomes[0][2], ReplicasDifferError)
     for _, _, error in outcomes:
+        assert isinstance(error, ReplicasDifferError)
         assert "step: int 7 on ranks 0, 2; int 8 on rank 3" in str(error)
     expect_equal(outcomes[1][0], lost_state())
 
@@ -316,8 +316,10 @@ def test_a_value_that_only_the_lost_process_had_is_listed() -> None:
         return {**state, "rng": {"own": PerProcess(np.full(3, rank))}}
 
     outcomes = run(3, (1,), states)
-    assert isinstance(outcomes[1][2], NoReplicaError)
-    assert "rng/own: in PerProcess(...), so only this process had the value. Load a checkpoint" in str(outcomes[1][2])
+    for _, _, error in outcomes:
+        assert isinstance(error, NoReplicaError)
+        assert "rank 1: state/rng/own: in PerProcess(...), so only this process had the value" in str(error)
+        assert "Load a checkpoint. Nothing was changed" in str(error)
     np.testing.assert_array_equal(outcomes[1][0]["w"], lost_state()["w"])
 
     def with_placeholder(rank: int) -> State:
@@ -481,6 +483,16 @@ def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame:
     assert fetch.failed.keys() == {5}
 
 
-def test_an_address_of_another_host_is_refused() -> None:
-    with pytest.raises(StorageError, match=r"cannot listen on '192.0.2.1': .* Pass interface="):
-        ReplicaServer("192.0.2.1", b"t" * 32, [1])
+def test_an_address_of_another_host_fails_on_all_ranks_and_nothing_changes() -> None:
+    def work(rank: int, context: Context) -> str:
+        state = lost_state() if rank == 1 else state_of()
+        with pytest.raises(CheckpointError) as caught:
+            recover(state, lost=rank == 1, interface="192.0.2.1" if rank == 2 else "127.0.0.1", context=context)
+        expect_equal(state, lost_state() if rank == 1 else state_of())
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    errors = run_ranks(3, work)
+    assert errors[2].startswith("StorageError: cannot listen on '192.0.2.1'")
+    for error in errors:
+        assert "Pass interface= with an IP address of this host" in error
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckptcore-replica" and thread.is_alive()]

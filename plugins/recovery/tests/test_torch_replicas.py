@@ -36,11 +36,9 @@ def test_shards_come_from_the_processes_with_the_same_shard(tmp_path: Path) -> N
 
 def test_a_shard_that_nobody_holds_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     errors = run_job(_PROGRAM, "not replicated", tmp_path, size=4)
-    assert "w[10:20, 0:10]: no process that has its state holds these elements. Load a checkpoint" in errors[1]
-    assert errors[1].startswith("NoReplicaError")
-    for rank in (0, 2, 3):
-        assert errors[rank].startswith("RankFailedError")
-        assert "rank 1: NoReplicaError: state/w[10:20, 0:10]" in errors[rank]
+    text = "NoReplicaError: rank 1: state/w[10:20, 0:10]: no process that has its state holds these elements. Load a"
+    for error in errors:
+        assert error.startswith(text)
 
 
 def run_with_kills(directory: Path, task: str, size: int, *arguments: str) -> dict[int, dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from ckptcore_recovery.peers.messages import PIECE_BYTES
-from ckptcore_recovery.replicas.transfers import HeldBox, Parcel, missing_boxes, plan_parcels
+from ckptcore_recovery.replicas.transfers import HeldBox, HeldIndex, Parcel, missing_boxes, plan_parcels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def test_every_needed_element_is_sent_once_by_a_holder(data: st.DataObject) -> N
         rank: list({ReadItem(0, data.draw(boxes(shape))): None for _ in range(data.draw(st.integers(1, 2)))})
         for rank in data.draw(st.sets(st.integers(6, 8), min_size=1))
     }
-    missing = {rank: list(missing_boxes(items, {0: held})) for rank, items in needs.items()}
+    missing = {rank: list(missing_boxes(items, HeldIndex({0: held}))) for rank, items in needs.items()}
     parcels = plan_parcels({0: 4}, {0: held}, needs)
     for rank, items in needs.items():
         for item in items:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.arrays import Box
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import ReadItem
 from ckptcore.model.tree import JSON, format_path
-from ckptcore_recovery.replicas.job_state import JobState, ReplicasDifferError
+from ckptcore_recovery.replicas.job_state import (
+    NoReplicaError,
+    ReplicasDifferError,
+    box_from_json,
+    dtypes_of,
+    merge_reports,
+)
 from ckptcore_recovery.replicas.sending import DIGEST_BYTES, HeldElements
-from ckptcore_recovery.replicas.transfers import Parcel, plan_parcels
+from ckptcore_recovery.replicas.transfers import Held, HeldBox, HeldIndex, Parcel, missing_boxes, plan_parcels
 
 NOTHING_CHANGED: Final = "nothing was changed"
 
@@ -37,6 +44,20 @@ class Start(NamedTuple):
     token: str
 
 
+class Reports(NamedTuple):
+    """What the leader knows about the processes that have their state. On other ranks, only the tree.
+
+    Attributes:
+        tree: the encoded tree of the job.
+        held: the boxes that each process holds.
+        addresses: where each process listens.
+    """
+
+    tree: str
+    held: Held
+    addresses: Mapping[int, Address]
+
+
 class Agreed(NamedTuple):
     """What all processes know before elements are sent.
 
@@ -44,11 +65,13 @@ class Agreed(NamedTuple):
         parcels: the plan.
         digests: the digest of each parcel.
         excluded: by number of a parcel, the witnesses with another digest than the majority.
+        addresses: where each holder of a parcel listens.
     """
 
     parcels: Sequence[Parcel]
     digests: Sequence[bytes]
     excluded: Mapping[int, Sequence[int]]
+    addresses: Mapping[int, Address]
 
 
 def agree_on_start(agreement: Agreement, digest: str | None) -> Start:
@@ -73,8 +96,8 @@ def agree_on_start(agreement: Agreement, digest: str | None) -> Start:
     return Start(*started)
 
 
-def agree_on_state(agreement: Agreement, start: Start, payloads: Sequence[Any]) -> tuple[str, Mapping[int, Address]]:
-    """Return the encoded state of the job, and the addresses of the processes that hold it.
+def agree_on_tree(agreement: Agreement, start: Start, payloads: Sequence[Any]) -> Reports:
+    """Merge the reports of the processes that have their state.
 
     Args:
         agreement: the exchanges of the recovery.
@@ -83,53 +106,115 @@ def agree_on_state(agreement: Agreement, start: Start, payloads: Sequence[Any]) 
             that lost its state.
 
     Raises:
-        ReplicasDifferError: on the leader; see `JobState.merge`.
+        ReplicasDifferError: on all ranks; see `merge_reports`.
     """
+    held: Held = {}
 
-    def merge() -> list[JSON]:
+    def merge() -> JSON:
+        nonlocal held
         reports = [payloads[group[0]][2] for group in start.groups]
-        addresses: list[JSON] = [[rank, *payload[:2]] for rank, payload in enumerate(payloads) if payload is not None]
-        return [JobState.merge(reports, start.groups, start.lost).encode(), addresses]
+        tree, held = merge_reports(reports, start.groups, start.lost)
+        return json.dumps(tree.to_json())
 
-    merged: Any = agreement.lead("state", merge)
-    encoded, addresses = merged
-    return encoded, {rank: (host, port) for rank, host, port in addresses}
+    tree = _lead(agreement, "tree", merge)
+    return Reports(tree, held, {rank: given[:2] for rank, given in enumerate(payloads) if given is not None})
 
 
 def needs_payload(items: Iterable[ReadItem]) -> JSON:
     """Return the boxes that this process needs, for the payload of its stage."""
-    return [[item.leaf, list(item.box.start), list(item.box.stop)] for item in items]
+    return [[item.leaf, item.box.start, item.box.stop] for item in items]
 
 
 def agree_on_parcels(
-    agreement: Agreement, state: JobState, payloads: Sequence[Any], elements: HeldElements | None
+    agreement: Agreement,
+    tree: TreeMetadata,
+    reports: Reports,
+    payloads: Sequence[Any],
+    elements: HeldElements | None,
 ) -> Agreed:
     """Plan the parcels, compute their digests, and compare the digests of different processes.
 
     Args:
         agreement: the exchanges of the recovery.
-        state: the state of the job.
-        payloads: on the leader, by rank, the result of `needs_payload`; None for a process that has its state.
+        tree: the tree of the job.
+        reports: the result of `agree_on_tree`.
+        payloads: on the leader, by rank, the result of `needs_payload`; a str if no other process has some values of
+            the process; None for a process that has its state.
         elements: the elements of this process; None if it lost its state.
 
     Raises:
-        ReplicasDifferError: on the leader, if processes hold different elements, and there is no majority.
+        NoReplicaError: on all ranks, if no process holds a box that another one needs.
+        ReplicasDifferError: on all ranks, if processes hold different elements, and there is no majority.
     """
-    listed: Any = agreement.lead("plan", lambda: [[rank, of] for rank, of in enumerate(payloads) if of is not None])
+    planned: Any = json.loads(_lead(agreement, "plan", lambda: json.dumps(_matched_needs(tree, reports, payloads))))
     with agreement.stage("digests", meaning=NOTHING_CHANGED) as stage:
-        needs = {
-            rank: [ReadItem(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in items]
-            for rank, items in listed
+        needs = {rank: [ReadItem(leaf, box_from_json(box)) for leaf, *box in items] for rank, items in planned["needs"]}
+        sets = [tuple(ranks) for ranks in planned["ranks"]]
+        held = {
+            leaf: [HeldBox(box_from_json(box), sets[number]) for number, *box in boxes]
+            for leaf, boxes in planned["held"]
         }
-        parcels = plan_parcels({leaf: dtype.itemsize for leaf, dtype in state.dtypes.items()}, state.held, needs)
+        parcels = plan_parcels({leaf: dtype.itemsize for leaf, dtype in dtypes_of(tree).items()}, held, needs)
         stage.payload = None if elements is None else elements.digests(parcels, agreement.rank)
     reported: Sequence[Any] = stage.payloads
-    compared: Any = agreement.lead("compared", lambda: _compare(state, parcels, reported))
+    compared: Any = json.loads(_lead(agreement, "compared", lambda: json.dumps(_compare(tree, parcels, reported))))
     joined, excluded = compared
-    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded))
+    addresses = {rank: (host, port) for rank, host, port in planned["addresses"]}
+    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded), addresses)
 
 
-def _compare(state: JobState, parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> list[JSON]:
+def _lead(agreement: Agreement, name: str, decide: Callable[[], JSON]) -> Any:
+    """Return the decision of the leader. Its errors about replicas are raised on all ranks."""
+
+    def decide_or_fail() -> JSON:
+        try:
+            return [None, decide()]
+        except (NoReplicaError, ReplicasDifferError) as error:
+            return [type(error).__name__, str(error)]
+
+    answer: Any = agreement.lead(name, decide_or_fail)
+    kind, decision = answer
+    if kind is not None:
+        raise (NoReplicaError if kind == NoReplicaError.__name__ else ReplicasDifferError)(decision)
+    return decision
+
+
+def _matched_needs(tree: TreeMetadata, reports: Reports, payloads: Sequence[Any]) -> dict[str, JSON]:
+    """Return the needed boxes, and the boxes that processes hold of them. Sets of ranks are listed once."""
+    needs: list[JSON] = []
+    items: dict[ReadItem, None] = {}
+    missing: list[str] = []
+    index = HeldIndex(reports.held)
+    for rank, payload in enumerate(payloads):
+        if payload is None:
+            continue
+        if isinstance(payload, str):
+            missing.append(f"rank {rank}: {payload}")
+            continue
+        needs.append([rank, payload])
+        needed = [ReadItem(leaf, box_from_json(box)) for leaf, *box in payload]
+        items.update(dict.fromkeys(needed))
+        lines = [
+            f"{format_path(tree.paths[leaf])}[{', '.join(f'{a}:{b}' for a, b in zip(*box, strict=True))}]"
+            for leaf, box in missing_boxes(needed, index)
+        ]
+        if lines:
+            missing.append(f"rank {rank}: {listed(lines)}: no process that has its state holds these elements")
+    if missing:
+        raise NoReplicaError(f"{'; '.join(missing)}. Load a checkpoint. Nothing was changed")
+    boxes: dict[int, dict[HeldBox, None]] = {}
+    for item in items:
+        boxes.setdefault(item.leaf, {}).update(dict.fromkeys(index.overlapping(item)))
+    sets: dict[tuple[int, ...], int] = {}
+    held: list[JSON] = [
+        [leaf, [[sets.setdefault(ranks, len(sets)), *box] for box, ranks in of_leaf]] for leaf, of_leaf in boxes.items()
+    ]
+    holders = sorted({rank for ranks in sets for rank in ranks})
+    addresses: list[JSON] = [[rank, *reports.addresses[rank]] for rank in holders]
+    return {"needs": needs, "held": held, "ranks": list(sets), "addresses": addresses}
+
+
+def _compare(tree: TreeMetadata, parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> list[JSON]:
     """Return the digest of each parcel, and the witnesses that differ from it."""
     reported = [iter(_split(payload or b"")) for payload in payloads]
     chosen: list[bytes] = []
@@ -145,14 +230,14 @@ def _compare(state: JobState, parcels: Sequence[Parcel], payloads: Sequence[byte
         elif others:
             excluded.append([number, others])
     if undecided:
-        raise _no_majority(state, undecided)
+        raise _no_majority(tree, undecided)
     return [b"".join(chosen).hex(), excluded]
 
 
-def _no_majority(state: JobState, undecided: Sequence[tuple[Parcel, Mapping[int, bytes]]]) -> ReplicasDifferError:
+def _no_majority(tree: TreeMetadata, undecided: Sequence[tuple[Parcel, Mapping[int, bytes]]]) -> ReplicasDifferError:
     ranks: dict[str, set[int]] = {}
     for parcel, by_rank in undecided:
-        for path in paths_of(state, parcel):
+        for path in paths_of(tree, parcel):
             ranks.setdefault(path, set()).update(by_rank)
     lines = [f"{path}: ranks {', '.join(map(str, sorted(having)))}" for path, having in ranks.items()]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -164,9 +249,14 @@ def _no_majority(state: JobState, undecided: Sequence[tuple[Parcel, Mapping[int,
     )
 
 
-def paths_of(state: JobState, parcel: Parcel) -> list[str]:
+def paths_of(tree: TreeMetadata, parcel: Parcel) -> list[str]:
     """Return the paths of the arrays that have elements in a parcel, each once."""
-    return [format_path(state.tree.paths[leaf]) for leaf in dict.fromkeys([piece.leaf for piece in parcel.pieces])]
+    return [format_path(tree.paths[leaf]) for leaf in dict.fromkeys([piece.leaf for piece in parcel.pieces])]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message; limits their number."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _split(joined: bytes) -> list[bytes]:

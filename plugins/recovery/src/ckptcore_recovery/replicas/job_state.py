@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final, Self
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -95,8 +94,7 @@ def placed_in(description: TreeDescription, tree: TreeMetadata) -> TreeDescripti
     return description._replace(tree=tree, positions=positions)
 
 
-@dataclass(frozen=True)
-class JobState:
+class Merged(NamedTuple):
     """The state of the processes that did not lose it.
 
     Attributes:
@@ -107,107 +105,83 @@ class JobState:
     tree: TreeMetadata
     held: Held
 
-    @classmethod
-    def merge(cls, reports: Sequence[Any], ranks: Sequence[Sequence[int]], lost: Sequence[int]) -> Self:
-        """Merge the states of processes.
 
-        Args:
-            reports: the different results of `report_of`.
-            ranks: for each report, the ranks of the processes that it describes.
-            lost: the ranks of the other processes of the job.
+def merge_reports(reports: Sequence[Any], ranks: Sequence[Sequence[int]], lost: Sequence[int]) -> Merged:
+    """Merge the states of processes.
 
-        Raises:
-            ReplicasDifferError: a value, such as the step, differs between processes.
-        """
-        trees = [TreeMetadata.from_json(report["tree"]) for report in reports]
-        remote = [frozenset(report["remote"]) for report in reports]
-        may_differ = [frozenset(report["may_differ"]) for report in reports]
-        try:
-            tree = merge_trees(
-                trees, ranks, size=len(lost) + sum(map(len, ranks)), remote_leaves=remote, may_differ=may_differ
-            )
-        except TreeMismatchError as error:
-            lines = "\n  ".join(error.differences[:20])
-            raise ReplicasDifferError(
-                f"the processes that have their state hold different states:\n  {lines}\nAll of them must be at the "
-                "same step; wrap state that differs between processes in PerProcess(...). Otherwise load a checkpoint. "
-                "Nothing was changed"
-            ) from error
-        numbers = [{path: number for number, path in enumerate(own.paths)} for own in trees]
-        boxes = [{leaf: [_box(box) for box in listed] for leaf, listed in report["boxes"]} for report in reports]
-        held: dict[int, Sequence[HeldBox]] = {}
-        for leaf, path in enumerate(tree.paths):
-            record = tree.leaves[leaf]
-            if leaf in tree.aliases or not isinstance(record, ArrayRecord):
-                continue
-            holding: dict[Box, list[int]] = {}
-            differs = False
-            for number, of_report in enumerate(ranks):
-                own = numbers[number].get(path)
-                if own is not None:
-                    differs |= own in may_differ[number] and record.cuts is None
-                    for box in boxes[number].get(own, ()):
-                        holding.setdefault(box, []).extend(of_report)
-            # As in a checkpoint, the array of the lowest rank counts if processes may have different ones.
-            held[leaf] = [HeldBox(box, tuple(sorted(of)[: 1 if differs else None])) for box, of in holding.items()]
-        # A process need not have a leaf that only some processes hold. The lost processes held all other leaves.
-        size = sum(map(len, ranks))
-        held_by = {leaf: holding for leaf, holding in tree.held_by.items() if len(holding) < size}
-        return cls(replace(tree, held_by=held_by), held)
+    Args:
+        reports: the different results of `report_of`.
+        ranks: for each report, the ranks of the processes that it describes.
+        lost: the ranks of the other processes of the job.
 
-    def encode(self) -> str:
-        """Encode the state for the other processes. Sets of ranks are listed once."""
-        sets: dict[tuple[int, ...], int] = {}
-        held = [
-            [leaf, [[list(box.start), list(box.stop), sets.setdefault(ranks, len(sets))] for box, ranks in boxes]]
-            for leaf, boxes in self.held.items()
-        ]
-        return json.dumps({"tree": self.tree.to_json(), "held": held, "ranks": list(sets)})
+    Raises:
+        ReplicasDifferError: a value, such as the step, differs between processes.
+    """
+    trees = [TreeMetadata.from_json(report["tree"]) for report in reports]
+    remote = [frozenset(report["remote"]) for report in reports]
+    may_differ = [frozenset(report["may_differ"]) for report in reports]
+    holders = sum(map(len, ranks))
+    try:
+        tree = merge_trees(trees, ranks, size=holders + len(lost), remote_leaves=remote, may_differ=may_differ)
+    except TreeMismatchError as error:
+        lines = "\n  ".join(error.differences[:20])
+        raise ReplicasDifferError(
+            f"the processes that have their state hold different states:\n  {lines}\nAll of them must be at the same "
+            "step; wrap state that differs between processes in PerProcess(...). Otherwise load a checkpoint. Nothing "
+            "was changed"
+        ) from error
+    numbers = [{path: number for number, path in enumerate(own.paths)} for own in trees]
+    boxes = [{leaf: list(map(box_from_json, listed)) for leaf, listed in report["boxes"]} for report in reports]
+    held: dict[int, Sequence[HeldBox]] = {}
+    for leaf, path in enumerate(tree.paths):
+        record = tree.leaves[leaf]
+        if leaf in tree.aliases or not isinstance(record, ArrayRecord):
+            continue
+        holding: dict[Box, list[int]] = {}
+        differs = False
+        for number, of_report in enumerate(ranks):
+            own = numbers[number].get(path)
+            if own is not None:
+                differs |= own in may_differ[number] and record.cuts is None
+                for box in boxes[number].get(own, ()):
+                    holding.setdefault(box, []).extend(of_report)
+        # As in a checkpoint, the array of the lowest rank counts if processes may have different ones.
+        held[leaf] = [HeldBox(box, tuple(sorted(of)[: 1 if differs else None])) for box, of in holding.items()]
+    # A process need not have a leaf that only some processes hold. The lost processes had all other leaves.
+    held_by = {leaf: holding for leaf, holding in tree.held_by.items() if len(holding) < holders}
+    return Merged(replace(tree, held_by=held_by), held)
 
-    @classmethod
-    def decode(cls, encoded: str) -> Self:
-        """Decode the result of `encode`."""
-        decoded = json.loads(encoded)
-        sets = [tuple(ranks) for ranks in decoded["ranks"]]
-        held = {
-            leaf: [HeldBox(_box((start, stop)), sets[number]) for start, stop, number in boxes]
-            for leaf, boxes in decoded["held"]
-        }
-        return cls(TreeMetadata.from_json(decoded["tree"]), held)
 
-    @cached_property
-    def dtypes(self) -> Mapping[int, np.dtype[Any]]:
-        """The dtypes of the arrays, by leaf."""
-        return {
-            leaf: record.spec.numpy_dtype
-            for leaf, record in enumerate(self.tree.leaves)
-            if isinstance(record, ArrayRecord)
-        }
+def dtypes_of(tree: TreeMetadata) -> Mapping[int, np.dtype[Any]]:
+    """Return the dtypes of the arrays, by leaf."""
+    return {leaf: record.spec.numpy_dtype for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
 
-    def lacking_values(self, rank: int) -> list[str]:
-        """Return the paths of the values in `PerProcess` that only this process had."""
-        return [
-            format_path(path)
-            for path, node in containers_and_leaves((), self.tree.skeleton)
-            if isinstance(node, Node) and node.type == PER_PROCESS and rank not in node.keys
-        ]
 
-    def as_checkpoint(self, context: Context) -> Checkpoint:
-        """Return the state as an open checkpoint. The caller replaces its reads."""
-        nbytes = sum([record.spec.nbytes for record in self.tree.leaves if isinstance(record, ArrayRecord)])
-        root = Root(
-            save_id=new_save_id(),
-            created=save_created(),
-            writer={},
-            layout=_LAYOUT,
-            state=None,
-            tree=self.tree,
-            # Loads limit the memory that they allocate by the size of the objects.
-            objects={PLACE: ObjectRecord(PLACE, nbytes)},
-        )
-        storage = MemoryStorages().open("memory://job", StorageOptions())
-        stored = _HeldFormat(runtime_of(context).registry.layout(_LAYOUT), None)
-        return Checkpoint.of_root(Location(PLACE, storage, "state"), LocationVersion(None), root, context, stored)
+def lacking_values(tree: TreeMetadata, rank: int) -> list[str]:
+    """Return the paths of the values in `PerProcess` that only one process had, and no process holds any more."""
+    return [
+        format_path(path)
+        for path, node in containers_and_leaves((), tree.skeleton)
+        if isinstance(node, Node) and node.type == PER_PROCESS and rank not in node.keys
+    ]
+
+
+def as_checkpoint(tree: TreeMetadata, context: Context) -> Checkpoint:
+    """Return a state as an open checkpoint. The caller replaces its reads."""
+    nbytes = sum([record.spec.nbytes for record in tree.leaves if isinstance(record, ArrayRecord)])
+    root = Root(
+        save_id=new_save_id(),
+        created=save_created(),
+        writer={},
+        layout=_LAYOUT,
+        state=None,
+        tree=tree,
+        # Loads limit the memory that they allocate by the size of the objects.
+        objects={PLACE: ObjectRecord(PLACE, nbytes)},
+    )
+    storage = MemoryStorages().open("memory://job", StorageOptions())
+    stored = _HeldFormat(runtime_of(context).registry.layout(_LAYOUT), None)
+    return Checkpoint.of_root(Location(PLACE, storage, "state"), LocationVersion(None), root, context, stored)
 
 
 class _HeldFormat(StoredFormat):
@@ -230,6 +204,7 @@ class _NoChunks(ChunkIndex):
         return ()
 
 
-def _box(encoded: Sequence[Sequence[int]]) -> Box:
+def box_from_json(encoded: Sequence[Sequence[int]]) -> Box:
+    """Return the box with a start and a stop."""
     start, stop = encoded
     return Box(tuple(start), tuple(stop))

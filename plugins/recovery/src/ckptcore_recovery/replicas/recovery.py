@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from ckptcore.context import Context, default_context
 from ckptcore.errors import TreeMismatchError
@@ -16,6 +17,7 @@ from ckptcore.loading.in_place import load_into_target
 from ckptcore.loading.load import Load, LoadRequest, recorded_load
 from ckptcore.loading.reading import TreeRead
 from ckptcore.model.arrays import HostArray
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint
@@ -24,31 +26,31 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.descriptions import TreeDescription
 from ckptcore_recovery.replicas.agreeing import (
     NOTHING_CHANGED,
-    Address,
     Agreed,
+    Reports,
     Start,
     agree_on_parcels,
     agree_on_start,
-    agree_on_state,
+    agree_on_tree,
+    listed,
     needs_payload,
     paths_of,
 )
 from ckptcore_recovery.replicas.fetching import Fetch, Wanted
 from ckptcore_recovery.replicas.job_state import (
     PLACE,
-    JobState,
     NoReplicaError,
+    as_checkpoint,
     describe_state,
+    dtypes_of,
+    lacking_values,
     placed_in,
     report_digest,
     report_of,
 )
 from ckptcore_recovery.replicas.sending import HeldElements, ReplicaServer
-from ckptcore_recovery.replicas.transfers import missing_boxes
 
 logger = logger_named("ckptcore.recovery")
-
-_SHOWN: Final = 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,10 +101,10 @@ def recover(
         The state. If it was lost and cannot be changed in place, a new one.
 
     Raises:
-        NoReplicaError: no process holds a part of the lost state, which the error lists. Nothing was changed. Also
-            raised if all holders of a part have failed.
-        ReplicasDifferError: processes that have their state hold different elements or values, and there is no
-            majority. Nothing was changed.
+        NoReplicaError: on all ranks, if no process holds a part of a lost state; lists the parts. Nothing was changed.
+            Also on a rank that lost its state, if all holders of a part have failed.
+        ReplicasDifferError: on all ranks, if processes that have their state hold different elements or values, and
+            there is no majority. Nothing was changed.
         TreeMismatchError: the lost state has another structure than that of the others. Nothing was changed.
         RankFailedError: the recovery failed on another rank, which raises the error itself.
         TargetUndefinedError: it failed after it had begun to change the lost state.
@@ -128,11 +130,11 @@ def recover(
             return state
         with agreement.stage("reports", meaning=NOTHING_CHANGED) as stage:
             pass
-        encoded, addresses = agree_on_state(agreement, start, stage.payloads)
-        with agreement.stage("tree", meaning=NOTHING_CHANGED):
-            job_state = JobState.decode(encoded)
-            checkpoint = job_state.as_checkpoint(context)
-        request = LoadRequest(strategy=_FromReplicas(agreement, start, job_state, addresses, report))
+        reports = agree_on_tree(agreement, start, stage.payloads)
+        with agreement.stage("decoded", meaning=NOTHING_CHANGED):
+            tree = TreeMetadata.from_json(json.loads(reports.tree))
+            checkpoint = as_checkpoint(tree, context)
+        request = LoadRequest(strategy=_FromReplicas(agreement, start, reports, tree, report))
         load_into_target(checkpoint, whole, context, recording, request)
         return whole["state"]
 
@@ -142,19 +144,20 @@ def _send(
 ) -> None:
     """Send the elements of this process to the processes that lost theirs."""
     rank = agreement.rank
-    with agreement.stage("reports", meaning=NOTHING_CHANGED) as stage:
-        server = ReplicaServer(interface, bytes.fromhex(start.token), start.lost)
-        is_first = any(group[0] == rank for group in start.groups)
-        stage.payload = [*server.address, report_of(description) if is_first else None]
-    with closing(server):
-        encoded, _ = agree_on_state(agreement, start, stage.payloads)
-        with agreement.stage("tree", meaning=NOTHING_CHANGED):
-            state = JobState.decode(encoded)
-            elements = HeldElements(placed_in(description, state.tree))
+    with ExitStack() as closing_server:
+        with agreement.stage("reports", meaning=NOTHING_CHANGED) as stage:
+            server = ReplicaServer(interface, bytes.fromhex(start.token), start.lost)
+            closing_server.callback(server.close)
+            is_first = any(group[0] == rank for group in start.groups)
+            stage.payload = [*server.address, report_of(description) if is_first else None]
+        reports = agree_on_tree(agreement, start, stage.payloads)
+        with agreement.stage("decoded", meaning=NOTHING_CHANGED):
+            tree = TreeMetadata.from_json(json.loads(reports.tree))
+            elements = HeldElements(placed_in(description, tree))
         with agreement.stage("needs", meaning=NOTHING_CHANGED) as stage:
             pass
-        agreed = agree_on_parcels(agreement, state, stage.payloads, elements)
-        _report_differing(report, state, agreed)
+        agreed = agree_on_parcels(agreement, tree, reports, stage.payloads, elements)
+        _report_differing(report, tree, agreed)
         held = {number: parcel for number, parcel in enumerate(agreed.parcels) if rank in parcel.holders}
         receivers = {receiver for parcel in held.values() for receiver in parcel.senders}
         server.serve(lambda number: elements.parcel(held[number]), receivers)
@@ -164,35 +167,36 @@ class _FromReplicas:
     """The strategy of the load in a process that lost its state: it reads from processes that have theirs."""
 
     def __init__(
-        self,
-        agreement: Agreement,
-        start: Start,
-        state: JobState,
-        addresses: Mapping[int, Address],
-        report: RecoveryReport,
+        self, agreement: Agreement, start: Start, reports: Reports, tree: TreeMetadata, report: RecoveryReport
     ) -> None:
         self._agreement = agreement
         self._token = bytes.fromhex(start.token)
-        self._state = state
-        self._addresses = addresses
+        self._reports = reports
+        self._tree = tree
         self._report = report
         self._fetch: Fetch | None = None
 
     def run(self, load: Load[Any]) -> Any:
         """See `ckptcore.protocols.ReadStrategy`."""
-        agreement, state, report = self._agreement, self._state, self._report
+        agreement, tree, report = self._agreement, self._tree, self._report
+        requests: Counter[ReadItem] = Counter()
         with agreement.stage("needs", meaning=NOTHING_CHANGED) as stage:
-            reading = self._plan(load)
-            requests = Counter(_requested(reading))
-            self._expect_held(list(requests))
-            stage.payload = needs_payload(requests)
-        agreed = agree_on_parcels(agreement, state, stage.payloads, None)
-        _report_differing(report, state, agreed)
-        report.bytes_needed = sum([item.box.size * state.dtypes[item.leaf].itemsize for item in requests])
+            checkpoint: Checkpoint = load.open().reading_through(self._read)
+            try:
+                reading = load.plan(checkpoint)
+            except TreeMismatchError as error:
+                stage.payload = self._explained(error)
+            else:
+                requests.update(_requested(reading))
+                stage.payload = needs_payload(requests)
+        agreed = agree_on_parcels(agreement, tree, self._reports, stage.payloads, None)
+        _report_differing(report, tree, agreed)
+        dtypes = dtypes_of(tree)
+        report.bytes_needed = sum([item.box.size * dtypes[item.leaf].itemsize for item in requests])
         own = {number: parcel for number, parcel in enumerate(agreed.parcels) if agreement.rank in parcel.senders}
-        paths = [format_path(path) for path in state.tree.paths]
-        wanted = Wanted(own, agreed.digests, agreed.excluded, requests, state.dtypes, paths)
-        self._fetch = fetch = Fetch(agreement.rank, wanted, self._addresses, self._token)
+        paths = [format_path(path) for path in tree.paths]
+        wanted = Wanted(own, agreed.digests, agreed.excluded, requests, dtypes, paths)
+        self._fetch = fetch = Fetch(agreement.rank, wanted, agreed.addresses, self._token)
         try:
             load.begin(reading)
             load.read(reading)
@@ -205,25 +209,16 @@ class _FromReplicas:
         fetch.close(None)
         return result
 
-    def _plan(self, load: Load[Any]) -> TreeRead:
-        """Match the lost state with that of the other processes.
-
-        Raises:
-            NoReplicaError: the lost state has values that no other process has.
-            TreeMismatchError: they have different structures.
-        """
-        checkpoint: Checkpoint = load.open().reading_through(self._read)
-        try:
-            return load.plan(checkpoint)
-        except TreeMismatchError as error:
-            paths = self._state.lacking_values(self._agreement.rank)
-            lacking = [path for path in paths if any(line.startswith(f"{path}:") for line in error.differences)]
-            if not lacking:
-                raise
-            raise NoReplicaError(
-                f"{_listed(lacking)}: in PerProcess(...), so only this process had the value. Load a checkpoint; or "
-                "put PLACEHOLDER in its place and create it again. Nothing was changed"
-            ) from error
+    def _explained(self, error: TreeMismatchError) -> str:
+        """Return the explanation if the lost state has values that no other process has. Otherwise raise the error."""
+        paths = lacking_values(self._tree, self._agreement.rank)
+        lacking = [path for path in paths if any(line.startswith(f"{path}:") for line in error.differences)]
+        if not lacking:
+            raise error
+        return (
+            f"{listed(lacking)}: in PerProcess(...), so only this process had the value; put PLACEHOLDER in its place "
+            "to recover everything else"
+        )
 
     def _read(
         self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
@@ -231,18 +226,6 @@ class _FromReplicas:
         """See `ckptcore.protocols.ReadThrough`."""
         assert self._fetch is not None  # the load reads after it was planned
         return self._fetch.read(plan, buffers)
-
-    def _expect_held(self, items: Sequence[ReadItem]) -> None:
-        paths = self._state.tree.paths
-        missing = [
-            f"{format_path(paths[item.leaf])}[{', '.join(f'{a}:{b}' for a, b in zip(*item.box, strict=True))}]"
-            for item in missing_boxes(items, self._state.held)
-        ]
-        if missing:
-            raise NoReplicaError(
-                f"{_listed(missing)}: no process that has its state holds these elements. Load a checkpoint. Nothing "
-                "was changed"
-            )
 
 
 def _requested(reading: TreeRead) -> list[ReadItem]:
@@ -258,16 +241,12 @@ def _requested(reading: TreeRead) -> list[ReadItem]:
     ]
 
 
-def _report_differing(report: RecoveryReport, state: JobState, agreed: Agreed) -> None:
+def _report_differing(report: RecoveryReport, tree: TreeMetadata, agreed: Agreed) -> None:
     """Name the processes that differ from the majority."""
     differing: dict[int, dict[str, None]] = {}
     for number, ranks in agreed.excluded.items():
         for rank in ranks:
-            differing.setdefault(rank, {}).update(dict.fromkeys(paths_of(state, agreed.parcels[number])))
+            differing.setdefault(rank, {}).update(dict.fromkeys(paths_of(tree, agreed.parcels[number])))
     report.differing = {rank: list(paths) for rank, paths in sorted(differing.items())}
     for rank, paths in report.differing.items():
-        logger.error("rank %d differs from the majority in %s: its memory may be corrupt", rank, _listed(paths))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        logger.error("rank %d differs from the majority in %s: its memory may be corrupt", rank, listed(paths))

@@ -114,7 +114,8 @@ class ReplicaServer:
         self._listening = listen(interface)
         self.address: Final = (interface, int(self._listening.getsockname()[1]))
         """Address and port for the processes that lost their state."""
-        threading.Thread(target=self._accept, name="ckptcore-replica", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="ckptcore-replica", daemon=True)
+        self._thread.start()
 
     def serve(self, send: Callable[[int], memoryview], receivers: Collection[int]) -> None:
         """Answer requests until every receiver has ended its recovery.
@@ -150,6 +151,7 @@ class ReplicaServer:
         with contextlib.suppress(OSError):  # wakes the thread that accepts
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+        self._thread.join()
         for connection in connections:
             connection.close()
 

@@ -93,9 +93,8 @@ class Parcel:
         return tuple(sorted(chosen))
 
 
-def missing_boxes(needs: Sequence[ReadItem], held: Held) -> Iterator[ReadItem]:
+def missing_boxes(needs: Sequence[ReadItem], index: HeldIndex) -> Iterator[ReadItem]:
     """Yield the parts of needed boxes that no process holds."""
-    index = _HeldIndex(held)
     for item in needs:
         rest = [item.box]
         for present in index.overlapping(item):
@@ -118,7 +117,7 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
         for item in items:
             receivers.setdefault(item, []).append(rank)
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
-    index = _HeldIndex(held)
+    index = HeldIndex(held)
     for item, ranks in receivers.items():
         for part, holders in _held_parts(item.box, index.overlapping(item)):
             groups.setdefault((holders, tuple(ranks)), []).append(Piece(item, part))
@@ -140,10 +139,11 @@ def plan_parcels(itemsizes: ItemSizes, held: Held, needs: Needs) -> Sequence[Par
     return parcels
 
 
-class _HeldIndex:
+class HeldIndex:
     """Finds held boxes. A large job may have thousands for each array, of which a process needs few."""
 
     def __init__(self, held: Held) -> None:
+        """Index nothing yet."""
         self._held = held
         self._bounds: dict[int, tuple[HostArray, HostArray]] = {}
 
