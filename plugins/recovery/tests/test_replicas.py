@@ -126,7 +126,7 @@ class Tamperer:
         self._monkeypatch = monkeypatch
 
     def tamper(self, ranks: Sequence[int], change: Callable[[memoryview], memoryview]) -> None:
-        """Let some ranks change each parcel that they send."""
+        """Change each parcel that some ranks send."""
         compute, read = HeldElements.digests, HeldElements.parcel
         tampering: list[HeldElements] = []
 
@@ -495,4 +495,4 @@ def test_an_address_of_another_host_fails_on_all_ranks_and_nothing_changes() -> 
     assert errors[2].startswith("StorageError: cannot listen on '192.0.2.1'")
     for error in errors:
         assert "Pass interface= with an IP address of this host" in error
-    assert not [thread for thread in threading.enumerate() if thread.name == "ckptcore-replica" and thread.is_alive()]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckptcore-listen" and thread.is_alive()]

@@ -47,7 +47,7 @@ def receive(transport: ReplicaTransport[Any], step: int, seconds: float = 30.0, 
 
 
 def send(transport: ReplicaTransport[Any], step: int, state: Any) -> None:
-    """Let a transport send a state."""
+    """Begin to send a state."""
     transport.send_checkpoint([1], step, state, _SECONDS)
 
 

@@ -128,7 +128,7 @@ def _sharded(place: Place) -> Any:
 
 
 def _not_replicated(place: Place) -> Any:
-    """FSDP without replicas: nobody has the shard of the process that lost it."""
+    """FSDP without replicas: no process has the shard of the one that lost it."""
     mesh = init_device_mesh("cpu", (place.size,))
     whole = torch.arange(40.0 * 10).reshape(40, 10)
     lost = place.rank == 1

@@ -1,4 +1,4 @@
-"""What all processes of a job agree on before elements are sent: the state, the plan, and the digests."""
+"""Agreement of all processes before elements are sent: the tree, the plan, and the digests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Address: TypeAlias = tuple[str, int]
 
 
 class Start(NamedTuple):
-    """What the leader decides first.
+    """The first decision of the leader.
 
     Attributes:
         lost: the ranks that lost their state.
@@ -45,7 +45,7 @@ class Start(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """What the leader knows about the processes that have their state. On other ranks, only the tree.
+    """The processes that have their state, as the leader knows them. On other ranks, only the tree.
 
     Attributes:
         tree: the encoded tree of the job.
@@ -59,7 +59,7 @@ class Reports(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all processes know before elements are sent.
+    """The common knowledge of all processes before elements are sent.
 
     Attributes:
         parcels: the plan.

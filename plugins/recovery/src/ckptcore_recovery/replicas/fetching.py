@@ -41,7 +41,7 @@ Address: TypeAlias = tuple[str, int]
 
 
 class Wanted(NamedTuple):
-    """What a process receives.
+    """The elements that a process receives.
 
     Attributes:
         parcels: the parcels that it needs, by number.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -12,14 +10,15 @@ from typing import Any, Final, cast
 import numpy as np
 import xxhash
 
-from ckptcore.errors import CheckpointError, RankFailedError, StorageError
+from ckptcore.errors import RankFailedError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.elements import copy_elements, new_bytes
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending
 from ckptcore.saving.descriptions import TreeDescription
-from ckptcore_recovery.peers.messages import Connection, Header, error_header
+from ckptcore_recovery.peers.messages import Connection, Header, MessageError, error_header
+from ckptcore_recovery.replicas.listening import Listener, no_payload
 from ckptcore_recovery.replicas.transfers import Parcel
 
 logger = logger_named("ckptcore.recovery")
@@ -35,22 +34,6 @@ _HELLO_SECONDS: Final = 600.0
 def digest_of(data: memoryview | bytes) -> bytes:
     """Return the digest of the elements of a parcel."""
     return xxhash.xxh3_128_digest(data)
-
-
-def listen(interface: str) -> socket.socket:
-    """Return a socket that listens on an address of this host, at any port.
-
-    Raises:
-        StorageError: the address does not belong to this host.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        return socket.create_server((interface, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise StorageError(
-            f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the other "
-            "hosts of the job reach"
-        ) from error
 
 
 class HeldElements:
@@ -103,19 +86,18 @@ class ReplicaServer:
         Raises:
             StorageError: the address does not belong to this host.
         """
-        self._token = token
         self._lost = frozenset(lost)
         self._send: Callable[[int], memoryview] | None = None
         self._changed = threading.Condition()
-        self._connections: set[Connection] = set()
         self._connected: set[int] = set()
         self._ended: dict[int, str | None] = {}
         self._is_closed = False
-        self._listening = listen(interface)
-        self.address: Final = (interface, int(self._listening.getsockname()[1]))
+        self._listener = Listener(interface, token, self._serve)
+
+    @property
+    def address(self) -> tuple[str, int]:
         """Address and port for the processes that lost their state."""
-        self._thread = threading.Thread(target=self._accept, name="ckptcore-replica", daemon=True)
-        self._thread.start()
+        return self._listener.address
 
     def serve(self, send: Callable[[int], memoryview], receivers: Collection[int]) -> None:
         """Answer requests until every receiver has ended its recovery.
@@ -147,63 +129,37 @@ class ReplicaServer:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            connections = list(self._connections)
-        with contextlib.suppress(OSError):  # wakes the thread that accepts
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self._thread.join()
-        for connection in connections:
-            connection.close()
+        self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listening.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                raise
-            threading.Thread(target=self._serve, args=(accepted,), name="ckptcore-replica", daemon=True).start()
-
-    def _serve(self, accepted: socket.socket) -> None:
-        rank: int | None = None
+    def _serve(self, connection: Connection) -> None:
+        """Serve the connection of a process that lost its state."""
+        header, _ = connection.receive(no_payload)
+        rank = header.get("rank")
+        if type(rank) is not int or rank not in self._lost or header.get("op") != "hello":
+            raise MessageError(f"expected the rank of a process that lost its state, received {rank!r:.80}")
+        with self._changed:
+            if rank in self._connected:
+                raise MessageError(f"rank {rank} is connected already")
+            self._connected.add(rank)
+            self._changed.notify_all()
         reason: str | None = "it closed its connection before it had its state"
-        connection = None
         try:
-            connection = Connection(accepted, self._token, is_server=True)
-            header, _ = connection.receive(_no_payload)
-            hello = header.get("rank")
-            if type(hello) is not int or hello not in self._lost or header.get("op") != "hello":
-                raise StorageError(f"expected the rank of a process that lost its state, received {hello!r:.80}")
-            with self._changed:
-                if hello in self._connected:
-                    raise StorageError(f"rank {hello} is connected already")
-                rank = hello
-                self._connected.add(rank)
-                self._connections.add(connection)
-                self._changed.notify_all()
             reason = self._answer(connection, rank)
-        except (OSError, ValueError) as error:
-            if not self._is_closed:
-                logger.warning("the connection of %s ended: %s", accepted if rank is None else f"rank {rank}", error)
         finally:
-            accepted.close() if connection is None else connection.close()
             with self._changed:
-                if connection is not None:
-                    self._connections.discard(connection)
-                if rank is not None:
-                    self._ended.setdefault(rank, reason)
+                self._ended[rank] = reason
                 self._changed.notify_all()
 
     def _answer(self, connection: Connection, rank: int) -> str | None:
         """Answer requests until the last one. Return the error of the other process, or None if it has its state."""
         while True:
-            header, _ = connection.receive(_no_payload)
+            header, _ = connection.receive(no_payload)
             match header:
                 case {"op": "parcel", "number": int() as number}:
                     try:
                         answer, data = self._parcel(number)
-                    except (CheckpointError, LookupError) as error:
+                    except Exception as error:  # of a device, for example: another holder is asked
+                        logger.exception("this process cannot send parcel %d to rank %d", number, rank)
                         answer, data = error_header(error), memoryview(b"")
                     connection.send(answer, data)
                 case {"op": "end", "error": str() | None as error, "refusal": str() | None as refusal}:
@@ -211,7 +167,7 @@ class ReplicaServer:
                         logger.error("rank %d refused the bytes of this process: %s", rank, refusal)
                     return error
                 case _:
-                    raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
+                    raise MessageError(f"unknown request {str(header.get('op'))[:80]!r}")
 
     def _parcel(self, number: int) -> tuple[Header, memoryview]:
         with self._changed:
@@ -220,8 +176,3 @@ class ReplicaServer:
         if send is None:
             raise StorageError("the recovery has ended")
         return {"number": number}, send(number)
-
-
-def _no_payload(header: Header, nbytes: int) -> memoryview:
-    """Refuse payloads: requests have none."""
-    raise StorageError(f"a request with a payload of {nbytes} bytes")

@@ -5,7 +5,6 @@ Importing this module imports PyTorch and torchft. Written for torchft 0.2.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import pickle
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -29,7 +28,8 @@ from ckptcore.errors import CorruptCheckpointError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, MessageError, error_header, raise_error
-from ckptcore_recovery.replicas.sending import digest_of, listen
+from ckptcore_recovery.replicas.listening import Listener, no_payload
+from ckptcore_recovery.replicas.sending import digest_of
 
 T = TypeVar("T")
 
@@ -77,8 +77,9 @@ class _Staged:
         piece = self.pieces[number]
         return memoryview(cast(Any, self.storages[piece.storage][piece.start : piece.stop]))
 
+    @cached_property
     def head(self) -> bytes:
-        """Return the pickled state, the sizes of the storages, and the digests of the pieces. Waits for the digests."""
+        """The pickled state, the sizes of the storages, and the digests of the pieces. Waits for the digests."""
         return pickle.dumps((self._pickled, self._sizes, [digest.result() for digest in self._digests]))
 
     def _digest(self, piece: _Piece) -> bytes:
@@ -105,15 +106,13 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
             StorageError: the address does not belong to this host.
         """
         self._seconds = timeout.total_seconds()
-        self._token = secrets.token_bytes(32)
-        self._listening = listen(interface)
-        self._metadata = json.dumps([interface, self._listening.getsockname()[1], self._token.hex()])
         self._changed = threading.Condition()
         self._staged: _Staged | None = None
         self._transfers: set[Connection] = set()
         self._is_shut_down = False
-        self._thread = threading.Thread(target=self._accept, name="ckptcore-torchft", daemon=True)
-        self._thread.start()
+        token = secrets.token_bytes(32)
+        self._listener = Listener(interface, token, self._serve)
+        self._metadata = json.dumps([*self._listener.address, token.hex()])
 
     def metadata(self) -> str:
         """Return the address and the token of this replica: a secret of the job."""
@@ -184,46 +183,25 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
             self._is_shut_down = True
             self._staged = None
             self._changed.notify_all()
-            running = list(self._transfers)
-        with contextlib.suppress(OSError):  # wakes the thread that accepts
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for connection in running:
-            connection.close()
-        if wait:
-            self._thread.join()
+        self._listener.close(wait=wait)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listening.accept()
-            except OSError:
-                if self._is_shut_down:
-                    return
-                raise
-            threading.Thread(target=self._serve, args=(accepted,), name="ckptcore-torchft", daemon=True).start()
-
-    def _serve(self, accepted: socket.socket) -> None:
-        connection = None
+    def _serve(self, connection: Connection) -> None:
+        """Send a state to one replica."""
+        header, _ = connection.receive(no_payload)
         try:
-            connection = Connection(accepted, self._token, is_server=True)
-            header, _ = connection.receive(_no_payload)
-            try:
-                staged = self._open(connection, header)
-                head = staged.head()
-            except StorageError as error:
-                connection.send(error_header(error))
-                return
+            staged = self._open(connection, header)
+        except StorageError as error:
+            connection.send(error_header(error))
+            return
+        try:
+            head = staged.head
             connection.send({"nbytes": len(head)})
             self._answer(connection, staged, head)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            if not isinstance(error, ConnectionError):  # the other side closes the connection when it has everything
-                logger.warning("a transfer of a checkpoint ended: %s", error)
+        except ConnectionError:
+            pass  # the other side closes the connection when it has everything
         finally:
-            accepted.close() if connection is None else connection.close()
             with self._changed:
-                if connection is not None:
-                    self._transfers.discard(connection)
+                self._transfers.discard(connection)
                 self._changed.notify_all()
 
     def _open(self, connection: Connection, header: Any) -> _Staged:
@@ -232,7 +210,11 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
         Raises:
             StorageError: it is of another step, or is not given in time.
         """
-        step, seconds = header["step"], min(float(header["seconds"]), self._seconds)
+        match header:
+            case {"op": "open", "step": int() as step, "seconds": float() | int() as requested}:
+                seconds = min(requested, self._seconds)
+            case _:
+                raise StorageError(f"unknown request {str(header)[:80]!r}")
         with self._changed:
             self._changed.wait_for(lambda: self._staged is not None or self._is_shut_down, seconds)
             staged = self._staged
@@ -246,7 +228,7 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
     def _answer(self, connection: Connection, staged: _Staged, head: bytes) -> None:
         """Send the pieces that are requested, until the other side closes the connection."""
         while True:
-            header, _ = connection.receive(_no_payload)
+            header, _ = connection.receive(no_payload)
             match header:
                 case {"op": "head", "offset": int() as offset} if offset >= 0:
                     connection.send({}, head[offset : offset + PIECE_BYTES])
@@ -330,7 +312,7 @@ class _Receiver:
         """Wait until the state may be sent. Return the bytes of its head."""
         connection.set_timeout(self._seconds_left())
         connection.send({"op": "open", "step": self._step, "seconds": self._seconds_left()})
-        header, _ = connection.receive(_no_payload)
+        header, _ = connection.receive(no_payload)
         raise_error(header, f"{self._address[0]}:{self._address[1]}")
         return int(header["nbytes"])
 
@@ -352,10 +334,6 @@ def _place(memory: memoryview, header: Any, nbytes: int) -> memoryview:
     if nbytes != len(memory):
         raise MessageError(f"received {nbytes} bytes instead of {len(memory)}")
     return memory
-
-
-def _no_payload(header: Any, nbytes: int) -> memoryview:
-    raise MessageError(f"received {nbytes} bytes where none are expected")
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[_Piece]:
