@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from ckptcore_recovery.replicas import RecoveryReport, recover
 from ckptcore_recovery.replicas.fetching import Fetch
 from ckptcore_recovery.replicas.sending import HeldElements
@@ -22,8 +23,12 @@ from ckptcore.errors import CheckpointError
 from tests.jobs.processes import Place
 from tests.jobs.torch_program import run as run_torch
 
-run: Final = run_torch
 LOST: Final = (1, 3)
+
+
+def run(task: Callable[[Place], Any], place: Place) -> Any:
+    """Run a task in a job, or a task that begins jobs itself."""
+    return task(place) if task is _replaced_process else run_torch(task, place)
 
 
 def _model(seed: int) -> torch.nn.Module:
@@ -208,10 +213,40 @@ def _killed_receiver(place: Place) -> Any:
     return _recover_large(place)
 
 
+def _begin(place: Place, name: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{place.directory}/{name}", rank=rank, world_size=3)
+
+
+def _replaced_process(place: Place) -> Any:
+    """Rank 1 of three processes is killed. The others begin a new group with a spare process as rank 1."""
+    is_spare = place.rank == 3
+    if is_spare:
+        state = _new(9)
+    else:
+        _begin(place, "before", place.rank)
+        state = _trained(0)
+        dist.barrier()
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:  # until the training notices that a process is missing
+                dist.all_reduce(torch.ones(1))
+        except RuntimeError:
+            dist.destroy_process_group()
+    _begin(place, "after", 1 if is_spare else place.rank)
+    report = RecoveryReport()
+    recover(state, lost=is_spare, report=report)
+    expect_equal(state, _trained(0))
+    (place.directory / f"outcome-{place.rank}.json").write_text(json.dumps({"error": None, **_described(report)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
     "data parallel": _data_parallel,
     "sharded": _sharded,
     "not replicated": _not_replicated,
+    "replaced process": _replaced_process,
     "killed holder": _killed_holder,
     "killed holders": _killed_holders,
     "killed receiver": _killed_receiver,
