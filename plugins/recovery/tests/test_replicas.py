@@ -260,15 +260,16 @@ def test_the_majority_of_three_decides_about_a_corrupt_element(caplog: pytest.Lo
         state = lost_state() if rank == 1 else state_of()
         if rank == 3:
             state["w"][1500, 500] += 1
+            state["small"][7][3] ^= 1
         return state
 
     outcomes = run(4, (1,), states)
     for rank, (state, report, error) in enumerate(outcomes):
         assert error is None, error
-        assert report.differing == {3: ["state/w"]}
+        assert report.differing == {3: ["state/w", "state/small[7]"]}
         if rank != 3:
             expect_equal(state, state_of())
-    assert "rank 3 differs from the majority in state/w: its memory may be corrupt" in caplog.text
+    assert "rank 3 differs from the majority in state/w, state/small[7]: its memory may be corrupt" in caplog.text
     assert not outcomes[1][1].replaced
 
 
@@ -283,8 +284,9 @@ def test_two_holders_that_disagree_are_named() -> None:
     outcomes = run(3, (1,), states)
     for _, _, error in outcomes:
         assert isinstance(error, ReplicasDifferError)
-        assert "w: ranks 0, 2" in str(error)
-        assert "small[7]: ranks 0, 2" in str(error)
+        first, *lines, _ = str(error).split("\n")
+        assert first.endswith("there is no majority:")
+        assert lines == ["  state/w: ranks 0, 2", "  state/small[7]: ranks 0, 2"]
         assert "Nothing was changed" in str(error)
     expect_equal(outcomes[1][0], lost_state())
 

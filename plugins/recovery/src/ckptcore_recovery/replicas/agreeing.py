@@ -26,6 +26,9 @@ NOTHING_CHANGED: Final = "nothing was changed"
 
 _SHOWN: Final = 20
 
+_MOST_COMPARED: Final = 256
+"""Maximum number of parcels that are searched for the arrays in which processes differ."""
+
 Address: TypeAlias = tuple[str, int]
 """Host and port at which a process sends its elements."""
 
@@ -65,12 +68,14 @@ class Agreed(NamedTuple):
         parcels: the plan.
         digests: the digest of each parcel.
         excluded: by number of a parcel, the witnesses with another digest than the majority.
+        differing: by rank, the paths of arrays in which it differs from the majority.
         addresses: where each holder of a parcel listens.
     """
 
     parcels: Sequence[Parcel]
     digests: Sequence[bytes]
     excluded: Mapping[int, Sequence[int]]
+    differing: Mapping[int, Sequence[str]]
     addresses: Mapping[int, Address]
 
 
@@ -157,10 +162,11 @@ def agree_on_parcels(
         parcels = plan_parcels({leaf: dtype.itemsize for leaf, dtype in dtypes_of(tree).items()}, held, needs)
         stage.payload = None if elements is None else elements.digests(parcels, agreement.rank)
     reported: Sequence[Any] = stage.payloads
-    compared: Any = json.loads(_lead(agreement, "compared", lambda: json.dumps(_compare(tree, parcels, reported))))
-    joined, excluded = compared
+    compared: Any = agreement.lead("compared", lambda: _compare(parcels, reported))
+    joined, excluded, undecided = compared
+    differing = _find_differing(agreement, tree, parcels, [number for number, _ in excluded], undecided, elements)
     addresses = {rank: (host, port) for rank, host, port in planned["addresses"]}
-    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded), addresses)
+    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded), differing, addresses)
 
 
 def _lead(agreement: Agreement, name: str, decide: Callable[[], JSON]) -> Any:
@@ -214,44 +220,87 @@ def _matched_needs(tree: TreeMetadata, reports: Reports, payloads: Sequence[Any]
     return {"needs": needs, "held": held, "ranks": list(sets), "addresses": addresses}
 
 
-def _compare(tree: TreeMetadata, parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> list[JSON]:
-    """Return the digest of each parcel, and the witnesses that differ from it."""
+def _compare(parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> list[JSON]:
+    """Compare the digests of parcels.
+
+    Returns:
+        The digest of each parcel, the witnesses that differ from a majority by number of the parcel, and the numbers of
+        the parcels without a majority.
+    """
     reported = [iter(_split(payload or b"")) for payload in payloads]
     chosen: list[bytes] = []
     excluded: list[JSON] = []
-    undecided: list[tuple[Parcel, Mapping[int, bytes]]] = []
+    undecided: list[JSON] = []
     for number, parcel in enumerate(parcels):
         by_rank = {rank: next(reported[rank]) for rank in parcel.witnesses}
         ((digest, votes),) = Counter(by_rank.values()).most_common(1)
         chosen.append(digest)
         others: list[JSON] = [rank for rank, own in by_rank.items() if own != digest]
         if others and 2 * votes <= len(by_rank):
-            undecided.append((parcel, by_rank))
+            undecided.append(number)
         elif others:
             excluded.append([number, others])
-    if undecided:
-        raise _no_majority(tree, undecided)
-    return [b"".join(chosen).hex(), excluded]
+    return [b"".join(chosen).hex(), excluded, undecided]
 
 
-def _no_majority(tree: TreeMetadata, undecided: Sequence[tuple[Parcel, Mapping[int, bytes]]]) -> ReplicasDifferError:
-    ranks: dict[str, set[int]] = {}
-    for parcel, by_rank in undecided:
-        for path in paths_of(tree, parcel):
-            ranks.setdefault(path, set()).update(by_rank)
-    lines = [f"{path}: ranks {', '.join(map(str, sorted(having)))}" for path, having in ranks.items()]
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return ReplicasDifferError(
-        "processes that should hold the same elements hold different ones, and there is no majority:\n  "
-        + "\n  ".join(lines[:_SHOWN])
-        + f"{more}\nMemory was corrupted, the processes are not at the same step, or each has its own elements: wrap "
-        "these in PerProcess(...). Otherwise load a checkpoint. Nothing was changed"
-    )
+def _find_differing(
+    agreement: Agreement,
+    tree: TreeMetadata,
+    parcels: Sequence[Parcel],
+    excluded: Sequence[int],
+    undecided: Sequence[int],
+    elements: HeldElements | None,
+) -> Mapping[int, Sequence[str]]:
+    """Find the arrays in which processes differ: a parcel may have elements of several arrays.
 
+    Args:
+        agreement: the exchanges of the recovery.
+        tree: the tree of the job.
+        parcels: the plan.
+        excluded, undecided: the numbers of parcels whose digests differ, with a majority and without one.
+        elements: the elements of this process; None if it lost its state.
 
-def paths_of(tree: TreeMetadata, parcel: Parcel) -> list[str]:
-    """Return the paths of the arrays that have elements in a parcel, each once."""
-    return [format_path(tree.paths[leaf]) for leaf in dict.fromkeys([piece.leaf for piece in parcel.pieces])]
+    Returns:
+        By rank, the paths of the arrays in which it differs from a majority.
+
+    Raises:
+        ReplicasDifferError: on all ranks, if there are parcels without a majority.
+    """
+    numbers = [*undecided, *excluded][:_MOST_COMPARED]
+    if not numbers:
+        return {}
+    with agreement.stage("pieces", meaning=NOTHING_CHANGED) as stage:
+        witnessed = [parcels[number] for number in numbers if agreement.rank in parcels[number].witnesses]
+        stage.payload = None if elements is None else b"".join([elements.piece_digests(parcel) for parcel in witnessed])
+    payloads: Sequence[Any] = stage.payloads
+
+    def find() -> JSON:
+        reported = [iter(_split(payload or b"")) for payload in payloads]
+        ranks_of: dict[str, dict[int, None]] = {}
+        for number in numbers:
+            witnesses = parcels[number].witnesses
+            for piece in parcels[number].pieces:
+                by_rank = {rank: next(reported[rank]) for rank in witnesses}
+                ((digest, votes),) = Counter(by_rank.values()).most_common(1)
+                differ = [rank for rank, own in by_rank.items() if own != digest or 2 * votes <= len(by_rank)]
+                if differ:
+                    ranks_of.setdefault(format_path(tree.paths[piece.leaf]), {}).update(dict.fromkeys(differ))
+        if undecided:
+            lines = [f"{path}: ranks {', '.join(map(str, sorted(ranks)))}" for path, ranks in ranks_of.items()]
+            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            raise ReplicasDifferError(
+                "processes that should hold the same elements hold different ones, and there is no majority:\n  "
+                + "\n  ".join(lines[:_SHOWN])
+                + f"{more}\nMemory is corrupt, the processes are not at the same step, or each has its own elements; "
+                "wrap these in PerProcess(...). Otherwise load a checkpoint. Nothing was changed"
+            )
+        return [[path, list(ranks)] for path, ranks in ranks_of.items()]
+
+    differing: dict[int, list[str]] = {}
+    for path, ranks in _lead(agreement, "differing", find):
+        for rank in ranks:
+            differing.setdefault(rank, []).append(path)
+    return differing
 
 
 def listed(names: Sequence[str]) -> str:

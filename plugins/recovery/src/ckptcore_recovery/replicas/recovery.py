@@ -34,7 +34,6 @@ from ckptcore_recovery.replicas.agreeing import (
     agree_on_tree,
     listed,
     needs_payload,
-    paths_of,
 )
 from ckptcore_recovery.replicas.fetching import Fetch, Wanted
 from ckptcore_recovery.replicas.job_state import (
@@ -157,7 +156,7 @@ def _send(
         with agreement.stage("needs", meaning=NOTHING_CHANGED) as stage:
             pass
         agreed = agree_on_parcels(agreement, tree, reports, stage.payloads, elements)
-        _report_differing(report, tree, agreed)
+        _report_differing(report, agreed)
         held = {number: parcel for number, parcel in enumerate(agreed.parcels) if rank in parcel.holders}
         receivers = {receiver for parcel in held.values() for receiver in parcel.senders}
         server.serve(lambda number: elements.parcel(held[number]), receivers)
@@ -190,7 +189,7 @@ class _FromReplicas:
                 requests.update(_requested(reading))
                 stage.payload = needs_payload(requests)
         agreed = agree_on_parcels(agreement, tree, self._reports, stage.payloads, None)
-        _report_differing(report, tree, agreed)
+        _report_differing(report, agreed)
         dtypes = dtypes_of(tree)
         report.bytes_needed = sum([item.box.size * dtypes[item.leaf].itemsize for item in requests])
         own = {number: parcel for number, parcel in enumerate(agreed.parcels) if agreement.rank in parcel.senders}
@@ -241,12 +240,8 @@ def _requested(reading: TreeRead) -> list[ReadItem]:
     ]
 
 
-def _report_differing(report: RecoveryReport, tree: TreeMetadata, agreed: Agreed) -> None:
+def _report_differing(report: RecoveryReport, agreed: Agreed) -> None:
     """Name the processes that differ from the majority."""
-    differing: dict[int, dict[str, None]] = {}
-    for number, ranks in agreed.excluded.items():
-        for rank in ranks:
-            differing.setdefault(rank, {}).update(dict.fromkeys(paths_of(tree, agreed.parcels[number])))
-    report.differing = {rank: list(paths) for rank, paths in sorted(differing.items())}
-    for rank, paths in report.differing.items():
+    report.differing = agreed.differing
+    for rank, paths in agreed.differing.items():
         logger.error("rank %d differs from the majority in %s: its memory may be corrupt", rank, listed(paths))

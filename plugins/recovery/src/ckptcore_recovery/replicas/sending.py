@@ -19,7 +19,7 @@ from ckptcore.model.transfer import Pending
 from ckptcore.saving.descriptions import TreeDescription
 from ckptcore_recovery.peers.messages import Connection, Header, MessageError, error_header
 from ckptcore_recovery.replicas.listening import Listener, no_payload
-from ckptcore_recovery.replicas.transfers import Parcel
+from ckptcore_recovery.replicas.transfers import Parcel, Piece
 
 logger = logger_named("ckptcore.recovery")
 
@@ -45,18 +45,21 @@ class HeldElements:
 
     def parcel(self, parcel: Parcel) -> memoryview:
         """Return the elements of a parcel, in native byte order: a copy, or the memory of the state itself."""
+        return self._elements(parcel.pieces)
+
+    def _elements(self, pieces: Sequence[Piece]) -> memoryview:
         started: list[Pending[HostArray]] = []
-        for piece in parcel.pieces:
+        for piece in pieces:
             leaf, handler, boxes = self._description.boxes(piece.leaf, (piece.box,))
             started.extend(handler.view_on_host(leaf, boxes))
-        if len(started) == 1 and (elements := started[0].result()).flags.c_contiguous:
-            return memoryview(cast(Any, elements.reshape(-1).view(np.uint8)))
-        data = new_bytes(parcel.nbytes)
+        viewed = [pending.result() for pending in started]
+        if len(viewed) == 1 and viewed[0].flags.c_contiguous:
+            return memoryview(cast(Any, viewed[0].reshape(-1).view(np.uint8)))
+        data = new_bytes(sum([elements.nbytes for elements in viewed]))
         position = 0
-        for piece, pending in zip(parcel.pieces, started, strict=True):
-            elements = pending.result()
+        for elements in viewed:
             stop = position + elements.nbytes
-            place: HostArray = np.frombuffer(data[position:stop], elements.dtype).reshape(piece.box.shape)
+            place: HostArray = np.frombuffer(data[position:stop], elements.dtype).reshape(elements.shape)
             copy_elements(place, elements)
             position = stop
         return data
@@ -67,6 +70,10 @@ class HeldElements:
         witnessed = [parcel for parcel in parcels if rank in parcel.witnesses]
         started = [threads.submit(partial(self._digest, parcel)) for parcel in witnessed]
         return b"".join([digest.result() for digest in started])
+
+    def piece_digests(self, parcel: Parcel) -> bytes:
+        """Return the digests of the pieces of a parcel, in their order."""
+        return b"".join([digest_of(self._elements((piece,))) for piece in parcel.pieces])
 
     def _digest(self, parcel: Parcel) -> bytes:
         return digest_of(self.parcel(parcel))
