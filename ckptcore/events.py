@@ -207,6 +207,9 @@ class Recording:
         save_id: the id of the save, set once it is known. Events that were reported earlier have None instead, but all
             events in `events` have the id.
         progress: counts the bytes of arrays that the operation moves; None if they are not counted.
+
+    Args:
+        spans: False if no event spans the operation: nobody calls `finish`. A ``clean`` has no other phase.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class Recording:
         rank: int = 0,
         save_id: str | None = None,
         progress: ByteProgress | None = None,
+        spans: bool = True,
     ) -> None:
         self.operation: Operation = operation
         self.location = redacted_location(location)
@@ -236,7 +240,7 @@ class Recording:
         self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
-        if self._begin_observers:
+        if spans and self._begin_observers:
             self._begin(operation, self._began, None)
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:

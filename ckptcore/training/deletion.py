@@ -29,7 +29,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.events import Recording, logger_named
+from ckptcore.events import Recording, RunningPhase, logger_named
 from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
@@ -244,13 +244,16 @@ class StepDeleter:
             StorageError: the storage failed.
             SaveLostError: another job owns the directory.
         """
-        with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
+        with self._recorded_clean():
             with self._lock:
                 self._owned.check_without_room()
                 self._commits.sweep_names(self._steps.leftovers)
                 self._locks.sweep()
             if self._commits.claims_by_root:
                 self._remove_claims()
+
+    def _recorded_clean(self) -> RunningPhase:
+        return Recording("delete", self._steps.display, self._context.observers, spans=False).phase("clean")
 
     def _remove_claims(self) -> None:
         """Remove the claims of failed saves and deletions, with their objects."""
@@ -294,7 +297,7 @@ class StepDeleter:
             StorageError: some steps cannot be deleted. All others were deleted.
             SaveLostError: another job owns the directory. Some steps may have been deleted.
         """
-        with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
+        with self._recorded_clean():
             since = self._steps.changes()
             doomed = list(what_to_delete(policy, policy_infos(self._steps, broken), time.time()))
             deleted: list[int] = []

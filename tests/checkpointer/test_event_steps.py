@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -48,6 +49,31 @@ def test_events_of_saves_loads_and_deletions_have_the_step(directory: str) -> No
             assert event.phase == "clean" and event.location == directory
         else:
             assert event.location == f"{directory}/{event.step}"
+
+
+class _RunningPhases:
+    """Counts the phases that began and have not ended, by their identity."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str, str, float]] = Counter()
+
+    def __call__(self, event: Event) -> None:
+        self.counts[event.operation_id, event.operation, event.phase, event.began] -= 1
+
+    def began(self, event: Event) -> None:
+        self.counts[event.operation_id, event.operation, event.phase, event.began] += 1
+
+
+def test_each_phase_that_begins_ends(directory: str) -> None:
+    running = _RunningPhases()
+    context = ckptcore.Context(observers=(running,))
+    with Checkpointer(directory, context=context, preservation_policy=LatestN(3)) as run:
+        save_steps(run, [1, 2, 3, 4])
+        flip(directory, array_key(directory, "4"))
+        run.load()
+        run.delete(2)
+    assert len(running.counts) > 20
+    assert not +running.counts and not -running.counts
 
 
 def test_the_event_of_a_failed_load_has_the_step(directory: str) -> None:
