@@ -101,7 +101,8 @@ test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them 
 	$(BIN)/python -m pytest -n 0 --slow tests/distributions $(PYTEST_ARGS)
 
 test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers, Keras and others; kill and resume
-	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
+	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers \
+		plugins/recovery/tests/test_torchft.py $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)/.installed  ## load models in workers of vLLM on CPUs
 	$(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/vllm $(PYTEST_ARGS)
