@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -319,10 +320,17 @@ def _write_private(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> int:
+def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, background: bool) -> int:
     """Serve the memory in a directory until the job ends. Return the exit status.
 
     Prints a line when it is ready, or if another server serves the directory already.
+
+    Args:
+        directory: the directory.
+        limit: the maximum bytes in memory.
+        interface: the address to listen on.
+        idle_seconds: end after this time without a connection.
+        background: serve in a process of its own session, and return at once.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -346,19 +354,27 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> 
         listening.bind((interface, 0))
     listening.listen(128)
     port = listening.getsockname()[1]
-    if os.fork():  # no thread runs yet
-        os._exit(0)  # the caller waits for this process, and not for the server
-    os.setsid()
+    if background:
+        if os.fork():  # no thread runs yet
+            os._exit(0)  # the caller waits for this process, and not for the server
+        os.setsid()
+    else:
+        signal.signal(signal.SIGTERM, _end)
     server = {"id": member_id, "interface": interface, "port": port, "pid": os.getpid()}
     _write_private(described, json.dumps(server).encode())
     print("ready", flush=True)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
-        os.dup2(nothing, descriptor)
+        os.dup2(nothing, descriptor)  # nobody may read the pipe of a process that has ended
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    """End, and leave the memory to the next server. The first process of a container ignores SIGTERM without this."""
+    sys.exit(0)
 
 
 def main() -> int:
@@ -368,12 +384,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int, required=True, help="the maximum bytes in memory")
     parser.add_argument("--interface", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--idle-seconds", type=float, default=900.0, help="end after this time without a connection")
+    parser.add_argument("--background", action="store_true", help="end at once, and serve in a session of its own")
     arguments = parser.parse_args()
     return run(
         arguments.directory,
         limit=arguments.limit,
         interface=arguments.interface,
         idle_seconds=arguments.idle_seconds,
+        background=arguments.background,
     )
 
 

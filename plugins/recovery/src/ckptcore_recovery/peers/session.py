@@ -14,7 +14,7 @@ from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Blob, Entry
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Header
-from ckptcore_recovery.peers.starting import LocalServer, find_server
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, LocalServer, find_server, server_directory
 from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
@@ -251,7 +251,19 @@ def session_of(job: str) -> Session:
         return joined
     local = find_server(job)
     if local is None:
-        raise ObjectNotFoundError(f"host {os.uname().nodename} has no memory server of job {job}; read it on its hosts")
-    with ServerConnections(local.interface, local.port, local.token) as server:
-        answer, _ = server.call({"op": "view"})
+        raise ObjectNotFoundError(
+            f"host {os.uname().nodename} has no memory server of job {job} in {server_directory(job).parent}: run this "
+            f"on a host of the job, with the {DIRECTORY_VARIABLE} of the job"
+        )
+    try:
+        with ServerConnections(local.interface, local.port, local.token) as server:
+            answer, _ = server.call({"op": "view"})
+    except ServerLostError as error:
+        raise ServerLostError(
+            f"the memory server of job {job} on host {os.uname().nodename} has ended; its steps are still in "
+            f"{local.directory}: start the job again, or its server: python -m ckptcore_recovery.peers.server "
+            f"{local.directory} --limit BYTES --interface {local.interface} ({error})"
+        ) from error
+    if not answer["view"]:
+        raise ObjectNotFoundError(f"no process of job {job} has used the memory server in {local.directory} yet")
     return Session(job, local, View.decode(answer["view"]), local.token, Pace(None))
