@@ -85,10 +85,15 @@ class Hosts:
         server = self.server(host)
         return [] if server is None else [_pid(server.directory / "server.json")]
 
-    def close(self) -> None:
-        """Kill all servers that this object started, and close the connections to them."""
+    def forget(self) -> None:
+        """Close the connections of all sessions, as if their processes were killed."""
         for session in self._sessions:
             session.close()
+        self._sessions.clear()
+
+    def close(self) -> None:
+        """Kill all servers that this object started, and close the connections to them."""
+        self.forget()
         for path in self._directory.glob("*/*/server.json"):
             with contextlib.suppress(ProcessLookupError):  # it was killed before, or has ended
                 os.kill(_pid(path), signal.SIGKILL)

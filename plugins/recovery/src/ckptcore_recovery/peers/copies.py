@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,15 +39,17 @@ def _plan(session: Session) -> JSON:
     """Return the keys whose blobs each member has to fetch, by the id of the member."""
     view = session.view
     plan: dict[str, JSON] = {}
+    writers = itertools.cycle([member.id for member in view.members if not member.is_reader])
     for key in session.keys(""):
         entry = session.find(key)
         holders = [view.by_id[name] for name in entry.holders if name in view.by_id]
         if not entry.blob or not holders:
             continue  # a lost object: a load reports it
-        writers = [member.id for member in holders if not member.is_reader]
-        wanted = view.holders(writers[0] if writers else None)
-        missing = len(wanted) - len(holders)
-        domains = {member.domain for member in holders}
+        # Hosts that left the job do not count: nothing keeps them.
+        kept = [member for member in holders if not member.is_reader]
+        wanted = view.holders(kept[0].id if kept else next(writers))
+        missing = len(wanted) - len(kept)
+        domains = {member.domain for member in kept}
         for name in wanted:
             member = view.by_id[name]
             if missing > 0 and name not in entry.holders and member.domain not in domains:

@@ -29,6 +29,7 @@ from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    SaveLostError,
     StorageError,
     StorageFullError,
 )
@@ -202,11 +203,13 @@ class HostMemory:
         self._used = 0
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
+        # Versions are higher than those of earlier servers of this memory, which may have forgotten some of them.
+        self._starts = _read_number(directory / "starts") + 1
+        _write_number(directory / "starts", self._starts)
         self._read_files()
 
     def _read_files(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            self.epoch = int((self.directory / "epoch").read_text())
+        self.epoch = _read_number(self.directory / "epoch")
         for path in list((self.directory / "blobs").iterdir()):
             if path.suffix:
                 if path.suffix != ".json" or not path.with_suffix("").exists():
@@ -243,12 +246,29 @@ class HostMemory:
         with self._changed:
             if epoch <= self.epoch:
                 raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
+            _write_number(self.directory / "epoch", epoch)
             self.epoch = epoch
-            _write_file(self.directory / "epoch", str(epoch).encode())
             self._pending.clear()
             for name in list(self._unfinished):
                 self._discard(name)
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self, epoch: int) -> Iterator[None]:
+        """Let an incarnation of the job write. `fence` waits until the write has ended.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
+        with self._changed:
+            self._expect_epoch(epoch)
+            yield
+
+    def _expect_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise SaveLostError(
+                f"this process belongs to incarnation {epoch} of the job; incarnation {self.epoch} has taken over"
+            )
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
@@ -412,13 +432,16 @@ class HostMemory:
 
         Raises:
             ConditionFailedError: the object does not match.
+            SaveLostError: another incarnation of the job has taken over meanwhile.
         """
         with self._changed:
+            epoch = self.epoch
             while (pending := self._pending.get(key)) is not None:
                 left = pending.since + _PENDING_SECONDS - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
+                self._expect_epoch(epoch)
             entry = self._entries.get(key)
             present = None if entry is None or entry.is_deleted else entry
             if condition == "" and present is not None:
@@ -426,7 +449,7 @@ class HostMemory:
             if condition and (present is None or str(present.version) != condition):
                 tag = "no object" if present is None else f"tag {present.version}"
                 raise ConditionFailedError(f"cannot replace {key!r}: expected tag {condition}, found {tag}")
-            self._counter = max(self._counter + 1, self.epoch << 40)
+            self._counter = max(self._counter + 1, (self.epoch << 64) + (self._starts << 40))
             version = max(self._counter, 1 if entry is None else entry.version + 1)
             self._counter = version
             self._pending[key] = _Pending(version)
@@ -444,13 +467,15 @@ class HostMemory:
         """Store a version of a key. A later version stays.
 
         Raises:
-            ConditionFailedError: a later version is stored already.
+            ConditionFailedError: a later version is stored already, or reserved because this one took too long.
             StorageFullError: it does not fit.
         """
         with self._changed:
             present = self._entries.get(key)
-            if present is not None and present.version > entry.version:
-                raise ConditionFailedError(f"a later version of the object {key!r} is stored already")
+            pending = self._pending.get(key)
+            later = max(present.version if present is not None else 0, pending.version if pending is not None else 0)
+            if later > entry.version:
+                raise ConditionFailedError(f"a later version of the object {key!r} is stored already, or under way")
             more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
             if more > 0 and self._used + more > self.limit and not entry.is_deleted:
                 raise StorageFullError(
@@ -466,8 +491,7 @@ class HostMemory:
                 _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
             self._entries[key] = entry
             self._used += more
-            pending = self._pending.get(key)
-            if pending is not None and pending.version <= entry.version:
+            if pending is not None:
                 del self._pending[key]
                 self._changed.notify_all()
 
@@ -485,14 +509,20 @@ class HostMemory:
             entries: Mapping[str, Entry] = dict(self._entries)
         return iter(sorted(entries.items()))
 
-    def clear_entries(self) -> None:
-        """Remove all entries."""
+    def replace_entries(self, entries: Mapping[str, Entry]) -> None:
+        """Store other entries in place of all present ones. If the server is killed meanwhile, both can be left.
+
+        Raises:
+            StorageFullError: they do not fit. Some may be stored.
+        """
         with self._changed:
-            for key, entry in self._entries.items():
+            for key in self._entries.keys() - entries.keys():
+                entry = self._entries.pop(key)
                 self._used -= _entry_bytes(entry)
                 _unlink(self._path_of(key))
-            self._entries.clear()
             self._deleted.clear()
+            for key, entry in entries.items():
+                self.apply(key, entry)
 
     def blobs_of(self, holder: str) -> list[str]:
         """Return the names of the blobs that a member should hold, by the entries."""
@@ -521,6 +551,35 @@ def _unlink(*paths: Path) -> None:
             path.unlink()
 
 
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def _write_number(path: Path, number: int) -> None:
+    """Store a number in place, so that a full memory file system still has room for it.
+
+    Raises:
+        StorageFullError: the file is new, and the memory file system is full.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        os.pwrite(descriptor, f"{number:020}".encode(), 0)
+    except OSError as error:
+        raise _full(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _full(path: Path, error: OSError) -> Exception:
+    """Return the error of the memory of a host for an error of its file system."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return StorageFullError(f"{path.parent} is full: {error.strerror}")
+    return error
+
+
 def _write_file(path: Path, data: bytes) -> None:
     """Replace a file by one rename.
 
@@ -534,6 +593,4 @@ def _write_file(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         _unlink(temporary)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise StorageFullError(f"{path.parent} is full: {error.strerror}") from error
-        raise
+        raise _full(path, error) from error

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from ckptcore.commit.locks import OWNER
-from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.copies import restore_copies
+from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.session import JOINED, Session
 from ckptcore_recovery.peers.starting import LocalServer, ensure_server
@@ -27,6 +28,7 @@ from ckptcore_recovery.peers.views import Member, View, place_copies
 logger = logger_named("ckptcore.recovery")
 
 _PAGE_BYTES: Final = 1 << 20
+_THREADS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +52,6 @@ class MemoryOptions:
     idle_seconds: float = 900.0
     bytes_per_second: float | None = None
     base: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A server that a process of the job reported.
-
-    Attributes:
-        member: the server.
-        epoch: the last incarnation that fenced it.
-        token: its token.
-    """
-
-    member: Member
-    epoch: int
-    token: bytes
-
-    def connect(self) -> ServerConnections:
-        return ServerConnections(self.member.host, self.member.port, self.token)
 
 
 def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
@@ -95,14 +79,15 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
         domain = options.domain or local.id
-        stage.payload = [local.id, local.interface, local.port, domain, status["epoch"], local.token.hex()]
-    reports = stage.payloads or [stage.payload]
-    plan: Any = agreement.lead("plan", lambda: _plan(reports))
+        member = Member(local.id, local.interface, local.port, domain)
+        stage.payload = [list(member), status["epoch"], status["view"], local.token.hex()]
+    takeover = _Takeover(stage.payloads or [stage.payload], options.copies)  # used on the leader
+    plan: Any = agreement.lead("plan", takeover.plan)
     epoch, is_first = plan["epoch"], plan["firsts"][local.id] == agreement.rank
     with agreement.stage("fence"), own:
         if is_first:
             own.call({"op": "fence", "epoch": epoch})
-    encoded: Any = agreement.lead("view", lambda: _take_over(reports, epoch, options.copies))
+    encoded: Any = agreement.lead("view", partial(takeover.run, epoch))
     view, token = View.decode(encoded["view"]), bytes.fromhex(encoded["token"])
     with agreement.stage("install"), own:
         if is_first:
@@ -117,91 +102,92 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     return session
 
 
-def _reported(reports: Sequence[Any]) -> Mapping[str, _Found]:
-    """Return the servers that the processes of the job reported, by id."""
-    return {
-        name: _Found(Member(name, host, port, domain), epoch, bytes.fromhex(token))
-        for name, host, port, domain, epoch, token in reports
-    }
+class _Takeover:
+    """The leader's part of a start: takes over what the previous incarnation left."""
+
+    def __init__(self, reports: Sequence[Any], copies: int) -> None:
+        """Take the report of each rank."""
+        self._reported = [
+            Server(Member(*member), epoch, view, bytes.fromhex(token)) for member, epoch, view, token in reports
+        ]
+        self._copies = copies
+        self._found: Mapping[str, Server] = {}
+        self._before: View | None = None
+
+    @property
+    def _own(self) -> Mapping[str, Server]:
+        """The servers of the job's hosts, by id."""
+        return {server.member.id: server for server in self._reported}
+
+    def plan(self) -> JSON:
+        """Return the number of the incarnation, and for each server the rank that acts for it."""
+        firsts: dict[str, JSON] = {}
+        for rank, server in enumerate(self._reported):
+            firsts.setdefault(server.member.id, rank)
+        self._found, self._before = discover(self._own)
+        return {"epoch": max(server.epoch for server in self._found.values()) + 1, "firsts": firsts}
+
+    def run(self, epoch: int) -> JSON:
+        """Fence the servers of hosts that left the job, and bring the entries to their new members.
+
+        All servers of the job's hosts are fenced already.
+        """
+        own, before = self._own, self._before
+        left = [self._found[member.id] for member in before.members if member.id in self._found] if before else []
+        others = [server for server in left if server.member.id not in own]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            fenced = list(threads.map(partial(_fence, epoch=epoch), others))
+        readers = [server for server, is_fenced in zip(others, fenced, strict=True) if is_fenced]
+        members = [server.member for server in own.values()]
+        domains = len({member.domain for member in members})
+        if domains <= self._copies:
+            logger.warning(
+                "steps in memory have fewer than %d copies: the job has hosts in %d failure domains",
+                self._copies, domains,
+            )  # fmt: skip
+        leading = self._reported[0].member.id
+        everyone = [*members, *[server.member._replace(is_reader=True) for server in readers]]
+        view = View(epoch, everyone, self._copies, place_copies(members, self._copies)[leading])
+        known = {**own, **{server.member.id: server for server in readers}}
+        entries = {} if before is None else _collect([known[name] for name in before.home if name in known])
+        for name in view.home:
+            _load(own[name], entries, epoch)
+        token = max(self._found.values(), key=lambda server: server.view).token
+        return {"view": view.encode(), "token": token.hex()}
 
 
-def _plan(reports: Sequence[Any]) -> JSON:
-    """Return the number of the incarnation, and for each server the rank that acts for it."""
-    firsts: dict[str, JSON] = {}
-    for rank, report in enumerate(reports):
-        firsts.setdefault(report[0], rank)
-    return {"epoch": max(found.epoch for found in _reported(reports).values()) + 1, "firsts": firsts}
+def _fence(server: Server, epoch: int) -> bool:
+    """Fence the server of a host that left the job. Return False if it is lost."""
+    try:
+        with server.connect() as connections:
+            connections.call({"op": "fence", "epoch": epoch})
+    except ServerLostError as error:
+        logger.warning("the memory of a host that left the job is lost: %s", error)
+        return False
+    return True
 
 
-def _take_over(reports: Sequence[Any], epoch: int, copies: int) -> JSON:
-    """On the leader, fence the servers of hosts that left the job, and bring the entries to their new members.
-
-    All servers of the job's hosts are fenced already.
-    """
-    found = _reported(reports)
-    newest = max(found.values(), key=lambda server: server.epoch)
-    with newest.connect() as server:
-        answer, _ = server.call({"op": "view"})
-    before = View.decode(answer["view"]) if answer["view"] else None
-    readers = [] if before is None else _fence_others(before, found, newest.token, epoch)
-    members = [server.member for server in found.values()]
-    placed = place_copies(members, copies)
-    if copies and len({member.domain for member in members}) <= copies:
-        logger.warning(
-            "steps in memory have fewer than %d copies: the job has hosts in %d failure domains",
-            copies, len({member.domain for member in members}),
-        )  # fmt: skip
-    leading = reports[0][0]
-    view = View(epoch, [*members, *readers], copies, placed[leading])
-    entries = {} if before is None else _collect(before, found, readers, newest.token)
-    for name in view.home:
-        _load(found[name], entries, epoch)
-    return {"view": view.encode(), "token": newest.token.hex()}
-
-
-def _fence_others(before: View, found: Mapping[str, _Found], token: bytes, epoch: int) -> list[Member]:
-    """Fence the members of the previous view that no process reported. Return those that answer, as readers."""
-    readers: list[Member] = []
-    for member in before.members:
-        if member.id in found:
-            continue
-        try:
-            with ServerConnections(member.host, member.port, token) as server:
-                status, _ = server.call({"op": "status"})
-                if status["id"] != member.id:
-                    continue  # another server has its address now
-                server.call({"op": "fence", "epoch": epoch})
-        except StorageError as error:
-            logger.warning("the memory of a host that left the job is lost: %s", error)
-            continue
-        readers.append(member._replace(is_reader=True))
-    return readers
-
-
-def _collect(before: View, found: Mapping[str, _Found], readers: Sequence[Member], token: bytes) -> Mapping[str, Entry]:
+def _collect(home: Sequence[Server]) -> Mapping[str, Entry]:
     """Return the newest entry of each key from the members of the previous view that held the entries.
 
     Leaves out the leases of the previous owner of a directory, which is fenced.
     """
-    reachable = {name: server.connect() for name, server in found.items()}
-    reachable.update({member.id: ServerConnections(member.host, member.port, token) for member in readers})
     entries: dict[str, Entry] = {}
     sources = 0
-    for name in before.home:
-        if name not in reachable:
-            continue
+    for member in home:
         try:
-            with reachable[name] as server:
+            with member.connect() as server:
                 dumped = _dump(server)
-            for key, entry in dumped:
-                present = entries.get(key)
-                if present is None or present.version < entry.version:
-                    entries[key] = entry
-            sources += 1
         except ServerLostError as error:
-            logger.warning("cannot read what the memory server %s knows: %s", name, error)
+            logger.warning("cannot read what a memory server knows: %s", error)
+            continue
+        for key, entry in dumped:
+            present = entries.get(key)
+            if present is None or present.version < entry.version:
+                entries[key] = entry
+        sources += 1
     if not sources:
-        logger.warning("the steps in memory are lost: none of the %d hosts that know them is left", len(before.home))
+        logger.warning("the steps in memory are lost: none of the hosts that know them is left")
     return {key: entry for key, entry in entries.items() if not entry.is_deleted and not _is_lease_of_owner(key)}
 
 
@@ -218,15 +204,16 @@ def _dump(server: ServerConnections) -> list[tuple[str, Entry]]:
             return entries
 
 
-def _load(server: _Found, entries: Mapping[str, Entry], epoch: int) -> None:
-    """Replace the entries of a member."""
+def _load(server: Server, entries: Mapping[str, Entry], epoch: int) -> None:
+    """Replace the entries of a member, once it has received all."""
     page: list[JSON] = []
     nbytes = 0
     is_first = True
 
-    def send() -> None:
+    def send(*, is_last: bool) -> None:
         nonlocal page, nbytes, is_first
-        connections.call({"op": "load", "epoch": epoch, "is_first": is_first}, json.dumps(page).encode("ascii"))
+        header = {"op": "load", "epoch": epoch, "is_first": is_first, "is_last": is_last}
+        connections.call(header, json.dumps(page).encode("ascii"))
         page, nbytes, is_first = [], 0, False
 
     with server.connect() as connections:
@@ -234,8 +221,8 @@ def _load(server: _Found, entries: Mapping[str, Entry], epoch: int) -> None:
             page.append([key, entry.encode()])
             nbytes += len(key) * 6 + len(entry.data or b"") * 4 // 3 + 300
             if nbytes > _PAGE_BYTES:
-                send()
-        send()
+                send(is_last=False)
+        send(is_last=True)
 
 
 def _sweep(session: Session, local: LocalServer) -> None:

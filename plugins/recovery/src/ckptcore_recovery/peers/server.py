@@ -7,6 +7,7 @@ if no process of the job has been connected for some time, or when the job ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import logging
@@ -63,6 +64,7 @@ class MemoryServer:
         self._token = token
         self._idle_seconds = idle_seconds
         self._view: Header = {}
+        self._loading: dict[str, Entry] = {}
         self._lock = threading.Lock()
         self._connections: dict[int, Connection | None] = {}
         self._last_used = time.monotonic()
@@ -122,12 +124,9 @@ class MemoryServer:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
                 raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
-            if operation in _WRITES and _integer(header, "epoch") != self.memory.epoch:
-                raise SaveLostError(
-                    f"this process belongs to incarnation {header['epoch']} of the job; incarnation "
-                    f"{self.memory.epoch} has taken over"
-                )
-            answer, data = operation(self, {**header, "connection": number}, payload)
+            is_write = operation in _WRITES
+            with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
+                answer, data = operation(self, {**header, "connection": number}, payload)
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             answer, data = error_header(error), _NO_PAYLOAD
         connection.send(answer, data)
@@ -144,9 +143,10 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation and the used memory."""
-        memory = self.memory
-        return {"id": self.member_id, "epoch": memory.epoch, "used": memory.used, "limit": memory.limit}, _NO_PAYLOAD
+        """Return the id, the incarnation, that of the view, and the used memory."""
+        memory, view = self.memory, self._view.get("epoch", 0)
+        answer = {"id": self.member_id, "epoch": memory.epoch, "view": view, "used": memory.used, "limit": memory.limit}
+        return answer, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.fence`."""
@@ -159,11 +159,11 @@ class MemoryServer:
         if view["epoch"] != self.memory.epoch:
             raise SaveLostError(f"incarnation {self.memory.epoch} of the job has fenced this server")
         token = bytes.fromhex(header["token"])
+        _write_private(self.memory.directory / "token", token)  # first: the view makes others ask with this token
         _write_private(self.memory.directory / "view.json", json.dumps(view).encode())
-        _write_private(self.memory.directory / "token", token)
         self._view, self._token, self._is_ending = view, token, False
         if self.member_id not in view["home"]:
-            self.memory.clear_entries()  # those of an earlier incarnation
+            self.memory.replace_entries({})  # remove those of an earlier incarnation
         return {}, _NO_PAYLOAD
 
     def view(self, header: Header, payload: memoryview) -> Answer:
@@ -273,11 +273,13 @@ class MemoryServer:
         return {"blobs": self.memory.blobs_of(str(header["holder"]))}, _NO_PAYLOAD
 
     def load(self, header: Header, payload: memoryview) -> Answer:
-        """Store entries that other servers dumped, in place of the present ones with the first page."""
+        """Receive entries that other servers dumped. With the last page, they replace the present ones."""
         if header["is_first"]:
-            self.memory.clear_entries()
-        for key, encoded in json.loads(bytes(payload)):
-            self.memory.apply(key, Entry.decode(encoded))
+            self._loading = {}
+        self._loading.update({str(key): Entry.decode(encoded) for key, encoded in json.loads(bytes(payload))})
+        if header["is_last"]:
+            self.memory.replace_entries(self._loading)
+            self._loading = {}
         return {}, _NO_PAYLOAD
 
 
@@ -320,6 +322,14 @@ def _write_private(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Return True if the file of a descriptor still has its name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, background: bool) -> int:
     """Serve the memory in a directory until the job ends. Return the exit status.
 
@@ -337,6 +347,9 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        print("already running", flush=True)
+        return 0
+    if not _is_file(directory / "lock", lock):  # the last server removed the directory meanwhile
         print("already running", flush=True)
         return 0
     described = directory / "server.json"
