@@ -11,6 +11,7 @@ from ckptcore_tiers.tiered_run import TieredRun
 from ckptcore_tiers.tiered_steps import TieredSteps
 
 from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted
@@ -93,7 +94,19 @@ class PeerMemory:
 
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
-        session = join_job(self.job, ownership.agreement.part("memory"), self._options)
+        lock: Lock | None = None
+        with ownership.agreement.part("directory").stage("own"):
+            if ownership.agreement.rank == 0:
+                # Before the memory is joined: that fences the previous job, which may own the directory rightly.
+                directory = StepDirectory(self.location, names, context)
+                directory.expect_directory()
+                store = directory.open_to_write()
+                lock = directory.commit_method(store).locks(directory.display).own(ownership.if_in_use)
+        try:
+            session = join_job(self.job, ownership.agreement.part("memory"), self._options)
+        finally:
+            if lock is not None:
+                lock.close()  # `PeerRun` owns it again, with a number that follows that of the memory
         self._run = PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
         return self._run
 
