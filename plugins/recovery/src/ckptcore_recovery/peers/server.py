@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, SaveLostError, StorageError
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Channel, Connection, Header, MessageError, error_header
 
 logger = logging.getLogger("ckptcore.recovery")
 
@@ -66,7 +66,7 @@ class MemoryServer:
         self._view: Header = {}
         self._loading: dict[str, Entry] = {}
         self._lock = threading.Lock()
-        self._connections: dict[int, Connection | None] = {}
+        self._connections: dict[int, Channel | None] = {}
         self._last_used = time.monotonic()
         self._is_ending = False
         self._next = 0
@@ -84,14 +84,22 @@ class MemoryServer:
                 accepted, _ = listening.accept()
             except TimeoutError:
                 continue
-            with self._lock:
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    accepted.close()
-                    continue
-                self._next += 1
-                number = self._next
-                self._connections[number] = None
-            threading.Thread(target=self._serve_connection, args=(number, accepted), daemon=True).start()
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                accepted.close()
+                continue
+            self.serve_channel(partial(_accept, accepted))
+
+    def serve_channel(self, begin: Callable[[bytes], Channel]) -> None:
+        """Serve a connection on a thread of its own until it ends.
+
+        Args:
+            begin: makes the connection, given the token of the job.
+        """
+        with self._lock:
+            self._next += 1
+            number = self._next
+            self._connections[number] = None
+        threading.Thread(target=self._serve_connection, args=(number, begin), daemon=True).start()
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -101,10 +109,10 @@ class MemoryServer:
             seconds = min(self._idle_seconds, _ENDING_SECONDS) if self._is_ending else self._idle_seconds
             return time.monotonic() > self._last_used + seconds
 
-    def _serve_connection(self, number: int, accepted: socket.socket) -> None:
+    def _serve_connection(self, number: int, begin: Callable[[bytes], Channel]) -> None:
         connection = None
         try:
-            connection = Connection(accepted, self._token, is_server=True)
+            connection = begin(self._token)
             with self._lock:
                 self._connections[number] = connection
             while True:
@@ -116,9 +124,10 @@ class MemoryServer:
             self.memory.abort_blobs(number)
             with self._lock:
                 del self._connections[number]
-            accepted.close() if connection is None else connection.close()
+            if connection is not None:
+                connection.close()
 
-    def _serve_request(self, number: int, connection: Connection) -> None:
+    def _serve_request(self, number: int, connection: Channel) -> None:
         header, payload = connection.receive(partial(self._place, number))
         try:
             operation = _OPERATIONS.get(str(header.get("op")))
@@ -301,6 +310,15 @@ _WRITES: Final = frozenset(
     }
 )  # fmt: skip
 """Operations that only the current incarnation of the job may do."""
+
+
+def _accept(accepted: socket.socket, token: bytes) -> Channel:
+    """Return the connection of a socket. Close the socket if the other side does not know the token."""
+    try:
+        return Connection(accepted, token, is_server=True)
+    except BaseException:
+        accepted.close()
+        raise
 
 
 def _integer(header: Header, name: str) -> int:
