@@ -128,7 +128,7 @@ def test_a_server_and_its_clients_work_over_another_transport(tmp_path: Path) ->
 
     piece = b"x" * 1000
     with ServerConnections("nowhere", 0, _TOKEN, connect=connect) as connections:
-        connections.call({"op": "begin", "epoch": 0, "blob": "0" * 32, "size": len(piece)})
+        connections.call({"op": "begin", "epoch": 0, "key": "data", "blob": "0" * 32, "size": len(piece)})
         connections.call({"op": "piece", "epoch": 0, "blob": "0" * 32, "offset": 0}, piece)
         connections.call({"op": "finish", "epoch": 0, "blob": "0" * 32})
         _, data = connections.call({"op": "read", "blob": "0" * 32, "offset": 10, "nbytes": 100})

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,19 +87,18 @@ def test_the_viewer_shows_steps_in_memory_and_follows_a_job_that_starts_again(di
 
 
 def test_a_reader_follows_a_job_to_other_hosts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = hosts.join("a", "b", "c")
-    PeerStorage(first.job, "", first).put("1", b"")
+    first, *_ = hosts.join("a", "b", "reader")
+    PeerStorage(first.job, "", first).put("before", b"")
     monkeypatch.setattr(sessions, "JOINED", sessions.JoinedJobs())  # this process belongs to no job
-    (reader,) = [host for host in "abc" if hosts.member(host) not in first.view.home]
-    monkeypatch.setenv(DIRECTORY_VARIABLE, hosts.base(reader))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, hosts.base("reader"))
     storage = open_storage(f"peers://{hosts.job}", StorageOptions())
-    assert list(storage.list()) == ["1"]
-    second, *_ = hosts.join("d", "e", reader)
-    assert hosts.member(reader) not in second.view.home
-    PeerStorage(second.job, "", second).put("2", b"")
+    assert list(storage.list()) == ["before"]
+    second, *_ = hosts.join("c", "d", "reader")
+    elsewhere = next(key for key in map(str, count()) if hosts.member("reader") not in second.view.home(key))
+    PeerStorage(second.job, "", second).put(elsewhere, b"2")
     monkeypatch.setattr(sessions, "JOINED", sessions.JoinedJobs())
-    assert list(storage.list()) == ["1", "2"]
-    assert storage.get("2") == b""
+    assert list(storage.list()) == [elsewhere, "before"]
+    assert storage.get(elsewhere) == b"2"
 
 
 def test_the_report_has_steps_in_memory(directory: Path, tmp_path: Path) -> None:

@@ -1,95 +1,124 @@
-"""Copies of blobs whose holders were lost are made again when a job starts, so that it can lose as many hosts again."""
+"""Copies and fragments whose holders were lost are made again when a job starts, so that it can lose as many again."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ckptcore.errors import CheckpointError, ConditionFailedError
+from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
+from ckptcore_recovery.peers.blobs import fetch_blob
+from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.session import Session
-from ckptcore_recovery.peers.storage import BlobReader, write_local_blob
+from ckptcore_recovery.peers.views import View
 
 logger = logger_named("ckptcore.recovery")
 
 
-def restore_copies(session: Session, agreement: Agreement, *, is_first: bool) -> None:
-    """Copy each blob that has too few holders to other hosts. Called on every rank, before anything is written.
+class Repair(NamedTuple):
+    """A blob that a member has to make again.
 
-    The process that acts for a host fetches the blobs that the host is to hold, so hosts work at the same time.
+    Attributes:
+        member_id: the member.
+        place: its place among the holders.
+    """
+
+    member_id: str
+    place: int
+
+
+def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
+    """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
+
+    Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
+    what was lost, not with the job.
 
     Args:
         session: the session of this process.
         agreement: an exchange between the processes of the job.
-        is_first: True in the process that acts for its host.
+        missing: on the leader, what `missing_blobs` returned on each rank; None on ranks that do not act for a host.
+        acts: True in the process that acts for its host.
     """
-    plan: Any = agreement.lead("missing copies", lambda: _plan(session))
-    with agreement.stage("copies") as stage:
-        stage.payload = _fetch(session, plan) if is_first and plan else {}
-    fetched = stage.payloads
-    with agreement.stage("holders"):
-        if agreement.rank == 0:
-            _record(session, fetched)
+    plan: Any = agreement.lead("missing", lambda: merge_plans(missing))
+    with agreement.stage("fetched"):
+        if acts and session.local is not None:
+            for key, place in plan.get(session.local.id, ()):
+                _fetch(session, str(key), int(place))
 
 
-def _plan(session: Session) -> JSON:
-    """Return the keys whose blobs each member has to fetch, by the id of the member."""
-    view = session.view
-    plan: dict[str, JSON] = {}
-    writers = itertools.cycle([member.id for member in view.members if not member.is_reader])
-    for key in session.keys(""):
-        entry = session.find(key)
-        holders = [view.by_id[name] for name in entry.holders if name in view.by_id]
-        if not entry.blob or not holders:
-            continue  # a lost object: a load reports it
-        # Hosts that left the job do not count: nothing keeps them.
-        kept = [member for member in holders if not member.is_reader]
-        wanted = view.holders(kept[0].id if kept else next(writers))
-        missing = len(wanted) - len(kept)
-        domains = {member.domain for member in kept}
-        for name in wanted:
-            member = view.by_id[name]
-            if missing > 0 and name not in entry.holders and member.domain not in domains:
-                keys = plan.setdefault(name, [])
-                assert isinstance(keys, list)
-                keys.append(key)
-                domains.add(member.domain)
-                missing -= 1
-    return plan
+def missing_blobs(session: Session) -> dict[str, JSON]:
+    """Return what members have to make again of the objects that the server of this host decides about.
 
-
-def _fetch(session: Session, plan: Mapping[str, Sequence[str]]) -> dict[str, JSON]:
-    """Fetch the blobs of this host. Return the keys that were fetched, with the versions of their entries."""
+    The result has keys, with the places among their holders, by the id of the member.
+    """
     assert session.local is not None
-    fetched: list[JSON] = []
-    for key in plan.get(session.local.id, ()):
-        entry = session.find(key)
-        reader = BlobReader(session, "", key, entry)
-        try:
-            write_local_blob(session, entry.blob, entry.size, reader)
-        except CheckpointError as error:
-            logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
-            continue
-        fetched.append([key, entry.version])
-    return {session.local.id: fetched}
+    own = session.server(session.view.by_id[session.local.id])
+    plan: dict[str, list[JSON]] = {}
+    after = ""
+    while True:
+        _, page = own.call({"op": "decided", "after": after})
+        entries = [(str(key), Entry.decode(encoded)) for key, encoded in json.loads(bytes(page))]
+        if not entries:
+            return dict(plan)
+        after = entries[-1][0]
+        for key, entry in entries:
+            for repair in repairs(session.view, key, entry):
+                plan.setdefault(repair.member_id, []).append([key, repair.place])
 
 
-def _record(session: Session, fetched: Sequence[Any]) -> None:
-    """Add the hosts that fetched blobs to the holders of their entries."""
-    more: dict[str, list[str]] = {}
-    versions: dict[str, int] = {}
-    for by_member in fetched:
-        for name, keys in by_member.items():
-            for key, version in keys:
-                more.setdefault(key, []).append(name)
-                versions[key] = version
-    for key, names in more.items():
+def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
+    """On the leader, put together what all hosts found missing."""
+    merged: dict[str, list[JSON]] = {}
+    for plan in filter(None, plans):
+        for name, keys in plan.items():
+            merged.setdefault(name, []).extend(keys)
+    return dict(merged)
+
+
+def repairs(view: View, key: str, entry: Entry) -> Sequence[Repair]:
+    """Return the blobs of an object that have to be made again, in failure domains that have none.
+
+    Hosts that left the job can be read now, but do not count, because nothing keeps them.
+    """
+    if len([name for name in entry.holders if name in view.by_id]) < entry.needed:
+        return ()  # the object is lost; a load reports it
+    kept = [name for name in entry.holders if name in view.by_id and not view.by_id[name].is_reader]
+    count = len(entry.holders) if entry.needed > 1 else 1 + view.copies
+    free = [place for place, name in enumerate(entry.holders) if name not in kept]
+    free += range(len(entry.holders), count)
+    domains = {view.by_id[name].domain for name in kept}
+    made: list[Repair] = []
+    for name in view.holders(kept[0] if kept else view.home(key)[0]):
+        if len(kept) + len(made) < count and view.by_id[name].domain not in domains:
+            domains.add(view.by_id[name].domain)
+            made.append(Repair(name, free[len(made)]))
+    return made
+
+
+def _fetch(session: Session, key: str, place: int) -> None:
+    """Make a blob again on this host, and add this host to the holders of its entry."""
+    try:
         entry = session.find(key)
-        live = [name for name in entry.holders if name in session.view.by_id]
-        try:
-            session.replace(key, entry._replace(holders=(*live, *names)), str(versions[key]))
-        except ConditionFailedError:
-            logger.debug("%s was replaced meanwhile", key)
+        fetch_blob(session, key, entry, place)
+        while True:
+            try:
+                session.replace(key, _with_holder(session, entry, place), str(entry.version))
+                return
+            except ConditionFailedError:  # another host was added meanwhile
+                entry = session.find(key)
+    except ObjectNotFoundError:
+        logger.debug("%s was deleted meanwhile", key)
+    except CheckpointError as error:
+        logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
+
+
+def _with_holder(session: Session, entry: Entry, place: int) -> Entry:
+    assert session.local is not None
+    if entry.needed == 1:  # copies have no order
+        holders = [*[name for name in entry.holders if name in session.view.by_id], session.local.id]
+    else:
+        holders = [*entry.holders[:place], session.local.id, *entry.holders[place + 1 :]]
+    return entry._replace(holders=tuple(holders))

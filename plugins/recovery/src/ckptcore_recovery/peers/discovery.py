@@ -59,8 +59,8 @@ def discover(reported: Mapping[str, Server]) -> tuple[dict[str, Server], View | 
         if not newest.view:
             return servers, None
         with newest.connect() as connections:
-            answer, _ = connections.call({"op": "view"})
-        view = View.decode(answer["view"])
+            _, encoded = connections.call({"op": "view"})
+        view = View.decode(bytes(encoded))
         unknown = [member for member in view.members if member.id not in servers and member.id not in lost]
         if not unknown:
             return servers, view

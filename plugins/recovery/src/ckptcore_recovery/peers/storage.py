@@ -1,33 +1,21 @@
 """PeerStorage: the memory of a job's hosts as a storage. Objects survive the loss of hosts, up to the number of copies.
 
-Small objects, such as the roots of checkpoints, are entries on a few members of the job's memory. Large ones are blobs
-in the memory of the host that writes them, with copies on other hosts; their entries name the hosts.
+Each object has an entry on a few members of the job's memory, chosen by its key. The entry of a small object, such as
+the root of a checkpoint, has its data. A large one is a blob in the memory of the host that writes it, with copies on
+other hosts, or fragments on several hosts; its entry names the hosts.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
 
-import numpy as np
-import xxhash
-
-from ckptcore.errors import (
-    CorruptCheckpointError,
-    InvalidLocationError,
-    ObjectNotFoundError,
-    StorageError,
-)
-from ckptcore.events import logger_named
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import (
     IF_ABSENT,
     Buffer,
-    IfAbsent,
     ObjectWriter,
     PutCondition,
     RangeReader,
@@ -35,12 +23,11 @@ from ckptcore.protocols import (
     StorageCapabilities,
     StorageOptions,
 )
-from ckptcore_recovery.peers.host_memory import Blob, Entry
+from ckptcore_recovery.peers import spreading
+from ckptcore_recovery.peers.blobs import BlobWriter, put_entry, reader_of
+from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.messages import PIECE_BYTES
 from ckptcore_recovery.peers.session import INLINE_BYTES, Session, session_of
-from ckptcore_recovery.peers.views import Member
-
-logger = logger_named("ckptcore.recovery")
 
 SCHEME: Final = "peers"
 
@@ -117,7 +104,7 @@ class PeerStorage(StorageBackend):
             first = min(start, entry.size)
             data = bytearray((entry.size if stop is None else max(first, min(stop, entry.size))) - first)
             try:
-                BlobReader(self._session, self._prefix, key, entry).get_into([(first, memoryview(data))])
+                reader_of(self._session, self._prefix, key, entry).get_into([(first, memoryview(data))])
             except ObjectNotFoundError:
                 continue  # it was replaced; if it was deleted, `_find` raises
             return bytes(data), str(entry.version)
@@ -128,7 +115,7 @@ class PeerStorage(StorageBackend):
 
     def open_reader(self, key: str) -> RangeReader:
         """See `StorageBackend`. Reads stay on this object even if another one replaces it."""
-        return BlobReader(self._session, self._prefix, key, self._find(key))
+        return reader_of(self._session, self._prefix, key, self._find(key))
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""
@@ -139,14 +126,14 @@ class PeerStorage(StorageBackend):
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`."""
         if len(data) > INLINE_BYTES:
-            writer = _BlobWriter(self._session, self._prefix + check_key(key), len(data), condition)
+            writer = BlobWriter(self._session, self._prefix + check_key(key), len(data), condition)
             try:
                 writer.write_at(0, data)
                 return writer.complete()
             except BaseException:
                 writer.abort()
                 raise
-        return _replace(self._session, self._prefix + check_key(key), Entry(0, len(data), bytes(data)), condition)
+        return put_entry(self._session, self._prefix + check_key(key), Entry(0, len(data), bytes(data)), condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""
@@ -160,7 +147,7 @@ class PeerStorage(StorageBackend):
         whole = self._prefix + check_key(key)
         if size is None:
             return _WriterOfUnknownSize(self._session, whole, condition)
-        return _BlobWriter(self._session, whole, size, condition)
+        return BlobWriter(self._session, whole, size, condition)
 
     def sync(self, keys: Sequence[str]) -> None:
         """Check that the objects exist. Memory is not durable; copies protect it."""
@@ -171,227 +158,26 @@ class PeerStorage(StorageBackend):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""
+        return iter(self.list_sizes(prefix))
+
+    def list_sizes(self, prefix: str = "") -> Mapping[str, int]:
+        """See `StorageBackend`."""
         start = len(self._prefix)
-        return iter([key[start:] for key in self._session_now().keys(self._below(prefix))])
+        sizes = spreading.sizes_below(self._session_now(), self._below(prefix))
+        return {key[start:]: size for key, size in sizes.items()}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         below = self._below(prefix)
         names = set()
-        for key in self._session_now().keys(below):
+        for key in spreading.sizes_below(self._session_now(), below):
             name, slash, _ = key[len(below) :].partition("/")
             names.add(name + slash)
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
-        for key in [self._prefix + check_key(key) for key in keys]:
-            try:
-                self._session.find(key)
-            except ObjectNotFoundError:
-                continue
-            _, present = self._session.replace(key, Entry(0, is_deleted=True), None)
-            if present is not None and present.blob:
-                self._session.drop_blob(present)
-
-
-def write_local_blob(session: Session, name: str, size: int, source: BlobReader) -> None:
-    """Copy a blob of another host into the memory of this host.
-
-    Raises:
-        StorageFullError: it does not fit.
-        CorruptCheckpointError: no host has a good copy.
-        StorageError: the server of this host failed.
-    """
-    assert session.local is not None
-    server = session.server(session.view.by_id[session.local.id])
-    epoch = session.view.epoch
-    answer, _ = server.call({"op": "begin", "epoch": epoch, "blob": name, "size": size})
-    with open(answer["path"], "r+b") as file:
-        memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-    source.get_into([(0, memory)])
-    server.call({"op": "finish", "epoch": epoch, "blob": name, "checksums": checksums_of(memory)})
-
-
-def checksums_of(memory: memoryview) -> list[int]:
-    """Return the checksum of each piece of a blob."""
-    pieces = range(0, len(memory), PIECE_BYTES)
-    return [xxhash.xxh3_64_intdigest(memory[offset : offset + PIECE_BYTES]) for offset in pieces]
-
-
-def _replace(session: Session, key: str, entry: Entry, condition: PutCondition | None) -> str:
-    """Store an entry, and free the blob of the replaced one. Return its tag."""
-    wanted = None if condition is None else "" if isinstance(condition, IfAbsent) else condition.tag or "no tag"
-    version, present = session.replace(key, entry, wanted)
-    if present is not None and present.blob:
-        session.drop_blob(present)
-    return str(version)
-
-
-class BlobReader:
-    """An object that is open for reading. Tries the host's own copy first, then the others. Thread-safe."""
-
-    def __init__(self, session: Session, prefix: str, key: str, entry: Entry) -> None:
-        self._session = session
-        self._key = key
-        self._whole_key = prefix + key
-        self._entry = entry
-        self._avoided: set[str] = set()
-        """The ids of holders that failed."""
-        self._local: Blob | None = None
-        """The copy on this host, which stays readable if the object is replaced."""
-        if session.local is not None and session.local.id in entry.holders:
-            self._local = session.local_blob(entry.blob)
-
-    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its offset."""
-        for offset, buffer in ranges:
-            if offset + len(buffer) > self._entry.size:
-                raise CorruptCheckpointError(
-                    f"the object {self._key!r} is too short: expected bytes {offset} to {offset + len(buffer)}, found "
-                    f"{self._entry.size} bytes in all. Load another checkpoint",
-                    key=self._key,
-                    start=min(offset, self._entry.size),
-                    stop=offset + len(buffer),
-                )
-            if self._entry.data is not None:
-                buffer[:] = self._entry.data[offset : offset + len(buffer)]
-                continue
-            for begin in range(0, len(buffer), PIECE_BYTES):
-                self._read(offset + begin, buffer[begin : begin + PIECE_BYTES])
-
-    def _read(self, offset: int, buffer: memoryview) -> None:
-        failures: list[str] = []
-        for member in self._holders():
-            try:
-                if self._read_from(member, offset, buffer):
-                    return
-                failure = "it has no such blob"
-            except StorageError as error:
-                failure = str(error)
-            except CorruptCheckpointError as error:
-                failure = f"its copy is corrupt: {error}"
-            place = self._session.server(member).place
-            logger.warning("%s: the copy on host %s is passed over: %s", self._key, place, failure)
-            self._avoided.add(member.id)
-            failures.append(f"{place}: {failure}")
-        self._expect_unchanged()
-        raise CorruptCheckpointError(
-            f"the object {self._key!r} is lost: none of its {len(self._entry.holders)} copies in memory can be read "
-            f"({'; '.join(failures) or 'no holder is left'}). Load another step, or the copy in storage",
-            key=self._key,
-            start=offset,
-            stop=offset + len(buffer),
-        )
-
-    def _expect_unchanged(self) -> None:
-        """Raise ObjectNotFoundError if the object was replaced or deleted, so that its blob was dropped."""
-        if self._session.find(self._whole_key).version != self._entry.version:
-            raise ObjectNotFoundError(f"the object {self._key!r} was replaced while it was read")
-
-    def _holders(self) -> Sequence[Member]:
-        """Return the members that have the blob, the best first. Processes begin with different ones of other hosts."""
-        by_id = self._session.view.by_id
-        members = [by_id[name] for name in self._entry.holders if name in by_id and name not in self._avoided]
-        turn = os.getpid() % max(len(members), 1)
-        members = [*members[turn:], *members[:turn]]
-        return sorted(members, key=lambda member: not self._session.is_local(member))
-
-    def _read_from(self, member: Member, offset: int, buffer: memoryview) -> bool:
-        """Read from one member. Return False if it does not have the blob."""
-        if self._local is not None and self._session.is_local(member):
-            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(self._local.read(offset, len(buffer)), np.uint8))
-            return True
-        self._session.pace.wait(len(buffer))
-        request = {"op": "read", "blob": self._entry.blob, "offset": offset, "nbytes": len(buffer)}
-
-        def place(header: object, nbytes: int) -> memoryview:
-            return buffer if nbytes == len(buffer) else memoryview(bytearray(nbytes))
-
-        try:
-            answer, data = self._session.server(member).call(request, place=place)
-        except ObjectNotFoundError:
-            return False
-        if "corrupt" in answer:
-            raise CorruptCheckpointError(str(answer["corrupt"]))
-        return len(data) == len(buffer)
-
-
-class _BlobWriter:
-    """Writes a blob into the memory of this host, and sends copies to other hosts when it is complete. Thread-safe."""
-
-    def __init__(self, session: Session, key: str, size: int, condition: PutCondition | None) -> None:
-        self._session = session
-        self._key = key
-        self._size = size
-        self._condition = condition
-        self._name = os.urandom(16).hex()
-        self._lock = threading.Lock()
-        self._written = 0
-        self._is_finished = False
-        self._is_sent = False
-        self._holders = session.holders()
-        self._is_shared = session.is_local(self._holders[0])  # the memory of the server of this host
-        if self._is_shared:
-            begin = {"op": "begin", "epoch": session.view.epoch, "blob": self._name, "size": size}
-            answer, _ = session.server(self._holders[0]).call(begin)
-            with open(answer["path"], "r+b") as file:
-                self._memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-        else:
-            self._memory = memoryview(bytearray(size))
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """See `ObjectWriter`."""
-        stop = offset + len(data)
-        if offset < 0 or stop > self._size:
-            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._key!r}: its size is {self._size} bytes")
-        if self._is_finished:
-            raise ValueError(f"{self._key!r} is complete or was aborted; nothing more can be written")
-        if len(data):
-            np.copyto(np.frombuffer(self._memory, np.uint8)[offset:stop], np.frombuffer(data, np.uint8))
-        with self._lock:
-            self._written += len(data)
-
-    def finish(self) -> None:
-        """See `ObjectWriter`."""
-        self.complete()
-
-    def complete(self) -> str:
-        """Send the copies, and make the object visible. Return its tag."""
-        if self._is_finished:
-            raise ValueError(f"{self._key!r} is complete or was aborted already")
-        if self._written != self._size:
-            raise StorageError(
-                f"cannot complete {self._key!r}: expected {self._size} bytes, found {self._written} written"
-            )
-        if not self._is_sent:  # a retry after a condition failed sends nothing again
-            self._send()
-            self._is_sent = True
-        entry = Entry(0, self._size, None, self._name, tuple([member.id for member in self._holders]))
-        tag = _replace(self._session, self._key, entry, self._condition)
-        self._is_finished = True
-        self._memory = memoryview(b"")
-        return tag
-
-    def _send(self) -> None:
-        session, memory = self._session, self._memory
-        checksums = checksums_of(memory)
-        for member in self._holders:
-            if self._is_shared and session.is_local(member):
-                header = {"op": "finish", "epoch": session.view.epoch, "blob": self._name, "checksums": checksums}
-                session.server(member).call(header)
-            else:
-                session.send_blob(member, self._name, memory)
-
-    def abort(self) -> None:
-        """See `ObjectWriter`."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._memory = memoryview(b"")
-            for member in self._holders:
-                self._session.try_to_call(member, {"op": "abort", "blob": self._name})
-            holders = tuple([member.id for member in self._holders])
-            self._session.drop_blob(Entry(0, blob=self._name, holders=holders))
+        spreading.delete(self._session, [self._prefix + check_key(key) for key in keys])
 
 
 class _WriterOfUnknownSize:
@@ -417,7 +203,7 @@ class _WriterOfUnknownSize:
         if self._pieces is None:
             raise ValueError(f"{self._key!r} is complete or was aborted already")
         size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
-        writer = _BlobWriter(self._session, self._key, size, self._condition)
+        writer = BlobWriter(self._session, self._key, size, self._condition)
         try:
             for offset, piece in self._pieces.items():
                 writer.write_at(offset, piece)
