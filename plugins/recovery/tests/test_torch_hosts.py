@@ -106,6 +106,12 @@ def torchrun(job: Path) -> Iterator[Torchrun]:
         agents.kill(host) if agents.agents[host].poll() is None else agents.agents.pop(host)
 
 
+@pytest.mark.lives(
+    "memory of the hosts of a job (`peers://`)",
+    "processes of torch and jax, agents of torchrun, actors and nodes of ray, containers: killed, with their memory",
+    "saves, loads, runs; a step that was reported as saved survives the loss of as many hosts as it has copies",
+    "lost if more hosts are lost; only hosts of the job read it",
+)
 @pytest.mark.slow
 def test_torchrun_replaces_a_killed_host_by_a_spare(torchrun: Torchrun, job: Path) -> None:
     for host in ("host-0", "host-1"):
