@@ -62,14 +62,14 @@ def whole_array(step: int) -> HostArray:
     return np.arange(600_000, dtype=np.float32).reshape(1200, 500) + np.float32(step)
 
 
-def open_run(directory: Path, host: str, layout: str = "safetensors") -> Checkpointer:
+def open_run(directory: Path, host: str, layout: str = "safetensors") -> tuple[Checkpointer, PeerMemory]:
     """Open the run on a host. Only step 3 is uploaded."""
     os.environ[DIRECTORY_VARIABLE] = str(directory / host)
     memory = PeerMemory(directory / "far", job=JOB, memory_bytes=1 << 28, upload_policy=SpecificSteps([3]))
-    return Checkpointer(memory, layout=layout, if_in_use="take over")
+    return Checkpointer(memory, layout=layout, if_in_use="take over"), memory
 
 
-def _open(place: Place) -> Checkpointer:
+def _open(place: Place) -> tuple[Checkpointer, PeerMemory]:
     path = place.directory / "hosts.json"
     hosts = json.loads(path.read_text()) if path.exists() else [f"host-{rank}" for rank in range(place.size)]
     return open_run(place.directory, hosts[place.rank], *place.layouts)
@@ -86,11 +86,10 @@ def _die() -> None:
 
 def _save_and_die(framework: Framework, place: Place) -> None:
     """Save four steps, of which one is uploaded, and be killed."""
-    run = _open(place)
+    run, memory = _open(place)
     for step in (1, 2, 3, 4):
         _save(run, framework, step)
-    assert isinstance(run.directory, PeerMemory)
-    run.directory.wait_for_uploads()
+    memory.wait_for_uploads()
     framework.wait()
     _die()
 
@@ -98,13 +97,14 @@ def _save_and_die(framework: Framework, place: Place) -> None:
 def _train(framework: Framework, place: Place) -> None:
     """Load the newest step, and save more until a timer kills this process. Note what was loaded and reported.
 
-    Some jobs are killed while they start.
+    Timers begin while the job starts, after its load, or after its first save.
     """
     seed = (place.directory / "seed").read_text()
+    begin = random.Random(seed).choice(["start", "load", "save", "save", "save"])
     timer = threading.Timer(random.Random(f"{seed} {place.rank}").uniform(0.0, 1.0), _die)
-    if is_early := random.Random(seed).random() < 0.2:
+    if begin == "start":
         timer.start()
-    run = _open(place)
+    run, _ = _open(place)
     step = 0
     if run.latest is not None:
         loaded = framework.load(run)
@@ -113,16 +113,20 @@ def _train(framework: Framework, place: Place) -> None:
     note = (place.directory / f"notes-{place.rank}").open("a", buffering=1)
     note.write(f"loaded {step}\n")
     framework.wait()
-    if not is_early:
+    if begin == "load":
         timer.start()
     for number in count(step + 1):
         _save(run, framework, number)
         note.write(f"saved {number}\n")
+        if begin == "save" and number == step + 1:
+            framework.wait()
+            timer.start()
 
 
 def _load(framework: Framework, place: Place) -> int:
     """Load the newest step, and save one more."""
-    with _open(place) as run:
+    run, _ = _open(place)
+    with run:
         loaded = framework.load(run)
         step = run.restored_step
         assert step is not None

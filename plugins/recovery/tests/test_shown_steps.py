@@ -107,7 +107,7 @@ def test_the_report_has_steps_in_memory(directory: Path, tmp_path: Path) -> None
 
 
 def test_a_host_without_a_server_says_where_to_look(directory: Path) -> None:
-    assert "has no memory server of job other" in run("steps", "peers://other/steps", code=4)
+    assert "has no memory server of job other" in run("steps", "peers://other/steps", code=6)
 
 
 def test_a_server_that_has_ended_is_named_and_goes_on_by_hand(directory: Path) -> None:

@@ -66,7 +66,7 @@ class Torchrun:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
             "--max-restarts", "9", "--monitor-interval", "0.1", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--rdzv-id", "job",
-            "--rdzv-conf", "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "--rdzv-conf", "is_host=0",
             str(_SCRIPT), str(self._directory), host,
         ]  # fmt: skip
         with (self._directory / f"{host}.log").open("ab") as log:

@@ -26,7 +26,7 @@ def write(path: Path, step: int) -> None:
 def main(directory: Path, host: str) -> None:
     """Save and be killed, or load and end."""
     dist.init_process_group("gloo")
-    run = open_run(directory, host)
+    run, _ = open_run(directory, host)
     if run.latest is None:
         for number in (1, 2, 3):
             run.save(number, TORCH.state(number))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
-from ckptcore.errors import ObjectNotFoundError, StorageError
+from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
@@ -258,15 +258,14 @@ def session_of(job: str) -> Session:
     """Return the session of a job: the one that this process joined, or one to read with the view of this host.
 
     Raises:
-        ObjectNotFoundError: this host has no memory server of the job.
-        StorageError: the server of this host does not answer.
+        StorageError: this host has no memory server of the job, or it does not answer. So its steps are unknown.
     """
     joined = JOINED.find(job)
     if joined is not None:
         return joined
     local = find_server(job)
     if local is None:
-        raise ObjectNotFoundError(
+        raise StorageError(
             f"host {os.uname().nodename} has no memory server of job {job} in {server_directory(job).parent}: run this "
             f"on a host of the job, with the {DIRECTORY_VARIABLE} of the job"
         )
