@@ -105,7 +105,7 @@ class MemoryJob:
 
     @cached_property
     def _missing(self) -> Mapping[str, Mapping[str, JSON]]:
-        """What the process on each host finds missing, by the id of its server."""
+        """The blobs that the process on each host finds missing, by the id of its server."""
         missing: dict[str, dict[str, list[JSON]]] = {}
         for key, entry in self._entries.items():
             for repair in repairs(self._view, key, entry):
@@ -160,7 +160,7 @@ class MemoryJob:
         if stage == "servers":
             is_spare = member.id not in self._before.by_id
             number = 0 if is_spare else 1  # of the incarnation that fenced it, and whose view it has
-            return [list(member), number, number, _TOKEN.hex()]
+            return [list(member), number, number, 0, _TOKEN.hex()]
         if stage == "fence":
             return []
         return dict(self._missing.get(member.id, {})) if stage == "install" else None

@@ -70,8 +70,8 @@ class CountedHosts:
             return CountedConnections(self, host, host)
 
         monkeypatch.setattr(joining, "ensure_server", ensure)
-        monkeypatch.setattr(joining, "ServerConnections", connect)
-        monkeypatch.setattr(discovery, "ServerConnections", connect)
+        for module in (joining, discovery):
+            monkeypatch.setattr(module, "ServerConnections", connect)
         monkeypatch.setattr(session.Session, "server", server)
 
     def join(

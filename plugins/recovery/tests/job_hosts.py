@@ -41,12 +41,13 @@ class Hosts:
         """Return the directory of a host's memory servers."""
         return str(self._directory / host)
 
-    def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({})) -> Sequence[Session]:
+    def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({}), least: int = 1) -> Sequence[Session]:
         """Start the job on some hosts, with one process on each. Return the session of each process.
 
         Args:
             hosts: the host of each process.
             domains: the failure domain of each host; a host without one is a domain by itself.
+            least: see `join_job`.
         """
         self._joined += 1
         threads = ThreadJob(len(hosts))
@@ -54,7 +55,7 @@ class Hosts:
         def join(coordinator: Coordinator) -> Session:
             host = hosts[coordinator.rank]
             options = replace(self.options, base=self.base(host), domain=domains.get(host))
-            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options)
+            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options, least=least)
 
         sessions = threads.run(join)
         self._sessions.extend(sessions)

@@ -24,8 +24,8 @@ from plugins.recovery.tests.networks import LoopbackNetwork
 from plugins.recovery.tests.numpy_hosts import JOB, Moment, Process
 
 _SECONDS: Final = 120.0
-_MESSAGES: Final = 150
-"""The failure begins before one of the first messages of a process: about four saves after the load."""
+_MESSAGES: Final = {"start": 40, "loaded": 60}
+"""A failure begins before one of so many messages of a process, by what they follow: the load, or some saves."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Incarnation:
             self.saved = max(self.saved, value)
         elif kind == "moment":
             self.has_moment = True
-        else:
+        elif kind == "failed":
             self.failures[rank] = str(value)
 
     def kill(self) -> None:
@@ -125,6 +125,7 @@ class KilledHosts:
         *,
         sizes: Sequence[int],
         copies: int = 1,
+        needed: int = 1,
     ) -> None:
         """Start nothing yet.
 
@@ -134,7 +135,8 @@ class KilledHosts:
             network: a network with `copies` hosts more than the largest size.
             seed: decides about everything that is random.
             sizes: the numbers of processes to choose from.
-            copies: the copies of each step on other hosts; so many hosts are lost at most.
+            copies: the copies of each step on other hosts, or the parity fragments; so many hosts are lost at most.
+            needed: the fragments that are needed to read an object; 1 for copies.
         """
         self.reported = 0
         self.loaded: list[int] = []
@@ -145,6 +147,7 @@ class KilledHosts:
         self._random = random.Random(seed)
         self._sizes = sizes
         self._copies = copies
+        self._needed = needed
         self._starts = 0
         self._spares = 0
         self._far = directory / "far"
@@ -169,7 +172,10 @@ class KilledHosts:
         is_early = not is_last and self.loaded and choose.random() < 0.2
         lives_on = not is_early and self._network.can_cut and choose.random() < 0.3
         stops = not lives_on and choose.random() < 0.5
-        moment = None if is_last else Moment(choose.randint(1, 40 if is_early else _MESSAGES), stops)
+        moment = None
+        if not is_last:
+            after = "start" if is_early else "loaded"
+            moment = Moment(choose.randint(1, _MESSAGES[after]), after, stops)
         job = self._start(self._choose_hosts(size), choose.randrange(size), moment)
         try:
             self._check(job, is_last=is_last)
@@ -193,19 +199,22 @@ class KilledHosts:
         if known and not any(host.is_known for host in hosts):
             hosts[self._random.randrange(size)] = self._random.choice(known)
         if self._old is not None and self._away:
-            # The leader cannot reach hosts that other hosts still reach: no process of the old incarnation runs there.
+            # One process cannot reach hosts that others still reach. None of the old incarnation runs on its host.
             others = [host for host in self._hosts if host not in self._old.hosts]
-            if others and others[0] not in hosts[1:]:
-                hosts[0] = others[0]
+            if others and others[0] not in hosts:
+                hosts[self._random.choice([0, 0, size - 1])] = others[0]
         return hosts
 
     def _start(self, hosts: Sequence[Host], rank_of_moment: int, moment: Moment | None) -> Incarnation:
         self._starts += 1
         layout = self._random.choice(["safetensors", "zarr3"])
+        clock_jumps = self._random.random() < 0.3
+        self.counts["starts with clocks that jump"] += clock_jumps
         if self._old is not None:
             self._far = self._directory / f"far-{self._starts}"  # the old one owns the present directory
             if self._away:
-                self._network.drop(hosts[0].number, [host.number for host in self._away])
+                cut = next((host for host in hosts if host not in self._old.hosts), hosts[0])
+                self._network.drop(cut.number, [host.number for host in self._away])
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([numpy_hosts.__name__])
         processes, pipes = [], {}
@@ -221,9 +230,11 @@ class KilledHosts:
                 size=len(hosts),
                 layout=layout,
                 copies=self._copies,
+                needed=self._needed,
                 latency=self._random.choice([0.0, 0.001, 0.005]),
                 moment=moment if rank == rank_of_moment else None,
                 seed=self._random.randrange(1 << 30),
+                clock_jumps=clock_jumps,
             )
             process = context.Process(target=numpy_hosts.run, args=(member, events))
             process.start()
@@ -317,7 +328,7 @@ class KilledHosts:
             self._hosts.remove(host)
             self._away.append(host)
             self._can_lose -= 1
-            self.counts["hosts that lived on, cut from the leader"] += 1
+            self.counts["hosts that lived on, cut from one host"] += 1
 
     def _kill_server(self, host: Host) -> None:
         described = host.memory / JOB / "server.json"

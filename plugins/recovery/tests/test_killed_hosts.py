@@ -56,6 +56,17 @@ def test_a_few_kills_of_namespaces(tmp_path: Path, memory: Path, bridge: Bridged
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(32, 35))
+def test_kills_of_hosts_with_fragments(tmp_path: Path, memory: Path, seed: int) -> None:
+    job = KilledHosts(tmp_path, memory, LoopbackNetwork(), seed, sizes=[6, 5, 4], copies=2, needed=2)
+    try:
+        job.run(KILLS)
+    finally:
+        job.close()
+    assert job.reported
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 32))
 def test_many_kills(tmp_path: Path, memory: Path, bridge: BridgedNetwork, seed: int) -> None:
     """On 16 hosts with 2 spares. Even seeds have one copy and lose one host, odd seeds have two and lose two."""

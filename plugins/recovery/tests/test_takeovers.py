@@ -1,7 +1,8 @@
-"""A new incarnation of a job takes over the memory of the previous one, wherever the previous one or a start stopped."""
+"""A job that starts takes over the newest memory, wherever the previous incarnation or an earlier start stopped."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_recovery.peers.storage import PeerStorage
 
 from ckptcore.errors import ConditionFailedError, SaveLostError
-from plugins.recovery.tests.job_hosts import Hosts
+from plugins.recovery.tests.job_hosts import Hosts, connect
 
 pytestmark = pytest.mark.system
 
@@ -112,6 +113,16 @@ def test_a_host_with_an_old_memory_is_not_asked(hosts: Hosts) -> None:
         expect(session, "0", "1", "2")
 
 
+def test_hosts_of_a_job_that_went_on_elsewhere_have_an_old_memory(hosts: Hosts) -> None:
+    for number in range(1, 4):
+        session, _ = hosts.join("a", "b", least=number)
+    write(session, "old")
+    session, _ = hosts.join("c", "d", least=4)  # none of them knows of a and b
+    write(session, "new")
+    for session in hosts.join("a", "c", "b", "d", least=5):
+        expect(session, "new")
+
+
 def test_a_host_that_was_fenced_by_failed_starts_does_not_have_the_newest_memory(hosts: Hosts) -> None:
     first, *_ = hosts.join("a", "b", "c")
     write(first, "old")
@@ -186,3 +197,42 @@ def test_servers_that_are_started_at_the_same_time_are_one(hosts: Hosts, tmp_pat
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 4
+
+
+def views(hosts: Hosts, *names: str) -> dict[str, int]:
+    """Return the incarnations whose views the servers of hosts have."""
+    found = {}
+    for name in names:
+        server = hosts.server(name)
+        assert server is not None
+        with connect(server) as connections:
+            found[name] = connections.call({"op": "status"})[0]["view"]
+    return found
+
+
+def with_newest_view(hosts: Hosts, *names: str) -> list[str]:
+    """Return the hosts with the newest view."""
+    found = views(hosts, *names)
+    return [name for name, view in found.items() if view == max(found.values())]
+
+
+def test_a_host_that_alone_completed_a_start_does_not_have_the_newest_memory(hosts: Hosts) -> None:
+    session, *_ = hosts.join(*"abcd")
+    keys = [f"{number}" for number in range(20)]
+    for key in keys:
+        write(session, key)
+    for message in itertools.cycle(range(10, 30)):
+        with stopped_before(message), pytest.raises(ExceptionGroup):
+            hosts.join(*"dcba")
+        hosts.forget()
+        if len(with_newest_view(hosts, *"abcd")) == 1:
+            break
+    (first,) = with_newest_view(hosts, *"abcd")
+    others = sorted(set("abcd") - {first})
+    hosts.kill(first)  # it cannot be reached for a while
+    with stopped_before(7), pytest.raises(ExceptionGroup):
+        hosts.join(*others)  # gives the earlier start up, and has not installed its own view
+    hosts.forget()
+    assert len(with_newest_view(hosts, *others)) == 3
+    for session in hosts.join(first, *others):
+        expect(session, *keys)

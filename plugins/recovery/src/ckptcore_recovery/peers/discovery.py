@@ -28,12 +28,14 @@ class Server(NamedTuple):
         member: the server.
         epoch: the last incarnation of the job that fenced it.
         view: the incarnation whose view it has; 0 for none.
+        next: the incarnation whose view it has received and has not installed; 0 for none.
         token: its token.
     """
 
     member: Member
     epoch: int
     view: int
+    next: int
     token: bytes
 
     def connect(self) -> ServerConnections:
@@ -42,34 +44,45 @@ class Server(NamedTuple):
 
 
 def discover(reported: Mapping[str, Server]) -> tuple[dict[str, Server], View | None]:
-    """Return all servers that can be found, by id, and the newest view; None if no server has one.
-
-    The newest view is that of the last incarnation that wrote anything: it writes once all its members have its view.
+    """Return all servers that can be found, by id, and the newest view that may have been used; None if there is none.
 
     Args:
         reported: the servers of the job's own hosts.
 
     Raises:
-        StorageError: the server with the newest view does not answer any more.
+        StorageError: a server that has a view does not answer any more.
     """
     servers = dict(reported)
     lost: set[str] = set()
+    given_up: set[int] = set()
     while True:
-        newest = max(servers.values(), key=lambda server: server.view)
-        if not newest.view:
+        newest = max(servers.values(), key=lambda server: 0 if server.view in given_up else server.view)
+        if not newest.view or newest.view in given_up:
             return servers, None
         with newest.connect() as connections:
             _, encoded = connections.call({"op": "view"})
         view = View.decode(bytes(encoded))
         unknown = [member for member in view.members if member.id not in servers and member.id not in lost]
         if not unknown:
-            return servers, view
+            if _may_be_used(view, servers):
+                return servers, view
+            given_up.add(newest.view)
         with ThreadPoolExecutor(_THREADS) as threads:
             for member, server in zip(unknown, threads.map(partial(_ask, token=newest.token), unknown), strict=True):
                 if server is None:
                     lost.add(member.id)
                 else:
                     servers[member.id] = server
+
+
+def _may_be_used(view: View, servers: Mapping[str, Server]) -> bool:
+    """Return False if the incarnation of a view has not written anything.
+
+    It writes once all its members have installed the view. A member that will not do so any more has entries of the
+    incarnation before, which count.
+    """
+    found = [servers[member.id] for member in view.writers if member.id in servers]
+    return all(server.view >= view.epoch or server.next == view.epoch for server in found)
 
 
 def _ask(member: Member, token: bytes) -> Server | None:
@@ -82,4 +95,4 @@ def _ask(member: Member, token: bytes) -> Server | None:
         return None
     if status["id"] != member.id:
         return None  # another server has its address now
-    return Server(member, status["epoch"], status["view"], token)
+    return Server(member, status["epoch"], status["view"], status["next"], token)

@@ -47,6 +47,10 @@ _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
 
 
+_ROOM_BYTES: Final = 1 << 20
+"""Room in a full memory file system for a start of the job: for its view, and for the entries of lost hosts."""
+
+
 class Entry(NamedTuple):
     """The stored version of a key.
 
@@ -215,6 +219,7 @@ class HostMemory:
         self._used = 0
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
+        self.release_room()
         # Versions are higher than those of earlier servers of this memory, which may have forgotten some of them.
         self._starts = _read_number(directory / "starts") + 1
         _write_number(directory / "starts", self._starts)
@@ -242,6 +247,19 @@ class HostMemory:
             self._entries[key] = entry
             self._used += _entry_bytes(entry)
 
+    def keep_room(self) -> None:
+        """Keep room for the next start of the job, as far as the memory file system has any."""
+        with contextlib.suppress(OSError), open(self._room, "wb", opener=_open_private) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+
+    def release_room(self) -> None:
+        """Release the room that is kept for a start of the job."""
+        _unlink(self._room)
+
+    @property
+    def _room(self) -> Path:
+        return self.directory / "room"
+
     @property
     def used(self) -> int:
         """The bytes of all files."""
@@ -258,6 +276,7 @@ class HostMemory:
         with self._changed:
             if epoch <= self.epoch:
                 raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
+            self.release_room()
             _write_number(self.directory / "epoch", epoch)
             self.epoch = epoch
             self._pending.clear()
@@ -267,7 +286,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def writing(self, epoch: int) -> Iterator[None]:
-        """Let an incarnation of the job write. `fence` waits until the write has ended.
+        """Hold off `fence` while an incarnation of the job writes.
 
         Raises:
             SaveLostError: another incarnation has taken over.

@@ -53,13 +53,14 @@ class MemoryOptions:
     base: str | None = None
 
 
-def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
+def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: int = 1) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
     Args:
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
+        least: on the leader, the lowest number that the incarnation may get.
 
     Raises:
         StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
@@ -78,9 +79,9 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
-        stage.payload = [list(member), status["epoch"], status["view"], local.token.hex()]
+        stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
     reported = read_reports(_gathered(stage))
-    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported))
+    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, least))
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
     with agreement.stage("fence") as stage, own:
@@ -105,7 +106,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
             if acts:
                 own.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
-                session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
+                _hand_over(session, member, bytes(encoded))
         with agreement.stage("install") as stage:  # all entries are where the new view expects them
             if acts:
                 own.call({"op": "install", "epoch": epoch})
@@ -124,19 +125,26 @@ def _gathered(stage: Stage) -> Sequence[Any]:
 def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
     """Return the servers that processes reported, by id, in the order of their first ranks."""
     return {
-        member[0]: Server(Member(*member), epoch, view, bytes.fromhex(token)) for member, epoch, view, token in payloads
+        member[0]: Server(Member(*member), epoch, view, following, bytes.fromhex(token))
+        for member, epoch, view, following, token in payloads
     }
 
 
-def plan_takeover(reported: Mapping[str, Server]) -> JSON:
-    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job."""
+def plan_takeover(reported: Mapping[str, Server], least: int) -> JSON:
+    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job.
+
+    Args:
+        reported: the servers of the job's hosts.
+        least: the lowest number that the incarnation may get.
+    """
     found, before = discover(reported)
-    newest = max(found.values(), key=lambda server: server.view)
+    servers = found.values()
+    having = [server for server in servers if before is None or server.view == before.epoch]
     members = [] if before is None else before.members
     return {
-        "epoch": max(server.epoch for server in found.values()) + 1,
-        "before": newest.view,
-        "token": newest.token.hex(),
+        "epoch": max(least, *[server.epoch + 1 for server in servers]),
+        "before": 0 if before is None else before.epoch,
+        "token": having[0].token.hex(),
         "left": [list(member) for member in members if member.id in found and member.id not in reported],
     }
 
@@ -150,6 +158,14 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
         logger.warning("the memory of a host that left the job is lost: %s", error)
         return False
     return True
+
+
+def _hand_over(session: Session, member: Member, encoded: bytes) -> None:
+    """Make the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
+    try:
+        session.server(member).call({"op": "hand_over", "epoch": session.view.epoch}, encoded)
+    except StorageError as error:
+        logger.warning("a host that left the job cannot hand over what it knows: %s", error)
 
 
 def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member], options: MemoryOptions) -> View:

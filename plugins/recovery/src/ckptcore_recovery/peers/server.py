@@ -177,8 +177,14 @@ class MemoryServer:
     def status(self, header: Header, payload: memoryview) -> Answer:
         """Return the id, the incarnation, that of the view, and the used memory."""
         memory = self.memory
-        view = 0 if self._view is None else self._view.epoch
-        stated = {"id": self.member_id, "epoch": memory.epoch, "view": view, "used": memory.used, "limit": memory.limit}
+        stated: dict[str, JSON] = {
+            "id": self.member_id,
+            "epoch": memory.epoch,
+            "view": 0 if self._view is None else self._view.epoch,
+            "next": 0 if self._next is None else self._next.epoch,
+            "used": memory.used,
+            "limit": memory.limit,
+        }
         return stated, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
@@ -249,6 +255,7 @@ class MemoryServer:
         os.replace(self.memory.directory / "next", self.memory.directory / "view")
         self._view, self._next = view, None
         self.memory.keep_entries(lambda key: self.member_id in view.home(key) and not _is_lease_of_owner(key))
+        self.memory.keep_room()
 
     def sweep(self, header: Header, payload: memoryview) -> Answer:
         """Free the blobs that no object refers to, such as those of saves that were killed."""
@@ -533,6 +540,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)  # nobody may read the pipe of a process that has ended
+    memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)
