@@ -120,6 +120,7 @@ def train(volume: Path, steps: int) -> str:
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 def test_memory_outlives_a_container_if_a_volume_has_it(volume: Path) -> None:
     assert [train(volume, 2), train(volume, 1), train(volume, 1)] == ["0", "2", "3"]
 

@@ -36,6 +36,7 @@ def test_a_killed_host_is_replaced_by_a_spare(job: Path, layout: str) -> None:
     assert run_job(_PROGRAM, "load", job, size=3, layouts=[layout]) == [4] * 3
 
 
+@pytest.mark.slow
 def test_the_job_becomes_smaller(job: Path) -> None:
     die(_PROGRAM, job, "save and die", 4)
     lose(job, "host-2")

@@ -193,7 +193,7 @@ class MemoryServer:
         The server keeps its entries if it has the newest view, and takes the token of that view.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
-        token = bytes.fromhex(header["token"])
+        token = bytes.fromhex(header["token"]) if "token" in header else self._token
         with self._lock:
             if epoch != self.memory.epoch or self._acting is None:
                 self.memory.fence(epoch)
