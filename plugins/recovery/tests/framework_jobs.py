@@ -1,4 +1,4 @@
-"""Tasks of jobs of PyTorch and JAX with steps in memory: each process is a host. Each framework goes on with the other.
+"""Tasks of jobs of PyTorch and JAX with steps in memory: each process is a host. Each framework loads steps of the other.
 
 A host is a directory with the memory of its server, which survives the processes.
 """
@@ -33,7 +33,7 @@ JOB: Final = "programs"
 
 @dataclass(frozen=True)
 class Framework:
-    """What the processes of a framework do.
+    """Operations of the processes of a framework.
 
     Attributes:
         state: returns the state of a step, with arrays on all processes.

@@ -114,7 +114,7 @@ def wait_for_end(*processes: int) -> None:
 
 
 def main(directory: Path, system_config: dict[str, Any]) -> None:
-    """Kill actors, and start them again; end a node, lose its memory, and go on with a spare one."""
+    """Kill actors, and start them again; end a node, lose its memory, and replace it by a spare one."""
     hosts = Hosts(directory, system_config)
     with make_job(JOB, 2):
         actors, processes, first = hosts.start("a", "b")

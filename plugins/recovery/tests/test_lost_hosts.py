@@ -213,7 +213,9 @@ def test_copies_are_in_different_failure_domains(tmp_path: Path) -> None:
         hosts.close()
 
 
-def test_a_process_tells_the_token_to_the_server_of_its_host_alone(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_tells_the_token_to_the_server_of_its_host_alone(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is encrypted. Servers of hosts that left the job have the token already."""
     told: list[int] = []
     send = messages.Connection.send

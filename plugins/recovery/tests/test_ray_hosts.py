@@ -28,7 +28,7 @@ def test_servers_outlive_killed_actors_and_a_spare_node_replaces_a_lost_one(job:
 
 
 def test_memory_outlives_servers_that_ray_ends_with_their_actor(job: Path) -> None:
-    """Ray ends orphans of an actor if it is told so. The next server goes on with the files."""
+    """This setting makes Ray end the orphans of an actor. The next server takes over the files."""
     shown = run(job, kill_child_processes_on_worker_exit_with_raylet_subreaper=True)
     assert shown["loaded"] == [[None, None], [1, 1], [2, 2]]
     assert not shown["same"]

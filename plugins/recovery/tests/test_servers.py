@@ -67,7 +67,7 @@ def test_processes_use_a_server_that_was_started_by_hand(host: Path) -> None:
         server.terminate()
         assert server.wait(60) == 0
     again = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
-    assert again.id == found.id, "the next server goes on with the memory"
+    assert again.id == found.id, "the next server takes over the memory"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
@@ -93,13 +93,15 @@ def test_another_user_cannot_read_the_memory(host: Path) -> None:
 
 @pytest.fixture
 def volume(host: Path) -> Iterator[Path]:
-    """Return a memory file system, as an ``emptyDir`` with ``medium: Memory``."""
+    """Return a memory file system, as an ``emptyDir`` with ``medium: Memory``.
+
+    Its servers end with their containers. Their process ids mean other processes here.
+    """
     host.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(host)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount, and to make namespaces")
     yield host
-    kill_servers(host.parent)
     subprocess.run(["umount", "--lazy", str(host)], check=True)
 
 

@@ -539,7 +539,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     print("ready", flush=True)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
-        os.dup2(nothing, descriptor)  # nobody may read the pipe of a process that has ended
+        os.dup2(nothing, descriptor)  # the process that reads the pipe may have ended
     memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
