@@ -1,4 +1,4 @@
-"""Tasks of jobs of PyTorch and JAX with steps in memory: each process is a host. Each framework loads steps of the other.
+"""Tasks of PyTorch and JAX jobs with steps in memory. Each process is a host; each framework loads steps of the other.
 
 A host is a directory with the memory of its server, which survives the processes.
 """
