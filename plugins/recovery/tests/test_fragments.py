@@ -112,6 +112,20 @@ def test_any_fragments_give_an_object_back(needed: int, count: int) -> None:
         assert fragments.nbytes <= size / needed + 160 + size / segment * 80
 
 
+def test_pieces_that_do_not_belong_together_are_errors() -> None:
+    fragments = Fragments(100_000, 2, 4)
+    pieces = fragments.encode(memoryview(LARGE)[:100_000])
+    wrong = bytes(len(pieces[0]))
+    for given in ([wrong, wrong], [pieces[1], wrong], [pieces[1], pieces[1]], [pieces[2], pieces[2]], [pieces[1]], []):
+        with pytest.raises(StorageError, match="cannot be decoded"):
+            fragments.decode(given)
+        with pytest.raises(StorageError, match="cannot be made again"):
+            fragments.rebuild(given, 0)
+    for needed, count in ((0, 2), (3, 2), (2, 2), (-1, 3), (30, 40)):
+        with pytest.raises(StorageError, match="no erasure code"):
+            Fragments(1, needed, count)
+
+
 @pytest.mark.parametrize("size", [0, 1, 600_001, 2 * (PIECE_BYTES - 80), len(LARGE)])
 def test_objects_of_any_size_survive_the_loss_of_any_two_hosts(hosts: CountedHosts, size: int) -> None:
     names = ["a", "b", "c", "d"]
@@ -153,6 +167,15 @@ def test_fragments_are_read_by_a_job_of_fewer_hosts(hosts: CountedHosts) -> None
             assert storage(session).get(key) == LARGE
             holders = [session.view.by_id[name] for name in session.find(key).holders]
             assert len({member.domain for member in holders if not member.is_reader}) == 4
+
+
+def test_fragments_of_hosts_that_left_the_job_are_copied(hosts: CountedHosts) -> None:
+    write(hosts.join("a", "b", "c", "d", options=TWO_AND_TWO)[0], "data", LARGE)
+    del hosts.servers["c"], hosts.servers["d"]
+    hosts.join("a", "e", "f", "g", options=TWO_AND_TWO)  # b is needed once more
+    del hosts.servers["b"], hosts.servers["f"], hosts.servers["g"]
+    for session in hosts.join("a", "e", "h", "i", options=TWO_AND_TWO):
+        assert storage(session).get("data") == LARGE
 
 
 def test_a_corrupt_fragment_is_named_and_passed_over(hosts: CountedHosts, caplog: pytest.LogCaptureFixture) -> None:

@@ -171,11 +171,14 @@ class FragmentReader(BlobReader):
                 buffer[part.of_range] = segment[part.of_segment]
 
     def rebuild(self, place: int, memory: memoryview) -> None:
-        """Fill the memory of a fragment from other fragments."""
+        """Fill the memory of a fragment: from its holder, if that has left the job, or from other fragments."""
+        name = self._entry.holders[place]
+        holder = self._session.view.by_id.get(name)
         for number in self._fragments.segments:
-            piece = self._fragments.rebuild(self._pieces(number, without=place), place)
             begin = number * PIECE_BYTES
-            memory[begin : begin + len(piece)] = piece
+            piece = memory[begin : begin + self._fragments.piece_bytes(number)]
+            if holder is None or name in self._avoided or self._try(holder, begin, piece):
+                piece[:] = self._fragments.rebuild(self._pieces(number, without=place), place)
 
     def _pieces(self, number: int, without: int | None = None) -> Sequence[bytes]:
         """Return the pieces of a segment: from the fragments of the data, and from others if some of them fail."""
