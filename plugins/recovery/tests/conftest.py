@@ -9,6 +9,7 @@ import pytest
 from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.session import Session
 
+from plugins.recovery.tests.host_directories import kill_servers
 from plugins.recovery.tests.job_hosts import Hosts
 
 
@@ -26,3 +27,10 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     job = Hosts(tmp_path_factory.mktemp("hosts"), MemoryOptions(limit=1 << 30))
     yield job.join("a", "b", "c")[1]
     job.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Path]:
+    """Return the directory of a job, with a directory for each host. Its memory servers are killed at the end."""
+    yield tmp_path
+    kill_servers(tmp_path)

@@ -65,6 +65,12 @@ class Hosts:
         """Return the server of a host; None if it was not started."""
         return find_server(self.job, self.base(host))
 
+    def member(self, host: str) -> str:
+        """Return the id of the memory of a host."""
+        server = self.server(host)
+        assert server is not None
+        return server.id
+
     def kill(self, host: str) -> None:
         """Kill the server of a host. Its files stay, as after a kill of the process."""
         (pid,) = self.pids(host)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ckptcore_recovery.peers import messages
 from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.storage import PeerStorage
@@ -210,3 +211,23 @@ def test_copies_are_in_different_failure_domains(tmp_path: Path) -> None:
             assert len({member.domain for member in holders}) == 2
     finally:
         hosts.close()
+
+
+def test_a_process_tells_the_token_to_the_server_of_its_host_alone(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is encrypted. Servers of hosts that left the job have the token already."""
+    told: list[int] = []
+    send = messages.Connection.send
+
+    def record(connection: messages.Connection, header: messages.Header, payload: memoryview | bytes = b"") -> None:
+        if "token" in header:
+            told.append(connection._socket.getpeername()[1])
+        send(connection, header, payload)
+
+    hosts.join("a", "b")
+    left = hosts.server("a")
+    monkeypatch.setattr(messages.Connection, "send", record)
+    hosts.join("b", "c")
+    ports = {server.port for host in "bc" if (server := hosts.server(host)) is not None}
+    assert left is not None and set(told) == ports

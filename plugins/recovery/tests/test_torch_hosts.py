@@ -2,87 +2,128 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
 import signal
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
-from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
+import torch.distributed as dist
 
-import ckptcore
-from plugins.recovery.tests.torch_hosts import JOB
+from plugins.recovery.tests.framework_jobs import JOB, die, lose, place_on
+from plugins.recovery.tests.host_directories import server_pid
 from tests.jobs.processes import run_job
 
 _PROGRAM: Final = "plugins.recovery.tests.torch_hosts"
+_SCRIPT: Final = Path(__file__).with_name("torchrun_hosts.py")
+_SECONDS: Final = 300.0
 
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Path]:
-    """Return the directory of a job. Its memory servers are killed at the end."""
-    yield tmp_path
-    for described in tmp_path.glob(f"*/{JOB}/server.json"):
-        _kill(described)
-
-
-def _kill(described: Path) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(json.loads(described.read_bytes())["pid"], signal.SIGKILL)
-
-
-def lose(job: Path, *hosts: str) -> None:
-    """Lose hosts: their servers and their memory."""
-    for host in hosts:
-        _kill(job / host / JOB / "server.json")
-        shutil.rmtree(job / host)
-
-
-def die(job: Path, task: str, size: int, layouts: Sequence[str] = ()) -> None:
-    """Run a job until its processes kill themselves."""
-    with pytest.raises(AssertionError, match=r"ended with \["):
-        run_job(_PROGRAM, task, job, size=size, layouts=layouts)
-
-
-def place(job: Path, *hosts: str) -> None:
-    """Choose the hosts of the next job."""
-    (job / "hosts.json").write_text(json.dumps(hosts))
-
-
-@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3"])
+@pytest.mark.parametrize(
+    "layout",
+    ["safetensors", pytest.param("dcp", marks=pytest.mark.slow), pytest.param("zarr3", marks=pytest.mark.slow)],
+)
 def test_a_killed_host_is_replaced_by_a_spare(job: Path, layout: str) -> None:
-    die(job, "save and die", 3, [layout])
+    die(_PROGRAM, job, "save and die", 3, [layout])
     lose(job, "host-1")
-    place(job, "host-0", "spare", "host-2")
-    assert run_job(_PROGRAM, "load", job, size=3, layouts=[layout]) == [3] * 3
+    place_on(job, "host-0", "spare", "host-2")
+    assert run_job(_PROGRAM, "load", job, size=3, layouts=[layout]) == [4] * 3
 
 
-def test_the_job_becomes_smaller(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    die(job, "save and die", 4)
+@pytest.mark.slow
+def test_the_job_becomes_smaller(job: Path) -> None:
+    die(_PROGRAM, job, "save and die", 4)
     lose(job, "host-2")
-    # Another program, with NumPy alone, reads the step on a host of the job.
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(job / "host-0"))
-    loaded = ckptcore.load(f"peers://{JOB}/steps/3")
-    assert (loaded["sharded"].ravel()[:600_000] == range(3, 600_003)).all()
-    assert run_job(_PROGRAM, "load", job, size=2) == [3] * 2
+    assert run_job(_PROGRAM, "load", job, size=2) == [4] * 2
 
 
+@pytest.mark.slow
 def test_the_loss_of_too_many_hosts_falls_back_to_the_directory(job: Path) -> None:
-    place(job, "host-0", "host-1", "host-2")
-    die(job, "die in a save", 3)
+    place_on(job, "host-0", "host-1", "host-2")
+    die(_PROGRAM, job, "save and die", 3)
     lose(job, "host-0", "host-1", "host-2")
     step, *_ = run_job(_PROGRAM, "load", job, size=3)
-    assert step == 10
+    assert step == 3
 
 
-def test_a_step_that_was_reported_is_loaded_after_any_kill(job: Path) -> None:
-    die(job, "die in a save", 4)
-    reported = [max(map(int, path.read_text().split())) for path in job.glob("reported-*")]
-    lose(job, "host-3")
-    step, *_ = run_job(_PROGRAM, "load", job, size=2)
-    assert step >= max(reported)
+class Torchrun:
+    """Agents of torchrun, each in place of a host: two of them have a process of the job, and others are spare."""
+
+    def __init__(self, directory: Path) -> None:
+        store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported
+        self._store = store  # of the rendezvous, on a machine that is not lost
+        self._directory = directory
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, host: str) -> None:
+        """Start the agent of a host."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+            "--max-restarts", "9", "--monitor-interval", "0.1", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--rdzv-id", "job",
+            "--rdzv-conf", "is_host=0",
+            str(_SCRIPT), str(self._directory), host,
+        ]  # fmt: skip
+        with (self._directory / f"{host}.log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.agents[host] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_for(self, name: str) -> str:
+        """Wait for a file that a process writes. Return its text."""
+        deadline = time.monotonic() + _SECONDS
+        while not (self._directory / name).exists():
+            ended = {host: agent.poll() for host, agent in self.agents.items()}
+            assert time.monotonic() < deadline and not any(ended.values()), (ended, self._logs())
+            time.sleep(0.02)
+        return (self._directory / name).read_text()
+
+    def kill(self, host: str) -> None:
+        """Kill an agent and the process of the job that it started."""
+        agent = self.agents.pop(host)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        agent.kill()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        agent.wait()
+
+    def _logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self._directory.glob("*.log"))
+
+
+@pytest.fixture
+def torchrun(job: Path) -> Iterator[Torchrun]:
+    """Return agents of torchrun. They are killed at the end."""
+    agents = Torchrun(job)
+    yield agents
+    for host in list(agents.agents):
+        agents.kill(host) if agents.agents[host].poll() is None else agents.agents.pop(host)
+
+
+@pytest.mark.lives(
+    "memory of the hosts of a job (`peers://`)",
+    "processes of torch and jax, agents of torchrun, actors and nodes of ray, containers: killed, with their memory",
+    "saves, loads, runs; a step that was reported as saved survives the loss of as many hosts as it has copies",
+    "lost if more hosts are lost; only hosts of the job read it",
+)
+@pytest.mark.slow
+def test_torchrun_replaces_a_killed_host_by_a_spare(torchrun: Torchrun, job: Path) -> None:
+    for host in ("host-0", "host-1"):
+        torchrun.start(host)
+    for host in ("host-0", "host-1"):
+        assert torchrun.wait_for(f"{host}.saved") == "3"
+    before = server_pid(job / "host-1", JOB)
+    torchrun.kill("host-0")
+    lose(job, "host-0")
+    torchrun.start("spare")
+    for host in ("host-1", "spare"):
+        assert torchrun.wait_for(f"{host}.loaded") == "3"
+        assert torchrun.agents[host].wait(_SECONDS) == 0
+    assert server_pid(job / "host-1", JOB) == before, "torchrun restarted the process on this host, not its server"

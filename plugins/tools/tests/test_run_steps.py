@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from ckptcore_tools.run_steps import StepStatus, find_steps, read_steps
+from ckptcore_tools.near_notes import write_near_note
+from ckptcore_tools.run_steps import StepStatus, find_near, find_steps, read_steps
 from safetensors.numpy import save_file
 
 import ckptcore
+from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import Root
 from ckptcore.commit.root_json import decode_root, encode_root
 from ckptcore.context import Context
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 
@@ -68,3 +71,18 @@ def test_durations_that_are_not_stored_are_unknown(tmp_path: Path) -> None:
     assert [statuses[step].state for step in (1, 2, 3, 4)] == ["foreign", "committed", "committed", "committed"]
     assert {(status.seconds, status.blocked_seconds) for status in statuses.values()} == {(None, None)}
     assert statuses[1].save_id is None
+
+
+def test_the_near_directory_is_shown_and_never_opened(tmp_path: Path) -> None:
+    def near() -> str | None:
+        return find_near(find_steps(str(tmp_path), StepNames(), Context()))
+
+    ckptcore.save(tmp_path / "1", {"w": np.ones(2)})
+    assert near() is None
+    write_near_note(
+        open_directory(tmp_path, runtime_of(Context()).storages, to_write=True), "s3://me:secret@bucket/run"
+    )
+    assert near() is not None and "secret" not in str(near())
+    for damaged in (b"", b"[1]", b'{"near": 5}', b"[" * 100_000, b"\xff"):
+        (tmp_path / ".ckptcore" / "near.json").write_bytes(damaged)
+        assert near() is None

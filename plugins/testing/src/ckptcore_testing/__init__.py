@@ -17,16 +17,18 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "cases", "checkpointable_handlers", "collectives", "container_handlers", "coordinators",
-            "coverage", "files_handlers", "layout_crashes", "layout_pieces", "layout_stores",
-            "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage", "storage_directories",
-            "storage_model", "trees",
+            "arrays", "begin_observers", "cases", "channels", "checkpointable_handlers", "collectives",
+            "container_handlers", "coordinators", "coverage", "files_handlers", "layout_crashes", "layout_pieces",
+            "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "run_directories",
+            "storage", "storage_directories", "storage_model", "trees",
         )
     )
 )  # fmt: skip
 
 from ckptcore_testing import strategies
 from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
+from ckptcore_testing.begin_observers import BeginObserverTests
+from ckptcore_testing.channels import ChannelTests
 from ckptcore_testing.checkpointable_handlers import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore_testing.collectives import CollectivesTests
 from ckptcore_testing.container_handlers import ContainerExample, ContainerHandlerTests
@@ -78,6 +80,7 @@ from ckptcore_testing.request_faults import (
     TruncateAnswer,
     Wait,
 )
+from ckptcore_testing.run_directories import RunDirectoryTests
 from ckptcore_testing.samples import (
     ContainerSample,
     FrameworkSample,
@@ -100,6 +103,8 @@ __all__ = [
     "PORTABLE_DTYPES",
     "SHAPES",
     "AtomicDirectoriesTests",
+    "BeginObserverTests",
+    "ChannelTests",
     "CheckpointableExample",
     "CheckpointableHandlerTests",
     "CollectivesTests",
@@ -149,6 +154,7 @@ __all__ = [
     "RequestsFailing",
     "ResetAnswer",
     "ResetRequest",
+    "RunDirectoryTests",
     "Samples",
     "SaveLoadMatrixTests",
     "SeededFaults",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ckptcore_tools.near_notes import write_near_note
+
 from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, UploadError
@@ -16,7 +18,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 from ckptcore.saving.writing import PlainSave
 from ckptcore.step_names import StepNames
 from ckptcore.training.deletion import DeletionQueue, PendingDeletion
@@ -141,6 +143,7 @@ class TieredRun:
                     self.far = own(far, ownership.policy, at_least=self.near.lock.number)
                     if ownership.metadata is not None:
                         write_directory_metadata(far.open_to_write(), ownership.metadata)
+                    write_near_note(far.open_to_write(), redacted_location(near.display))
             for name, directory in (("near", near), ("far", far)):
                 if self.hosts is None or directory is far:
                     expect_one_directory(agreement.part(name), directory.store, directory.directory)

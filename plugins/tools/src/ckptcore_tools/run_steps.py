@@ -27,12 +27,14 @@ from ckptcore.model import JSON
 from ckptcore.opening.checkpoint import format_names
 from ckptcore.opening.folders import FoundRun, find_run
 from ckptcore.opening.open_checkpoints import ATTEMPTS
+from ckptcore.redaction import redacted_location
 from ckptcore.results import Problem
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.formatting import format_problems
 from ckptcore_tools.locations import child_location, describe_and_check, names_in
+from ckptcore_tools.near_notes import read_near_note
 
 StepState: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
 
@@ -264,6 +266,15 @@ def _durations(timeline: JSON) -> tuple[float | None, float | None]:
     # The timeline ends at the commit. If the call had not returned by then, the caller was blocked from start to end.
     blocked = max([event.seconds for event in events if event.phase == "blocking"], default=seconds)
     return seconds, blocked
+
+
+def find_near(steps: StepDirectory) -> str | None:
+    """Return the near directory of a run, which may have newer steps; None if it has none, or if that is unknown."""
+    try:
+        near = read_near_note(steps.store)
+    except StorageError:
+        return None
+    return None if near is None else redacted_location(near)
 
 
 def find_owner(steps: StepDirectory) -> RunOwner | None:

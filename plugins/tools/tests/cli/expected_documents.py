@@ -343,6 +343,7 @@ class StepsDocument(TypedDict):
     schema: Literal["ckptcore.steps/1"]
     directory: str
     owner: OwnerDocument | None  #: None without an owner
+    near: str | None  #: the near directory of the run, which may have newer steps; None without one
     steps: list[StepDocument]  #: in ascending order
     older: int  #: number of older steps that --last omits
     leftovers: list[str]  #: hidden directories of saves and deletions that are running or failed

@@ -7,11 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
 from ckptcore.io.threads import reset_in_children
-from ckptcore_recovery.peers.messages import Connection, Header, MessageError, raise_error
+from ckptcore_recovery.peers.messages import Channel, Connection, Header, MessageError, raise_error
 
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 60.0
@@ -43,6 +44,21 @@ class Pace:
             time.sleep(begin - now)
 
 
+def connect_by_tcp(host: str, port: int, token: bytes) -> Channel:
+    """Connect to a memory server.
+
+    Raises:
+        MessageError: it is no memory server of this job.
+        OSError: it does not answer.
+    """
+    connected = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+    try:
+        return Connection(connected, token, is_server=False)
+    except BaseException:
+        connected.close()
+        raise
+
+
 class ServerConnections:
     """Connections to one memory server. Thread-safe.
 
@@ -50,7 +66,15 @@ class ServerConnections:
         place: the server, for errors.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, *, start_again: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        *,
+        start_again: Callable[[], object] | None = None,
+        connect: Callable[[str, int, bytes], Channel] = connect_by_tcp,
+    ) -> None:
         """Connect at the first request.
 
         Args:
@@ -58,13 +82,13 @@ class ServerConnections:
             port: its port.
             token: the secret of the job.
             start_again: starts the server again if it does not answer; None if this process cannot.
+            connect: makes a connection. See `connect_by_tcp`.
         """
         self.place = f"{host}:{port}"
-        self._address = (host, port)
-        self._token = token
+        self._connect_channel = partial(connect, host, port, token)
         self._start_again = start_again
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[Channel] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
         reset_in_children(self)
 
@@ -90,7 +114,7 @@ class ServerConnections:
         Args:
             header: the request.
             payload: its bytes.
-            place: see `Connection.receive`.
+            place: see `Channel.receive`.
 
         Raises:
             ServerLostError: the server does not answer.
@@ -113,14 +137,9 @@ class ServerConnections:
             connection = self._connect()
         return self._exchange(connection, header, payload, place)
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> Channel:
         try:
-            connected = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
-            try:
-                return Connection(connected, self._token, is_server=False)
-            except BaseException:
-                connected.close()
-                raise
+            return self._connect_channel()
         except MessageError:
             raise
         except OSError as error:
@@ -128,7 +147,7 @@ class ServerConnections:
 
     def _exchange(
         self,
-        connection: Connection,
+        connection: Channel,
         header: Header,
         payload: memoryview | bytes,
         place: Callable[[Header, int], memoryview] | None,
@@ -153,6 +172,6 @@ class ServerConnections:
             _close_all(self._idle)
 
 
-def _close_all(idle: list[Connection]) -> None:
+def _close_all(idle: list[Channel]) -> None:
     while idle:
         idle.pop().close()

@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import xxhash
 
@@ -59,8 +59,50 @@ class MessageError(StorageError):
     """The other side is no memory server of this job, or broke the protocol. The connection is closed."""
 
 
+class Channel(Protocol):
+    """One side of a connection between two that know the token of the job. Used by one thread at a time.
+
+    `Connection` implements it over TCP. Another transport, such as one that moves payloads by RDMA, implements it and
+    inherits `ckptcore_testing.ChannelTests`; `ServerConnections` and `MemoryServer.serve_channel` use it.
+    """
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Set the maximum time to wait for each part of a message; None for no limit."""
+        ...
+
+    def send(self, header: Header, payload: memoryview | bytes = b"") -> None:
+        """Send a message. Afterwards the memory of the payload may change.
+
+        Args:
+            header: JSON of at most 1 MiB.
+            payload: at most `PIECE_BYTES`.
+
+        Raises:
+            ValueError: the message is too large. Nothing was sent.
+            OSError: the connection failed.
+        """
+        ...
+
+    def receive(self, place: Callable[[Header, int], memoryview] | None = None) -> tuple[Header, memoryview]:
+        """Receive the next message. The header of a payload has its ``checksum`` (XXH3), which the sender computed.
+
+        Args:
+            place: returns the memory for the payload, given the header and the number of bytes; None: new memory. Not
+                called without a payload.
+
+        Raises:
+            MessageError: the message is invalid.
+            OSError: the connection failed, the other side closed it, or the time is over.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connection. A thread that waits for a message gets an error, on both sides."""
+        ...
+
+
 class Connection:
-    """One side of an authenticated connection. Used by one thread at a time."""
+    """The `Channel` over TCP."""
 
     def __init__(self, connected: socket.socket, token: bytes, *, is_server: bool) -> None:
         """Prove to each other that both sides know the token.
@@ -102,11 +144,11 @@ class Connection:
         self.set_timeout(None)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Set the maximum time to wait for each part of a message; None for no limit."""
+        """See `Channel`."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """Close the connection. A thread that waits for a message gets an error."""
+        """See `Channel`."""
         with contextlib.suppress(OSError):  # the other side has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -126,15 +168,7 @@ class Connection:
         return hashlib.blake2b(name + frame + header, key=self._key, digest_size=_CODE_BYTES).digest()
 
     def send(self, header: Header, payload: memoryview | bytes = b"") -> None:
-        """Send a message.
-
-        Args:
-            header: JSON of at most 1 MiB.
-            payload: at most `PIECE_BYTES`.
-
-        Raises:
-            OSError: the connection failed.
-        """
+        """See `Channel`."""
         checksum = {"checksum": xxhash.xxh3_64_intdigest(payload)} if len(payload) else {}
         encoded = json.dumps({**header, **checksum}).encode("ascii")
         if len(encoded) > _HEADER_BYTES or len(payload) > PIECE_BYTES:
@@ -146,18 +180,7 @@ class Connection:
             self._socket.sendall(payload)
 
     def receive(self, place: Callable[[Header, int], memoryview] | None = None) -> tuple[Header, memoryview]:
-        """Receive a message. Allocates nothing before the header was authenticated.
-
-        Args:
-            place: returns the memory for the payload, given the header and the number of bytes; None: new memory.
-
-        Returns:
-            The header and the payload.
-
-        Raises:
-            MessageError: the message is invalid.
-            OSError: the connection failed; also if the other side closed it.
-        """
+        """See `Channel`. Allocates nothing before the header was authenticated."""
         start = self._receive_exactly(_FRAME.size + _CODE_BYTES)
         frame, code = start[: _FRAME.size], start[_FRAME.size :]
         number, header_bytes, payload_bytes = _FRAME.unpack(frame)

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -28,7 +29,15 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFo
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header, raise_error
+from ckptcore_recovery.peers.messages import (
+    PIECE_BYTES,
+    Channel,
+    Connection,
+    Header,
+    MessageError,
+    error_header,
+    raise_error,
+)
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
 from ckptcore_recovery.peers.starting import LocalServer
@@ -73,7 +82,7 @@ class MemoryServer:
         self._acting: int | None = None
         """The rank that acts for this host while its incarnation starts."""
         self._lock = threading.Lock()
-        self._connections: dict[int, Connection | None] = {}
+        self._connections: dict[int, Channel | None] = {}
         self._last_used = time.monotonic()
         self._is_ending = False
         self._accepted = 0
@@ -88,14 +97,22 @@ class MemoryServer:
                 accepted, _ = listening.accept()
             except TimeoutError:
                 continue
-            with self._lock:
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    accepted.close()
-                    continue
-                self._accepted += 1
-                number = self._accepted
-                self._connections[number] = None
-            threading.Thread(target=self._serve_connection, args=(number, accepted), daemon=True).start()
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                accepted.close()
+                continue
+            self.serve_channel(partial(_accept, accepted))
+
+    def serve_channel(self, begin: Callable[[bytes], Channel]) -> None:
+        """Serve a connection on a thread of its own until it ends.
+
+        Args:
+            begin: makes the connection, given the token of the job.
+        """
+        with self._lock:
+            self._accepted += 1
+            number = self._accepted
+            self._connections[number] = None
+        threading.Thread(target=self._serve_connection, args=(number, begin), daemon=True).start()
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -105,10 +122,10 @@ class MemoryServer:
             seconds = min(self._idle_seconds, _ENDING_SECONDS) if self._is_ending else self._idle_seconds
             return time.monotonic() > self._last_used + seconds
 
-    def _serve_connection(self, number: int, accepted: socket.socket) -> None:
+    def _serve_connection(self, number: int, begin: Callable[[bytes], Channel]) -> None:
         connection = None
         try:
-            connection = Connection(accepted, self._token, is_server=True)
+            connection = begin(self._token)
             with self._lock:
                 self._connections[number] = connection
             while True:
@@ -120,9 +137,10 @@ class MemoryServer:
             self.memory.abort_blobs(number)
             with self._lock:
                 del self._connections[number]
-            accepted.close() if connection is None else connection.close()
+            if connection is not None:
+                connection.close()
 
-    def _serve_request(self, number: int, connection: Connection) -> None:
+    def _serve_request(self, number: int, connection: Channel) -> None:
         header, payload = connection.receive(partial(self._place, number))
         connection.send(*self.answer(number, header, payload))
 
@@ -175,7 +193,7 @@ class MemoryServer:
         The server keeps its entries if it has the newest view, and takes the token of that view.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
-        token = bytes.fromhex(header["token"])
+        token = bytes.fromhex(header["token"]) if "token" in header else self._token
         with self._lock:
             if epoch != self.memory.epoch or self._acting is None:
                 self.memory.fence(epoch)
@@ -437,6 +455,15 @@ def _pages_of(entries: Mapping[str, Entry]) -> Iterator[bytes]:
         yield json.dumps(page).encode("ascii")
 
 
+def _accept(accepted: socket.socket, token: bytes) -> Channel:
+    """Return the connection of a socket. Close the socket if the other side does not know the token."""
+    try:
+        return Connection(accepted, token, is_server=True)
+    except BaseException:
+        accepted.close()
+        raise
+
+
 def _integer(header: Header, name: str) -> int:
     """Return a number of a request.
 
@@ -464,10 +491,17 @@ def _is_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> int:
+def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, background: bool) -> int:
     """Serve the memory in a directory until the job ends. Return the exit status.
 
     Prints a line when it is ready, or if another server serves the directory already.
+
+    Args:
+        directory: the directory.
+        limit: the maximum bytes in memory.
+        interface: the address to listen on.
+        idle_seconds: end after this time without a connection.
+        background: serve in a process of its own session, and return at once.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
@@ -494,20 +528,28 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> 
         listening.bind((interface, 0))
     listening.listen(128)
     port = listening.getsockname()[1]
-    if os.fork():  # no thread runs yet
-        os._exit(0)  # the caller waits for this process, and not for the server
-    os.setsid()
+    if background:
+        if os.fork():  # no thread runs yet
+            os._exit(0)  # the caller waits for this process, and not for the server
+        os.setsid()
+    else:
+        signal.signal(signal.SIGTERM, _end)
     server = {"id": member_id, "interface": interface, "port": port, "pid": os.getpid()}
     _write_private(described, json.dumps(server).encode())
     print("ready", flush=True)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
-        os.dup2(nothing, descriptor)
+        os.dup2(nothing, descriptor)  # the process that reads the pipe may have ended
     memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    """End, and leave the memory to the next server. The first process of a container ignores SIGTERM without this."""
+    sys.exit(0)
 
 
 def main() -> int:
@@ -517,12 +559,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int, required=True, help="the maximum bytes in memory")
     parser.add_argument("--interface", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--idle-seconds", type=float, default=900.0, help="end after this time without a connection")
+    parser.add_argument("--background", action="store_true", help="end at once, and serve in a session of its own")
     arguments = parser.parse_args()
     return run(
         arguments.directory,
         limit=arguments.limit,
         interface=arguments.interface,
         idle_seconds=arguments.idle_seconds,
+        background=arguments.background,
     )
 
 

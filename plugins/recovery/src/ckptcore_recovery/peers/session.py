@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
-from ckptcore.errors import ObjectNotFoundError, StorageError
+from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Blob, Entry
 from ckptcore_recovery.peers.messages import Header
-from ckptcore_recovery.peers.starting import LocalServer, find_server
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, LocalServer, find_server, server_directory
 from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
@@ -258,15 +258,24 @@ def session_of(job: str) -> Session:
     """Return the session of a job: the one that this process joined, or one to read with the view of this host.
 
     Raises:
-        ObjectNotFoundError: this host has no memory server of the job.
-        StorageError: the server of this host does not answer.
+        StorageError: this host has no memory server of the job, or it does not answer. So its steps are unknown.
     """
     joined = JOINED.find(job)
     if joined is not None:
         return joined
     local = find_server(job)
     if local is None:
-        raise ObjectNotFoundError(f"host {os.uname().nodename} has no memory server of job {job}; read it on its hosts")
-    with ServerConnections(local.interface, local.port, local.token) as server:
-        _, encoded = server.call({"op": "view"})
+        raise StorageError(
+            f"host {os.uname().nodename} has no memory server of job {job} in {server_directory(job).parent}: run this "
+            f"on a host of the job, with the {DIRECTORY_VARIABLE} of the job"
+        )
+    try:
+        with ServerConnections(local.interface, local.port, local.token) as server:
+            _, encoded = server.call({"op": "view"})
+    except ServerLostError as error:
+        raise ServerLostError(
+            f"the memory server of job {job} on host {os.uname().nodename} has ended; its steps are still in "
+            f"{local.directory}: start the job again, or its server: python -m ckptcore_recovery.peers.server "
+            f"{local.directory} --limit BYTES --interface {local.interface} ({error})"
+        ) from error
     return Session(job, local, View.decode(bytes(encoded)), local.token, Pace(None))

@@ -61,17 +61,23 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
     """Return the memory server of this host, or None if none was started. It may have ended without cleaning up.
 
     Raises:
-        StorageError: another user owns the directory.
+        StorageError: another user owns the directory, or it cannot be read.
     """
     directory = server_directory(job, base)
     try:
-        owner = os.stat(directory).st_uid
+        if os.stat(directory).st_uid != os.getuid():
+            raise StorageError(
+                f"{directory} belongs to another user. Its memory can be read by its user alone. To save, use another "
+                f"directory: set {DIRECTORY_VARIABLE}"
+            )
         described = json.loads((directory / "server.json").read_bytes())
         token = (directory / "token").read_bytes()
     except FileNotFoundError:
         return None
-    if owner != os.getuid():
-        raise StorageError(f"{directory} belongs to another user; remove it, or set {DIRECTORY_VARIABLE}")
+    except PermissionError as error:
+        raise StorageError(
+            f"{directory} cannot be read: {error.strerror}. Its memory can be read by its user alone"
+        ) from error
     return LocalServer(directory, described["id"], described["interface"], described["port"], token)
 
 
@@ -122,7 +128,7 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
-        "--interface", interface, "--idle-seconds", str(idle_seconds),
+        "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
     ]  # fmt: skip
     errors = directory.parent / f"{directory.name}.log"
     with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:

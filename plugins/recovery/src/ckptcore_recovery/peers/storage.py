@@ -60,16 +60,23 @@ class PeerStorage(StorageBackend):
         """
         self._job = job
         self._prefix = prefix
-        self._given = session
+        self._is_given = session is not None
+        self._found = session
 
     def __repr__(self) -> str:
         return f"PeerStorage({SCHEME}://{self._job}/{self._prefix})"
 
     @property
     def _session(self) -> Session:
-        if self._given is None:
-            self._given = session_of(self._job)
-        return self._given
+        if self._found is None:
+            self._found = session_of(self._job)
+        return self._found
+
+    def _session_now(self) -> Session:
+        """Return the session for a listing. A process outside the job gets the present view: the job may have moved."""
+        if not self._is_given:
+            self._found = session_of(self._job)
+        return self._session
 
     def _below(self, prefix: str) -> str:
         directory = check_directory_key(prefix)
@@ -156,14 +163,14 @@ class PeerStorage(StorageBackend):
     def list_sizes(self, prefix: str = "") -> Mapping[str, int]:
         """See `StorageBackend`."""
         start = len(self._prefix)
-        sizes = spreading.sizes_below(self._session, self._below(prefix))
+        sizes = spreading.sizes_below(self._session_now(), self._below(prefix))
         return {key[start:]: size for key, size in sizes.items()}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `StorageBackend`."""
         below = self._below(prefix)
         names = set()
-        for key in spreading.sizes_below(self._session, below):
+        for key in spreading.sizes_below(self._session_now(), below):
             name, slash, _ = key[len(below) :].partition("/")
             names.add(name + slash)
         return sorted(names)

@@ -29,7 +29,16 @@ from ckptcore_tools.cli.output import (
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size
 from ckptcore_tools.locations import child_location
-from ckptcore_tools.run_steps import RunOwner, StepStatus, expect_steps, find_owner, find_pinned, find_steps, read_steps
+from ckptcore_tools.run_steps import (
+    RunOwner,
+    StepStatus,
+    expect_steps,
+    find_near,
+    find_owner,
+    find_pinned,
+    find_steps,
+    read_steps,
+)
 
 
 class StepCheck(NamedTuple):
@@ -121,18 +130,19 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
             replace(status, error=status.error or checks[status.step].error) if status.step in checks else status
             for status in statuses
         ]
-    owner, older = find_owner(steps), len(candidates) - len(chosen)
+    owner, near, older = find_owner(steps), find_near(steps), len(candidates) - len(chosen)
     if as_json:
         print_document(
             "steps",
             directory=directory,
             owner=owner,
+            near=near,
             steps=[_document(status, checks.get(status.step)) for status in statuses],
             older=older,
             leftovers=list(steps.leftovers),
         )
     else:
-        _print(statuses, checks, owner, older, steps.leftovers, directory)
+        _print(statuses, checks, owner, near, older, steps.leftovers, directory)
     if statuses and all(status.state == "unreadable" for status in statuses):
         return ExitCode.FAILED
     return ExitCode.OK if all(check.error is None for check in checks.values()) else ExitCode.FOUND
@@ -164,6 +174,7 @@ def _print(
     steps: Sequence[StepStatus],
     checks: Mapping[int, StepCheck],
     owner: RunOwner | None,
+    near: str | None,
     older: int,
     leftovers: Sequence[str],
     directory: str,
@@ -174,6 +185,8 @@ def _print(
         print_line()
     print_line(_summary(steps, older, directory))
     print_line((f"{'owner':<9} ", "dim"), "none" if owner is None else printable(owner.description))
+    if near is not None:
+        print_line((f"{'near':<9} ", "dim"), printable(near), (", which may have newer steps; list it there", "dim"))
     for name in leftovers:
         print_line((f"{'leftover':<9} ", "dim"), printable(name), (", of a save that is running or failed", "dim"))
 

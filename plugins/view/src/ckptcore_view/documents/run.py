@@ -8,7 +8,7 @@ from typing import Final
 
 from ckptcore_tools.policy_text import parse_preservation
 from ckptcore_tools.retention import plan_deletions
-from ckptcore_tools.run_steps import StepStatus, find_owner, find_pinned, read_steps
+from ckptcore_tools.run_steps import StepStatus, find_near, find_owner, find_pinned, read_steps
 
 from ckptcore.errors import CheckpointError
 from ckptcore.io.threads import requests_of
@@ -57,6 +57,7 @@ def _run(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
         "location": redacted_location(viewed.locate(place)),
         "owner": None if owner is None else owner.description,
         "is_running": owner is not None and owner.alive is not False,
+        "near": find_near(steps),
         "older": len(candidates) - len(chosen),
         "leftovers": list(steps.leftovers),
         "policy": text or None,

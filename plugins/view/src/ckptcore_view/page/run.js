@@ -235,6 +235,7 @@ function runFacts(run, showOlder) {
     ["saved", times.length > 0 ? `${formatTime(times[0])} to ${formatTime(times.at(-1))}` : null],
     ["size", formatSize(sizes)],
     ["owner", run.owner ?? "none: no process saves here now"],
+    ["near", run.near && `${run.near}, which may have newer steps`],
   ]);
 }
 

@@ -1,0 +1,32 @@
+"""`PeerMemory` as a run directory, against the conformance kit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
+from ckptcore_testing import RunDirectoryTests
+
+from ckptcore.policies import FixedInterval
+from ckptcore.training import RunDirectory
+from plugins.recovery.tests.host_directories import kill_servers
+
+pytestmark = pytest.mark.system
+
+
+class TestPeerMemory(RunDirectoryTests):
+    """A job on one host, in front of a directory that gets every second step."""
+
+    @pytest.fixture(autouse=True)
+    def use_host(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Use the memory of a host of its own."""
+        monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "host"))
+        yield
+        kill_servers(tmp_path)
+
+    def directory(self, path: Path) -> RunDirectory:
+        """Return the memory in front of a directory."""
+        return PeerMemory(path, memory_bytes=1 << 26, copies=0, upload_policy=FixedInterval(2))

@@ -1,0 +1,138 @@
+"""Servers outlive the processes that start them, and those of another session or container; one is started by hand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, ensure_server, find_server
+
+from ckptcore.errors import StorageError
+from plugins.recovery.tests.host_directories import is_running, kill_servers, server_pid
+
+pytestmark = pytest.mark.system
+
+JOB: Final = "servers"
+_CONTAINER: Final = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Path]:
+    """Return the directory of a host's memory. Its server is killed at the end."""
+    yield tmp_path / "host"
+    kill_servers(tmp_path)
+
+
+def saving(directory: Path, steps: int, end: str) -> list[str]:
+    """Return the command of a program that saves steps."""
+    return [sys.executable, "-m", "plugins.recovery.tests.saving_program", str(directory), JOB, str(steps), end]
+
+
+def serving(host: Path) -> list[str]:
+    """Return the command that starts a server by hand."""
+    return [sys.executable, "-m", "ckptcore_recovery.peers.server", str(host / JOB), "--limit", str(1 << 26)]
+
+
+def test_a_server_survives_the_kill_of_all_processes_of_the_session_that_started_it(host: Path) -> None:
+    with subprocess.Popen(
+        saving(host.parent, 1, "wait"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, DIRECTORY_VARIABLE: str(host)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == b"0\n"
+        server = server_pid(host, JOB)
+        sessions = {os.getsid(pid) for pid in (process.pid, server)}
+        assert sessions == {process.pid, server}, "each has a session of its own"
+        os.killpg(process.pid, signal.SIGKILL)
+    assert is_running(server)
+    assert ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+    assert server_pid(host, JOB) == server, "it still answers"
+
+
+def test_processes_use_a_server_that_was_started_by_hand(host: Path) -> None:
+    with subprocess.Popen(serving(host), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        for _ in range(2):
+            found = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+            assert server_pid(host, JOB) == server.pid
+        second = subprocess.run(serving(host), capture_output=True, text=True, check=True, timeout=300)
+        assert second.stdout == "already running\n"
+        server.terminate()
+        assert server.wait(60) == 0
+    again = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+    assert again.id == found.id, "the next server takes over the memory"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_another_user_cannot_read_the_memory(host: Path) -> None:
+    ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as reachable:
+        os.chmod(reachable, 0o755)
+        shutil.copytree(host, f"{reachable}/host")
+        os.chmod(f"{reachable}/host", 0o755)
+        for base in (str(host), f"{reachable}/host"):
+            if (child := os.fork()) == 0:
+                os.setuid(65534)
+                try:
+                    find_server(JOB, base)
+                except StorageError as error:
+                    os._exit("by its user alone" in str(error))
+                os._exit(2)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+# --- containers: namespaces of processes and of mounts, with one memory file system that both mount ------------------
+
+
+@pytest.fixture
+def volume(host: Path) -> Iterator[Path]:
+    """Return a memory file system, as an ``emptyDir`` with ``medium: Memory``.
+
+    Its servers end with their containers. Their process ids mean other processes here.
+    """
+    host.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(host)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount, and to make namespaces")
+    yield host
+    subprocess.run(["umount", "--lazy", str(host)], check=True)
+
+
+def in_container(command: list[str]) -> list[str]:
+    """Return a command in a container of its own: if its first process ends, all its processes end."""
+    namespaces = ["unshare", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "--propagation", "private"]
+    return [*namespaces, "sh", "-c", _CONTAINER, "sh", *command]
+
+
+def train(volume: Path, steps: int) -> str:
+    """Save steps in a container that is killed. Return the step that it found."""
+    environment = {**os.environ, DIRECTORY_VARIABLE: str(volume)}
+    ended = subprocess.run(
+        in_container(saving(volume.parent, steps, "die")),
+        env=environment, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert ended.stdout, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.slow
+def test_memory_outlives_a_container_if_a_volume_has_it(volume: Path) -> None:
+    assert [train(volume, 2), train(volume, 1), train(volume, 1)] == ["0", "2", "3"]
+
+
+def test_a_server_in_a_sidecar_outlives_the_containers_that_use_it(volume: Path) -> None:
+    with subprocess.Popen(in_container(serving(volume)), stdout=subprocess.PIPE, text=True) as sidecar:
+        assert sidecar.stdout is not None and sidecar.stdout.readline() == "ready\n"
+        described = (volume / JOB / "server.json").read_text()
+        assert [train(volume, 2), train(volume, 1)] == ["0", "2"]
+        assert (volume / JOB / "server.json").read_text() == described, "no other server was started"
+        (server,) = Path(f"/proc/{sidecar.pid}/task/{sidecar.pid}/children").read_text().split()
+        os.kill(int(server), signal.SIGTERM)  # the first process of its container
+        assert sidecar.wait(60) == 0
