@@ -34,7 +34,7 @@ class Learnt:
     """
 
     floor: float
-    factor: float = 5.0
+    factor: float = 10.0
     samples: int = 10
     before: float | None = 3600.0
 
@@ -47,7 +47,7 @@ Bound: TypeAlias = float | Learnt
 """A bound in seconds, or a learnt one."""
 
 DEFAULT_BOUNDS: Final[Mapping[Kind, Bound]] = {
-    "step": Learnt(120.0),
+    "step": Learnt(120.0, factor=8.0),
     "save": Learnt(600.0),
     "load": Learnt(1800.0),
     "upload": Learnt(1800.0),

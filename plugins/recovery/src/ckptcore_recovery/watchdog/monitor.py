@@ -46,8 +46,8 @@ _MAX_TICK: Final = 1.0
 
 _TICKS_PER_SAMPLE: Final = 5
 _TICKS_PER_GPU_SAMPLE: Final = 15
-_SILENT_SECONDS: Final = 5 * BEAT_SECONDS
-"""Time without heartbeats after which no Python code runs in the process."""
+_SILENT_SECONDS: Final = 3 * BEAT_SECONDS
+"""Time without a heartbeat that shows that no Python code runs in the process."""
 
 _EXAMINE_SECONDS: Final = 30.0
 """Maximum time that actions wait for the stacks."""
@@ -64,7 +64,7 @@ _FRAMES: Final = 10
 class WatchClock:
     """Seconds during which this process was running. Stands still while the machine, or this process, is suspended."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, most: float = 2 * _MAX_TICK) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, most: float = 5 * _MAX_TICK) -> None:
         """Start at 0.
 
         Args:
@@ -107,36 +107,32 @@ class TrainingProcess:
 
     Attributes:
         pid: its number.
-        descriptor: a file descriptor of the process, which becomes readable when it ends.
+        descriptor: a file descriptor of the process, which becomes readable when it ends; None if it has ended.
         stacks: the file into which it writes its stacks.
     """
 
     def __init__(self, pid: int, stacks: int) -> None:
-        """Open the process, which is the parent of this one.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
+        """Open the process, which is the parent of this one."""
         self.pid = pid
         self.stacks = stacks
-        self.descriptor = os.pidfd_open(pid)
-        if os.getppid() != pid:
-            raise ProcessLookupError(pid)
+        self.descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            if os.getppid() == pid:  # otherwise the number may be that of another process
+                self.descriptor = descriptor
 
     def send(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptor, number)
+        if self.descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.descriptor, number)
 
-    def state(self, silent: float) -> ProcessState:
-        """Return its state, given the seconds since its last message."""
+    def is_stopped(self) -> bool:
+        """Return True if a signal has stopped the process."""
         try:
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
         except OSError:
-            letter = ""
-        if letter in ("T", "t"):
-            return "stopped"
-        return "blocked" if silent > _SILENT_SECONDS else "running"
+            return False  # it has ended
 
 
 class Monitor:
@@ -180,7 +176,8 @@ class Monitor:
         """Watch the process until it ends, then end the log of the run, and the actions."""
         ready = select.poll()
         ready.register(self._channel, select.POLLIN)
-        ready.register(self._process.descriptor, select.POLLIN)
+        if self._process.descriptor is not None:
+            ready.register(self._process.descriptor, select.POLLIN)
         ticks = 0
         while not self._is_over(ready.poll(self._tick * 1000)):
             now = self._clock.now()
@@ -260,7 +257,7 @@ class Monitor:
         for incident in [incident for incident in self._incidents if incident.report.stall in ended]:
             self._incidents.remove(incident)
             if incident.is_logged:
-                self._write_log(f"{incident.report.name} has gone on")
+                self._write_log(incident.report, f"{incident.report.name} has gone on")
         for incident in self._incidents:
             if incident.is_examined or now - incident.found > _EXAMINE_SECONDS:
                 while incident.actions and now - incident.found >= incident.actions[0].after:
@@ -279,16 +276,18 @@ class Monitor:
             rank=self._rank,
             host=socket.gethostname(),
             pid=self._process.pid,
-            state=self._process.state(now - self._heard),
+            state="running",
             frames=(),
             utilisation=self._utilisation.since(now - stall.seconds),
         )
 
     def _examine(self, incident: _Incident) -> None:
-        """Dump the stacks, add frames to the report of a stall, and write both. Runs on a thread of its own."""
-        dump = dump_by_signal(self._process.send, self._process.stacks)
-        frames = frames_of(dump, incident.report.stall.thread)
-        incident.report = dataclasses.replace(incident.report, frames=tuple(frames[:_FRAMES]))
+        """Dump the stacks, complete the report of a stall, and write both. Runs on a thread of its own."""
+        dump, state = "", self._state(incident.found)
+        if state != "stopped":  # it would write them once it goes on
+            dump = dump_by_signal(self._process.send, self._process.stacks)
+        frames = tuple(frames_of(dump, incident.report.stall.thread)[:_FRAMES])
+        incident.report = dataclasses.replace(incident.report, state=state, frames=frames)
         incident.is_examined = True
         spied = dump_by_py_spy(self._process.pid)
         stacks = [dump or "The process did not write its stacks.\n"]
@@ -299,6 +298,21 @@ class Monitor:
         except (CheckpointError, OSError) as error:
             _LOGGER.warning("the report of a stall cannot be written: %s\n%s", error, "\n".join(stacks))
 
+    def _state(self, found: float) -> ProcessState:
+        """Wait for a heartbeat, and return the state of the process.
+
+        Args:
+            found: when the stall was found, by the clock of the monitor.
+        """
+        deadline = time.monotonic() + _SILENT_SECONDS
+        while self._heard <= found:
+            if self._process.is_stopped():
+                return "stopped"
+            if time.monotonic() > deadline:
+                return "blocked"
+            time.sleep(_MIN_TICK)
+        return "running"
+
     def _store(self) -> StorageBackend:
         return open_directory(self._directory, runtime_of(self._context).storages, to_write=True)
 
@@ -307,7 +321,7 @@ class Monitor:
         match action:
             case Log():
                 incident.is_logged = True
-                self._write_log(str(report))
+                self._write_log(report, str(report))
             case Webhook():
                 self._start(actions.post, action, report)
             case Command():
@@ -315,15 +329,14 @@ class Monitor:
             case AskForSave():
                 self._tell({"save": True})
             case EndJob():
-                self._write_log(f"{report}; the process is ended, so that the launcher starts the job again")
+                _LOGGER.warning("%s; the process is ended, so that the launcher starts the job again", report)
                 self._process.send(signal.SIGTERM)
                 deadline = now + action.grace
                 self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
-    def _write_log(self, text: str) -> None:
+    def _write_log(self, report: StallReport, text: str) -> None:
         """Log in the training process if its interpreter runs, or else on the standard error that both share."""
-        runs = self._process.state(self._clock.now() - self._heard) == "running"
-        if not (runs and self._tell({"log": text})):
+        if report.state != "running" or not self._tell({"log": text}):
             _LOGGER.warning("%s", text)
 
     def _tell(self, message: Mapping[str, Any]) -> bool:
@@ -343,10 +356,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     pid, channel, stacks = map(int, sys.argv[1:])
-    try:
-        process = TrainingProcess(pid, stacks)
-    except ProcessLookupError:
-        return 0
+    process = TrainingProcess(pid, stacks)
     with socket.socket(fileno=channel) as connection:
         settings = json.loads(connection.recv(MAX_MESSAGE_BYTES))
         Monitor(process, connection, settings).run()
