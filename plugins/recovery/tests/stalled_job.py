@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,12 @@ def _end_once_reported(directory: Path) -> None:
 def main() -> None:
     """Train for six steps."""
     how, directory = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # Its own part of the store: otherwise gloo sometimes reads addresses of ended processes (torch 2.13.0).
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]  # it is exported
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size)
+    is_first = attempt == "0"
     if how == "report":
         threading.Thread(target=_end_once_reported, args=(directory,), daemon=True).start()
     policy = [EndJob(grace=20.0)] if how == "restart" else [Log()]

@@ -69,4 +69,4 @@ def test_a_stalled_step_is_found_within_the_bound_after_the_operations(seed: int
 def test_a_stalled_evaluation_is_found_within_its_own_bound(seed: int) -> None:
     found = _stall(seed, lambda happening: isinstance(happening.what, RunningPause))
     assert (found.stall.what, found.stall.phase, found.stall.bound) == ("pause", "evaluation", 4000.0)
-    assert 3990 < found.delay < 4010
+    assert 3950 < found.delay < 4010  # of a suspension, up to five seconds count
