@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_recovery.watchdog import run_log_writer
-from ckptcore_recovery.watchdog.run_log import LOG_DIRECTORY, MAX_NOTES, Incarnation, read_run_log
+from ckptcore_recovery.watchdog.run_log import MAX_NOTES, Incarnation, read_run_log
 from ckptcore_recovery.watchdog.run_log_writer import RunLog
 from ckptcore_recovery.watchdog.time_account import SECOND, Period, TimeAccount
 
 import ckptcore
 from ckptcore.errors import UnsupportedVersionError
 from ckptcore.events import Event
+from plugins.recovery.tests.run_logs import HEADER, write_segment
 
 PERIOD = [0, 10, 1, 2, 2, 6, 1, 1, 2, 1]
 
@@ -36,15 +37,6 @@ def wait_until(is_true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def write_segment(run: Path, *lines: object, incarnation: str = "000001-00000000", number: int = 0) -> Path:
-    """Write a segment by hand. Texts are lines as they are; other values are JSON."""
-    segment = run / LOG_DIRECTORY / incarnation / f"{number:06d}.jsonl"
-    segment.parent.mkdir(parents=True, exist_ok=True)
-    segment.write_text("\n".join([line if isinstance(line, str) else json.dumps(line) for line in lines]) + "\n")
-    return segment
-
-
-HEADER = {"format": 1, "began": 1000, "processes": 2}
 STATE = {"alive": 25, "wall": 2000, "period": [10, 20, 3, 3, 1, 10, 0, 0, 0, 0], "unfinished": 5, "step": 4}
 
 
@@ -160,6 +152,41 @@ def test_the_log_of_a_running_job_has_its_running_step(tmp_path: Path) -> None:
     assert sum(period.steps for period in incarnation.periods) == 1
     log.close("finished")
     assert only(tmp_path).outcome == "failed"
+
+
+def test_calls_after_the_end_change_nothing(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.step(1)
+    log.close()
+    ended = only(tmp_path)
+    log.step(2)
+    log.began(event("blocking"))
+    log(event("blocking"))
+    log.note("stall")
+    log.end_step()
+    log._write()
+    assert [only(tmp_path).periods, only(tmp_path).notes] == [ended.periods, ended.notes]
+
+
+def test_a_signal_handler_may_save_while_a_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLog(tmp_path) as log:
+        begin_step = TimeAccount.begin_step
+
+        def interrupted(account: TimeAccount, step: int, at: int) -> None:
+            log.began(event("blocking"))
+            log(event("blocking"))
+            begin_step(account, step, at)
+
+        monkeypatch.setattr(TimeAccount, "begin_step", interrupted)
+        log.step(1)
+    assert sum(period.saves for period in only(tmp_path).periods) == 1
+
+
+def test_the_log_of_a_run_with_two_tiers_is_in_the_far_directory(tmp_path: Path) -> None:
+    tiers = pytest.importorskip("ckptcore_tiers")
+    with RunLog(tiers.TieredDirectory(near=tmp_path / "near", far=tmp_path / "far")):
+        pass
+    assert only(tmp_path / "far").outcome == "finished"
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
@@ -283,7 +310,8 @@ def test_a_log_by_hand(tmp_path: Path) -> None:
         [*PERIOD, 1], PERIOD[:-1], [0, 10, 1, 2, 2, 6, 1, 1, 3, 1], [0, 10, 1, 2, 3, 6, 1, 1, 2, 1],
         [0, 10, 1, 2, 0, 6, 1, 1, 2, 1], [10, 0, 1, 2, 2, -10, 0, 0, 0, 1], [0, 10, 1, 2, 2, 10, -1, 1, 0, 1],
         [0.0, 10, 1, 2, 2, 6, 1, 1, 2, 1], [False, 10, 1, 2, 2, 6, 1, 1, 2, 1],
-        [0, 1 << 53, 1, 2, 2, 1 << 53, 0, 0, 0, 0], [0, 10, 1, 1 << 63, 2, 6, 1, 1, 2, 1], [5, 15, 1, 2, 2, 6, 1, 1, 2, 1],
+        [0, 1 << 53, 1, 2, 2, 1 << 53, 0, 0, 0, 0], [0, 10, 1, 1 << 63, 2, 6, 1, 1, 2, 1],
+        [5, 15, 1, 2, 2, 6, 1, 1, 2, 1],
         {"note": "Load", "at": 1}, {"note": "load"}, {"note": "load", "at": -1}, {"note": "load", "at": 1, "step": "1"},
         {"note": "load", "at": 1, "text": "x" * 501}, {"note": "load", "at": 1, "took": 1 << 53},
         {"alive": -1, "wall": 0}, {"alive": 30, "wall": None}, {**HEADER, "began": -1}, {**HEADER, "processes": "2"},

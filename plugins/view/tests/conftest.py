@@ -70,3 +70,50 @@ def documents() -> Callable[..., Load]:
         return load
 
     return of
+
+
+PANELS = """
+from itertools import count
+
+numbers = count(1)
+
+def bars(location, context):
+    return {
+        "title": "Time",
+        "lines": ["<b>first</b>", "second"],
+        "bars": {
+            "title": "Time of each job",
+            "parts": ["steps", "saves"],
+            "rows": [{"name": "job 1", "seconds": [90.5, 9.5]}, {"name": "job 2", "seconds": [0, 50]}],
+        },
+        "table": {"headings": ["job", "#failures"], "rows": [["job 1", "3"], ["job 2", "0"]]},
+    }
+
+def text(location, context):
+    return {"title": f"Text of {location}"}
+
+def nothing(location, context):
+    return None
+
+def broken(location, context):
+    raise ValueError("in https://user:secret@host/x")
+
+def no_json(location, context):
+    return {"title": object()}
+
+def counted(location, context):
+    return {"title": str(next(numbers))}
+"""
+"""Panels of a distribution."""
+
+
+def add_panels(directory: Path, monkeypatch: pytest.MonkeyPatch, **functions: str) -> None:
+    """Install a distribution with entry points for functions of `PANELS`, by name."""
+    information = directory / "guest-1.0.dist-info"
+    information.mkdir(parents=True)
+    module = f"panels_of_{directory.parent.name}"
+    (directory / f"{module}.py").write_text(PANELS, encoding="utf-8")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n", encoding="utf-8")
+    entries = "".join([f"{name} = {module}:{function}\n" for name, function in functions.items()])
+    (information / "entry_points.txt").write_text(f"[ckptcore.panels]\n{entries}", encoding="utf-8")
+    monkeypatch.syspath_prepend(directory)

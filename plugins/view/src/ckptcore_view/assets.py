@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 MODULES: Final = (
-    "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "metrics", "norms", "run",
-    "summary", "tree",
+    "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "metrics", "norms", "panels",
+    "run", "summary", "tree",
 )  # fmt: skip
 """The modules of the page, each in a separate file. They import each other as ``view/NAME``."""
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 import ckptcore
-from plugins.view.tests.conftest import damage, state
+from plugins.view.tests.conftest import add_panels, damage, state
 from plugins.view.tests.page.conftest import Show
 
 BOTH = pytest.mark.parametrize(
@@ -49,6 +49,25 @@ def test_the_steps_that_a_policy_keeps(report: bool, run: Path, show: Show) -> N
     steps = page.get_by_role("region", name="Steps")
     expect(steps.get_by_text("would be deleted")).to_have_count(2)
     expect(steps).to_contain_text("kept: the latest 1")
+
+
+@BOTH
+def test_panels_of_other_distributions(
+    report: bool, run: Path, tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_panels(tmp_path / "guest", monkeypatch, bars="bars", broken="broken")
+    page = show(run, report=report)
+    section = page.locator("section", has=page.get_by_role("heading", name="Time"))
+    expect(section.locator("p")).to_have_text(["<b>first</b>", "second"])
+    figure = section.locator("figure")
+    expect(figure.locator(".keys li")).to_have_text(["steps", "saves"])
+    expect(figure.locator(".number").nth(1)).to_have_text("50 s")
+    widths = [bar.get_attribute("style") for bar in figure.locator(".bar-part").all()]
+    assert widths == ["width: 90.5%;", "width: 9.5%;", "width: 0%;", "width: 50%;"]
+    figure.get_by_text("Data").click()
+    expect(figure.get_by_role("row").nth(1)).to_have_text("job 190.5 s9.5 s")
+    expect(section.get_by_role("region", name="Time", exact=True).get_by_role("row")).to_have_count(3)
+    expect(page.get_by_text("ValueError: in https://user:***@host/x")).to_be_visible()
 
 
 def test_another_policy(run: Path, show: Show) -> None:

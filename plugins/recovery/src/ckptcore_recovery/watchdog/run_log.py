@@ -27,7 +27,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptcore.commit.location import LocationLike, open_directory, shown_location
@@ -43,7 +43,7 @@ from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.time_account import Period
 
 Outcome: TypeAlias = Literal["finished", "failed"]
-"""How an incarnation ended. "failed": by an error or a signal, and also if a watchdog ended it."""
+"""End of an incarnation. "failed": by an error or a signal, and also if a watchdog ended it."""
 
 FORMAT: Final = 1
 LOG_DIRECTORY: Final = f"{INTERNAL_DIRECTORY}/run-log"
@@ -202,7 +202,7 @@ def _incarnation(number: int, segments: Sequence[bytes], display: str) -> Incarn
 
 def _lines(segment: bytes) -> Iterator[list[Any] | dict[str, Any]]:
     """Yield the arrays and objects of a segment. Pass over damaged lines."""
-    for line in segment.splitlines():
+    for line in segment.decode("utf-8", "replace").split("\n"):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -219,12 +219,9 @@ def _without_overlaps(periods: Sequence[Period]) -> list[Period]:
     return ordered
 
 
-_PERIOD_FIELDS: Final = len(fields(Period))
-
-
 def _period(values: object) -> Period | None:
     """Return the period for an array of a log; None if it is not valid."""
-    if not isinstance(values, list) or len(values) != _PERIOD_FIELDS or not all(type(one) is int for one in values):
+    if not isinstance(values, list) or len(values) != len(Period._fields) or {*map(type, values)} != {int}:
         return None
     period = Period(*values)
     spent = (period.in_steps, period.in_saves, period.in_loads, period.other)

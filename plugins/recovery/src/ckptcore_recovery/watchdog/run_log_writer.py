@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import astuple
 from types import TracebackType
 from typing import Final, Self
 
@@ -51,8 +50,8 @@ _ACTIVITIES: Final[Mapping[str, Activity]] = {"blocking": "save", "load": "load"
 class RunLog:
     """Writes how an incarnation of a job spends its time, from now on. Thread-safe.
 
-    A `Watchdog` writes this log from its monitor, which outlives the training process. Without one, create it in the
-    training process, pass it as an observer, report the steps, and close it::
+    A `Watchdog` writes this log from its monitor, which outlives the training process. Without one, create it in every
+    process of the job, once the process has joined the job, pass it as an observer, report the steps, and close it::
 
         with RunLog("runs/1") as log:
             context = ckptcore.Context(observers=[log])
@@ -62,7 +61,7 @@ class RunLog:
                     ...
 
     Only rank 0 writes. A thread writes every 10 s, so no call waits for the storage. Errors of the storage are logged,
-    and the next write repeats what is missing.
+    and the next write repeats what is missing. Calls after `close` do nothing.
 
     All methods take `at`, the time of the event by ``time.monotonic()`` on this host, also of another process; None:
     now.
@@ -82,7 +81,7 @@ class RunLog:
             directory: the directory of the run.
             processes: the size of the job. This process then writes the log. None: the size and the rank of the job of
                 the context.
-            began: when the incarnation began; see `at` above.
+            began: when the program began; see `at` above. None: now.
             context: options of the storage.
 
         Raises:
@@ -102,15 +101,15 @@ class RunLog:
         self._id = os.urandom(4).hex()
         self._directory: str | None = None
         self._account = TimeAccount()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may save while this thread reports a step
         self._lines: list[str] = []
         self._segment = 0
         self._notes = 0
-        self._outcome: Outcome | None = None
+        self._outcome: Outcome | None = None if job is None or job.rank == 0 else "finished"
         self._is_failing = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if job is None or job.rank == 0:
+        if self._outcome is None:
             self._thread = threading.Thread(target=self._write_until_closed, name="ckptcore-run-log", daemon=True)
             self._thread.start()
 
@@ -128,25 +127,27 @@ class RunLog:
         """
         step = as_integer("step", step)
         with self._lock:
-            self._account.begin_step(step, self._time(at))
+            if self._outcome is None:
+                self._account.begin_step(step, self._time(at))
 
     def end_step(self, *, at: float | None = None) -> None:
         """Report that the step has ended and the next does not begin yet, for example before an evaluation."""
         with self._lock:
-            self._account.end_step(self._time(at))
+            if self._outcome is None:
+                self._account.end_step(self._time(at))
 
     def began(self, event: Event, *, at: float | None = None) -> None:
         """Report that a phase of a save or load begins. See `ckptcore.events.BeginObserver`."""
         activity = _ACTIVITIES.get(event.phase)
-        if activity is not None:
-            with self._lock:
+        with self._lock:
+            if activity is not None and self._outcome is None:
                 self._account.begin(_key(event), activity, self._time(at))
 
     def __call__(self, event: Event, *, at: float | None = None) -> None:
         """Report that a phase of a save, load or upload has ended. See `ckptcore.events.Observer`."""
-        if event.phase in _ACTIVITIES:
-            is_saved = event.phase == "blocking" and event.error is None and event.step is not None
-            with self._lock:
+        is_saved = event.phase == "blocking" and event.error is None and event.step is not None
+        with self._lock:
+            if event.phase in _ACTIVITIES and self._outcome is None:
                 self._account.end(_key(event), self._time(at), saved=is_saved)
         if event.phase == "load" or (event.phase == event.operation and event.error is not None):
             self.note(event.phase, step=event.step, seconds=event.seconds, text=event.error, at=at)
@@ -183,7 +184,7 @@ class RunLog:
         }
         with self._lock:
             self._notes += 1
-            if self._notes <= MAX_NOTES:
+            if self._notes <= MAX_NOTES and self._outcome is None:
                 self._lines.append(json.dumps({name: value for name, value in note.items() if value is not None}))
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class RunLog:
         with self._lock:
             if self._outcome is None:
                 self._account.advance(self._time(None))
-            self._lines += [json.dumps(astuple(period)) for period in self._account.take_closed()]
+            self._lines += [json.dumps(period) for period in self._account.take_closed()]
             while sum(map(len, self._lines)) > MAX_SEGMENT_BYTES // 2:  # the storage has failed for days
                 del self._lines[: len(self._lines) // 2]
             lines = [self._header, *self._lines, self._state()]
@@ -265,7 +266,7 @@ class RunLog:
         state = {
             "alive": alive,
             "wall": round(time.time() * SECOND) - self._time(None) + alive,
-            "period": astuple(period),
+            "period": period,
             "unfinished": self._account.unfinished,
             "step": self._account.step,
             "outcome": self._outcome,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 Activity: TypeAlias = Literal["save", "load"]
 """An activity during which the training waits."""
@@ -14,12 +13,11 @@ SECOND: Final = 1_000_000
 
 _PERIOD: Final = 10 * SECOND
 _SHORTEST_PERIOD: Final = SECOND
-"""A period ends with the first step after `_PERIOD`. After `_SHORTEST_PERIOD`, it also ends where a save begins: there a
-restarted job continues."""
+"""A period ends with the first step after `_PERIOD`. After `_SHORTEST_PERIOD`, it also ends where a save begins: a job
+that restarts continues there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Period:
+class Period(NamedTuple):
     """A part of an incarnation. Its four times add up to ``ended - began``.
 
     Attributes:

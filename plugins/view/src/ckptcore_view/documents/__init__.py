@@ -3,7 +3,7 @@
 ::
 
     view         the viewed location and its kind
-    run          the steps of a run, its events, and the log of a Trainer
+    run          the steps of a run, its events, the log of a Trainer, and panels of other distributions
     runs         the runs of a folder
     checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
     tree         the rows of a tree

@@ -17,6 +17,7 @@ from ckptcore.policies import AnyPreservation, PreservationPolicy
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.documents.events import TrainerLog, best_of, events_of, read_trainer_log
+from ckptcore_view.documents.panels import panels_of
 from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import Viewed
 
@@ -31,11 +32,15 @@ _AT_ONCE: Final = 64
 
 
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
-    """Return the steps of a run, ascending.
+    """Return the steps of a run, ascending, and the panels of other distributions.
 
     Parameters: ``at``, the place of the run; ``last``, the number of steps to read, the newest ones; ``policy``, the
     text of a preservation policy.
     """
+    return {**_run(viewed, request), "panels": panels_of(viewed, request.text("at"))}
+
+
+def _run(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     place = request.text("at")
     steps = viewed.steps(place)
     candidates = steps.candidates()
@@ -76,7 +81,7 @@ def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
             continue
         try:
             inner = Request({"at": name, "last": str(_STEPS_OF_MANY), **policy}, request.is_cancelled)
-            runs.append({"name": name, "kind": kind, **run_document(viewed, inner)})
+            runs.append({"name": name, "kind": kind, **_run(viewed, inner)})
         except CheckpointError as error:
             runs.append({"name": name, "kind": kind, "error": redacted(str(error))})
     return {"location": redacted_location(viewed.location), "runs": runs}

@@ -18,6 +18,7 @@ import {
 } from "view/dom";
 import { axisOf, eventList, groupsOf, metricCharts, metricOf, metricsOf, saveCharts } from "view/metrics";
 import { normsSection, showNorms } from "view/norms";
+import { panelSections } from "view/panels";
 
 const REFRESH_MS = 3000;
 const REFRESH_RUNS_MS = 20_000; // the roots of the steps of all runs are read again
@@ -83,10 +84,11 @@ async function showOverview(page, body, signal) {
         first ?? "",
         run.steps.length === 0 ? h("p", { class: "muted" }, "No step was saved yet.") : "",
         eventList(run),
+        panelSections(run.panels),
         await normsSection(page, run, look, signal),
         others.length > 0 ? h("div", { class: "charts" }, others) : "",
       ];
-      return [charts, [...stepSection(run, page, known), savesSection(run, look.along)]];
+      return [charts.flat(), [...stepSection(run, page, known), savesSection(run, look.along)]];
     },
   });
 }

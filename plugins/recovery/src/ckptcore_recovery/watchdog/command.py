@@ -1,0 +1,146 @@
+"""``ckptcore goodput``: how a run spent its time, over all its restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.output import Column, print_document, print_line, print_table, printable
+from ckptcore_tools.locations import names_in
+
+from ckptcore.errors import CheckpointNotFoundError
+from ckptcore_recovery.watchdog.goodput import Goodput, IncarnationTime, goodput_of, seconds
+from ckptcore_recovery.watchdog.goodput_text import (
+    began_text,
+    format_duration,
+    format_share,
+    part_rows,
+    remarks,
+    summary,
+)
+from ckptcore_recovery.watchdog.run_log import Note, read_run_log
+from ckptcore_recovery.watchdog.save_interval import save_interval_of
+from ckptcore_recovery.watchdog.time_account import SECOND
+
+_PARTS = (Column("part"), Column("time", "right"), Column("share", "right"), Column(""))
+_INCARNATIONS = (
+    Column("incarnation", "right"),
+    Column("began (UTC)"),
+    Column("state"),
+    Column("processes", "right"),
+    Column("time", "right"),
+    Column("productive", "right"),
+    Column("steps", "right"),
+    Column("last step", "right"),
+    Column("saves", "right"),
+)
+_STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
+
+
+@checkpoint_command("goodput", "Show how a run spent its time.")
+@click.argument("directory", default=".")
+def command(as_json: bool, directory: str) -> ExitCode:
+    """Show how the run in DIRECTORY spent its time, over all its restarts, and the save interval that loses least.
+
+    DIRECTORY is a path or URL. A job writes the log that this command reads if it has a Watchdog or a RunLog.
+    """
+    context = command_context()
+    names_in(directory, context)  # raises an error if it does not exist
+    goodput = goodput_of(read_run_log(directory, context))
+    if not goodput.incarnations:
+        raise CheckpointNotFoundError(
+            f"{directory} has no log of how its jobs spent their time: give the job a Watchdog or a RunLog of "
+            "ckptcore_recovery.watchdog"
+        )
+    if as_json:
+        print_document("goodput", **_document(directory, goodput))
+    else:
+        _print(goodput)
+    return ExitCode.OK
+
+
+def _print(goodput: Goodput) -> None:
+    print_line(summary(goodput))
+    print_line()
+    print_table(_PARTS, part_rows(goodput))
+    print_line()
+    print_table(_INCARNATIONS, [_row(incarnation) for incarnation in goodput.incarnations])
+    print_line()
+    for line in remarks(goodput):
+        print_line(line)
+    notes = Counter(note.kind for one in goodput.incarnations for note in one.notes if _is_trouble(note))
+    if notes:
+        counts = ", ".join([f"{kind} {count}" for kind, count in sorted(notes.items())])
+        print_line(f"Failed operations and stalls: {printable(counts)}. --json has them.")
+
+
+def _is_trouble(note: Note) -> bool:
+    return note.kind != "load" or note.text is not None
+
+
+def _row(incarnation: IncarnationTime) -> tuple[str | tuple[str, str], ...]:
+    time = sum(incarnation.parts.values())
+    return (
+        str(incarnation.number),
+        began_text(incarnation),
+        (incarnation.state, _STYLES[incarnation.state]),
+        str(incarnation.processes),
+        format_duration(seconds(time)),
+        format_share(incarnation.parts["productive"] / time if time else 0.0),
+        str(incarnation.steps),
+        "" if incarnation.last_step is None else str(incarnation.last_step),
+        str(incarnation.saves),
+    )
+
+
+def _document(directory: str, goodput: Goodput) -> Mapping[str, object]:
+    interval = save_interval_of(goodput)
+    return {
+        "directory": directory,
+        "goodput": goodput.share,
+        "seconds": seconds(goodput.total),
+        "parts": _seconds(goodput.parts),
+        "groups": _seconds(goodput.groups),
+        "failures": goodput.failures,
+        "steps": goodput.steps,
+        "saves": goodput.saves,
+        "save_interval": None if interval is None else dataclasses.asdict(interval),
+        "overlaps": goodput.overlaps,
+        "incarnations": [
+            {
+                "number": incarnation.number,
+                "began": _iso(incarnation.began),
+                "state": incarnation.state,
+                "processes": incarnation.processes,
+                "steps": incarnation.steps,
+                "last_step": incarnation.last_step,
+                "saves": incarnation.saves,
+                "parts": _seconds(incarnation.parts),
+                "notes": [
+                    {
+                        "kind": note.kind,
+                        "at": _iso(incarnation.began + note.at),
+                        "step": note.step,
+                        "seconds": None if note.took is None else seconds(note.took),
+                        "text": note.text,
+                    }
+                    for note in incarnation.notes
+                ],
+            }
+            for incarnation in goodput.incarnations
+        ],
+    }
+
+
+def _seconds(times: Mapping[Any, int]) -> dict[str, float]:
+    return {name: seconds(time) for name, time in times.items()}
+
+
+def _iso(microseconds: int) -> str:
+    epoch = datetime.datetime.fromtimestamp(0, datetime.UTC)
+    return (epoch + datetime.timedelta(seconds=microseconds // SECOND)).isoformat()
