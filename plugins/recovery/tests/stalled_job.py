@@ -35,8 +35,10 @@ def main() -> None:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     # Its own part of the store: otherwise gloo sometimes reads addresses of ended processes (torch 2.13.0).
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]  # it is exported
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size)
+    torch_stores: Any = dist
+    store = torch_stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    part = torch_stores.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=part, rank=rank, world_size=size)
     is_first = attempt == "0"
     if how == "report":
         threading.Thread(target=_end_once_reported, args=(directory,), daemon=True).start()

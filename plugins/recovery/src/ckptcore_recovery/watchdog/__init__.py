@@ -12,7 +12,7 @@ time_account    divides the time of an incarnation between its activities
 goodput         the parts of the time of a run
 save_interval   the save interval that loses least
 goodput_text    both as text, for the command and for the page of a run
-command         `ckptcore goodput`
+command         `ckptcore goodput` and `ckptcore stalls`
 """
 
 from ckptcore_recovery.watchdog.bounds import DEFAULT_BOUNDS, Learnt

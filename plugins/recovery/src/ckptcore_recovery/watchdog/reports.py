@@ -116,9 +116,12 @@ class Incident(NamedTuple):
         return [report.rank for report in self.reports if not report.is_wait and counts[_place(report)] == fewest]
 
 
-def _place(report: StallReport) -> str:
-    """Return where a process is, without the number of the line."""
-    return report.frames[0].rpartition(":")[0] if report.frames else f"{report.stall.what} {report.stall.phase}"
+def _place(report: StallReport) -> tuple[str, str]:
+    """Return the source and the function in which a process is. Without frames, what it does."""
+    if not report.frames:
+        return report.stall.what, report.stall.phase
+    path, _, line = report.frames[0].rpartition(":")
+    return path, line.partition(" in ")[2]
 
 
 def write_report(store: StorageBackend, report: StallReport, stacks: str) -> str:
