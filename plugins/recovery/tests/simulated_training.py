@@ -22,7 +22,7 @@ PHASES: Final[Sequence[tuple[Kind, str]]] = (
 
 
 class Happening(NamedTuple):
-    """Something that the monitor is told.
+    """A message to the monitor, and its time.
 
     Attributes:
         at: when, in seconds of running time.
@@ -134,7 +134,7 @@ class Training:
                 self.happenings.append(Happening(now, pause.number, True))
 
     def stall_at(self, number: int) -> Happening:
-        """Let what begins with a happening never end, nor what waits for it. Return the happening.
+        """Stall the process: what begins with a happening never ends, nor what waits for it. Return the happening.
 
         Args:
             number: the index of a happening with which a step, a phase or a pause begins.

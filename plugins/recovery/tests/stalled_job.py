@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptcore_recovery.watchdog import EndJob, Log, Watchdog
+from ckptcore_recovery.watchdog import EndJob, Log, Watchdog, read_incidents
 
 import ckptcore
 
@@ -24,7 +24,8 @@ REPORTED = 7
 
 
 def _end_once_reported(directory: Path) -> None:
-    while len([*directory.glob(".ckptcore/stalls/*.json")]) < dist.get_world_size():
+    size = dist.get_world_size()
+    while not any(len(incident.reports) == size for incident in read_incidents(directory)):
         time.sleep(0.05)
     os._exit(REPORTED)
 
@@ -43,7 +44,7 @@ def main() -> None:
     if how == "report":
         threading.Thread(target=_end_once_reported, args=(directory,), daemon=True).start()
     policy = [EndJob(grace=20.0)] if how == "restart" else [Log()]
-    with Watchdog(directory, policy=policy, bounds={"step": 3.0 if is_first else 600.0}) as watchdog:
+    with Watchdog(directory, policy=policy, bounds={"step": 5.0 if is_first else 600.0}) as watchdog:
         context = ckptcore.Context(observers=[watchdog])
         with ckptcore.Checkpointer(directory, context=context, if_in_use="take over") as run:
             state = {"w": torch.zeros(8)}

@@ -54,14 +54,14 @@ def hold_interpreter_lock() -> None:
 
 
 def wait_for_lock() -> None:
-    """Wait for a lock that nobody releases."""
+    """Wait for a lock that stays locked."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 def fill_pipe() -> None:
-    """Write into a pipe that nobody reads."""
+    """Write into a pipe that has no reader."""
     _, its_end = os.pipe()
     while True:
         os.write(its_end, bytes(4096))

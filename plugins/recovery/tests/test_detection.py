@@ -134,7 +134,7 @@ def test_what_was_lost_is_corrected() -> None:
     detector.pause(RunningPause(1, "evaluation", 5.0, 1e9, 1), 1.0)
     other, pause = _phase("save", operation_id="other"), RunningPause(2, "test", 20.0, 1e9, 1)
     detector.correct(_step(3), [other], [pause], 4.0)
-    detector.correct(_step(3), [other], [pause], 9.0)  # begins nothing anew
+    detector.correct(_step(3), [other], [pause], 9.0)  # changes nothing
     assert detector.check(13.9) == ([], [])
     (save,), _ = detector.check(14.5)
     assert (save.what, save.seconds) == ("save", 10.5)

@@ -55,6 +55,9 @@ _EXAMINE_SECONDS: Final = 30.0
 _END_SECONDS: Final = 30.0
 """Time that actions have to end after the process."""
 
+_MAX_MESSAGES: Final = 1000
+"""Maximum number of messages between two looks."""
+
 _MAX_INCIDENTS: Final = 100
 """Maximum number of stalls that are reported. A process that stalls more often needs no further report."""
 
@@ -194,7 +197,7 @@ class Monitor:
         """Handle the messages that have arrived. Return True if the process has ended, or has closed the watchdog."""
         if not ready:
             return False
-        while True:  # a process that has ended may have left messages
+        for _ in range(_MAX_MESSAGES):  # a process that has ended may have left messages
             try:
                 data = self._channel.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -204,6 +207,7 @@ class Monitor:
             if not data:
                 return True
             self._handle(json.loads(data), self._clock.now())
+        return False
 
     def _handle(self, message: Mapping[str, Any], now: float) -> None:
         detector, at, self._heard = self._detector, message["at"], now

@@ -100,7 +100,7 @@ class EndJob:
 
 
 Action: TypeAlias = Log | Webhook | Command | AskForSave | EndJob
-"""What the monitor does about a stall. It does nothing more once the stall has ended."""
+"""An action on a stall. Actions that are not due when the stall ends are dropped."""
 
 _ACTIONS: Final[Mapping[str, type[Any]]] = {
     action.__name__: action for action in (Log, Webhook, Command, AskForSave, EndJob)

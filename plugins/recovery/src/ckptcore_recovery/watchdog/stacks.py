@@ -26,16 +26,14 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MUL
 
 
 def write_stacks_on_signal() -> int:
-    """Let this process write its stacks at `DUMP_SIGNAL`, into a file in memory. Return its descriptor."""
+    """Make this process write its stacks at `DUMP_SIGNAL`, into a file in memory. Return its descriptor."""
     descriptor = os.memfd_create("ckptcore-stacks")
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
 
 def no_stacks_on_signal(descriptor: int) -> None:
-    """Undo `write_stacks_on_signal`."""
-    # A late signal would end the process.
-    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+    """Undo `write_stacks_on_signal`. From now on, the signal would end the process."""
     faulthandler.unregister(DUMP_SIGNAL)
     os.close(descriptor)
 

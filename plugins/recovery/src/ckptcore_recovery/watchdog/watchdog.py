@@ -236,9 +236,10 @@ class Watchdog:
             channel.shutdown(socket.SHUT_WR)
         try:
             self._monitor.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # it may still send the signal
             _LOGGER.warning("the monitor of the watchdog has not ended after %.0f s", _CLOSE_SECONDS)
-        self._thread.join(_SEND_SECONDS)
+            return
+        self._thread.join()
         channel.close()
         no_stacks_on_signal(self._stacks)
 
