@@ -174,7 +174,7 @@ class _Clock:
 def alarms(training: Training, seed: int, until: float) -> Iterator[Alarm]:
     """Replay a training process, with a monitor that looks every second or later. Yield each stall that it finds."""
     jitter, monotonic = random.Random(seed), _Clock()
-    clock, detector = WatchClock(monotonic), Detector(DEFAULT_BOUNDS)
+    clock, detector = WatchClock(monotonic, most=5.0), Detector(DEFAULT_BOUNDS)
     running, suspended, next_look = 0.0, list(training.suspended), 1.0
     happenings = iter([*training.happenings, None])
     happening = next(happenings)

@@ -6,6 +6,7 @@ The policy is JSON on the standard input. The program prints a line with the pid
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from ckptcore.policies import PreemptionCheckpointing
 
 STEP: Final = 7
 BOUNDS: Final[Mapping[Kind, Bound]] = {"step": 1.0, "save": 1.0, "load": 1.0, "upload": 1.0, "delete": 1.0}
+"""In seconds. The environment variable STEP_BOUND replaces the bound of steps."""
 
 
 class BlockingObserver:
@@ -166,7 +168,18 @@ def _forks(name: str, directory: str, watchdog: Watchdog) -> None:
     watchdog.step(STEP + 1)
 
 
+def _steps(name: str, directory: str, watchdog: Watchdog) -> None:
+    """Train until a test has created a file."""
+    _say_monitor(watchdog)
+    for step in itertools.count():
+        watchdog.step(step)
+        time.sleep(0.01)
+        if os.path.exists(f"{directory}/enough"):
+            return
+
+
 OTHER: Final = {
+    "steps": _steps,
     "asked": _save_if_asked,
     "many steps": _many_steps,
     "without monitor": _without_monitor,
@@ -180,7 +193,8 @@ def main() -> None:
     name, directory = sys.argv[1:3]
     policy = policy_from_json(json.loads(sys.stdin.readline()))
     task = OTHER.get(name) or (_in_step if name in IN_STEP else _in_phase)
-    with Watchdog(directory, policy=policy, bounds=BOUNDS) as watchdog:
+    bounds: dict[Kind, Bound] = {**BOUNDS, "step": float(os.environ.get("STEP_BOUND", "1.0"))}
+    with Watchdog(directory, policy=policy, bounds=bounds) as watchdog:
         task(name, directory, watchdog)
 
 

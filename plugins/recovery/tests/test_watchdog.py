@@ -309,6 +309,21 @@ def test_training_goes_on_while_the_monitor_is_stopped_and_lost_messages_are_mad
     assert ckptcore.CheckpointReader(f"{training.directory}/steps").latest == 4000
 
 
+@pytest.mark.slow
+def test_a_suspended_machine_raises_no_alarm(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_BOUND", "5")
+    training = start("steps")
+    monitor = training.monitor
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(monitor, number)
+        os.kill(training.process.pid, number)
+        time.sleep(15)
+    (training.directory / "enough").touch()
+    assert training.wait() == 0
+    assert list(read_incidents(training.directory)) == []
+    assert sum(period.steps for period in read_run_log(training.directory)[0].periods) > 50
+
+
 def test_training_goes_on_without_a_monitor(start: Any) -> None:
     training = start("without monitor", Log())
     assert training.wait() == 0, training.errors

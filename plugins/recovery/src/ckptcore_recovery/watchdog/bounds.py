@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from ckptcore.model import JSON
 
 Kind: TypeAlias = Literal["step", "save", "load", "upload", "delete"]
-"""What has a bound: a training step, or an operation of `ckptcore.events`."""
+"""A training step, or an operation of `ckptcore.events`: each kind has a bound."""
 
 _REMEMBERED: Final = 200
 _QUANTILE: Final = 0.9

@@ -44,8 +44,11 @@ _MIN_TICK: Final = 0.02
 _MAX_TICK: Final = 1.0
 """Seconds between two looks."""
 
-_TICKS_PER_SAMPLE: Final = 5
-_TICKS_PER_GPU_SAMPLE: Final = 15
+_TICKS_THAT_COUNT: Final = 5
+"""Maximum time between two looks that counts, in multiples of the intended time. The rest is a suspension."""
+
+_LOOKS_PER_SAMPLE: Final = 5
+_LOOKS_PER_GPU_SAMPLE: Final = 15
 _SILENT_SECONDS: Final = 3 * BEAT_SECONDS
 """Time without a heartbeat that shows that no Python code runs in the process."""
 
@@ -58,8 +61,9 @@ _END_SECONDS: Final = 30.0
 _MAX_MESSAGES: Final = 1000
 """Maximum number of messages between two looks."""
 
-_MAX_INCIDENTS: Final = 100
-"""Maximum number of stalls that are reported. A process that stalls more often needs no further report."""
+_MAX_REPORTS: Final = 100
+"""Maximum number of reports in the directory of the run, of one process. A process that stalls more often needs no
+further report. The actions continue."""
 
 _FRAMES: Final = 10
 
@@ -67,7 +71,7 @@ _FRAMES: Final = 10
 class WatchClock:
     """Seconds during which this process was running. Stands still while the machine, or this process, is suspended."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, most: float = 5 * _MAX_TICK) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, *, most: float) -> None:
         """Start at 0.
 
         Args:
@@ -156,7 +160,7 @@ class Monitor:
         bounds: Mapping[Kind, Bound] = bounds_from_json(settings["bounds"])
         self._detector = Detector(bounds)
         self._tick = max(_MIN_TICK, min(_MAX_TICK, shortest_bound(bounds) / 10))
-        self._clock = WatchClock()
+        self._clock = WatchClock(most=_TICKS_THAT_COUNT * self._tick)
         self._context = Context(storage=settings["storage"], durability="none")
         self._directory: str = settings["directory"]
         self._log: RunLog | None = None
@@ -166,6 +170,8 @@ class Monitor:
             )
         self._utilisation = UtilisationSampler(process.pid)
         self._incidents: list[_Incident] = []
+        self._looks = 0
+        self._dumping = threading.Lock()
         self._reported = 0
         self._threads: list[threading.Thread] = []
         self._heard = 0.0
@@ -181,12 +187,11 @@ class Monitor:
         ready.register(self._channel, select.POLLIN)
         if self._process.descriptor is not None:
             ready.register(self._process.descriptor, select.POLLIN)
-        ticks = 0
+        next_look = 0.0
         while not self._is_over(ready.poll(self._tick * 1000)):
-            now = self._clock.now()
-            if now >= ticks * self._tick:
-                ticks = int(now / self._tick) + 1
-                self._look(now, ticks)
+            if (now := self._clock.now()) >= next_look:
+                next_look = now + self._tick
+                self._look(now)
         if self._log is not None:
             self._log.close(self._outcome or "failed", at=self._ended_at)
         deadline = time.monotonic() + _END_SECONDS
@@ -244,15 +249,15 @@ class Monitor:
 
     # --- stalls -------------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float, ticks: int) -> None:
+    def _look(self, now: float) -> None:
         """Look for stalls, and do what is due."""
-        if ticks % _TICKS_PER_SAMPLE == 0:
+        if self._looks % _LOOKS_PER_SAMPLE == 0:
             self._utilisation.sample(now)
-        if ticks % _TICKS_PER_GPU_SAMPLE == 0:
+        if self._looks % _LOOKS_PER_GPU_SAMPLE == 0:
             self._utilisation.ask_gpus(now)
+        self._looks += 1
         new, ended = self._detector.check(now)
-        for stall in new[: _MAX_INCIDENTS - self._reported]:
-            self._reported += 1
+        for stall in new:
             incident = _Incident(self._report(stall, now), now, self._policy)
             self._incidents.append(incident)
             if self._log is not None:
@@ -289,10 +294,15 @@ class Monitor:
         """Dump the stacks, complete the report of a stall, and write both. Runs on a thread of its own."""
         dump, state = "", self._state(incident.found)
         if state != "stopped":  # it would write them once it goes on
-            dump = dump_by_signal(self._process.send, self._process.stacks)
+            with self._dumping:
+                dump = dump_by_signal(self._process.send, self._process.stacks)
         frames = tuple(frames_of(dump, incident.report.stall.thread)[:_FRAMES])
         incident.report = dataclasses.replace(incident.report, state=state, frames=frames)
         incident.is_examined = True
+        with self._dumping:
+            self._reported += 1
+            if self._reported > _MAX_REPORTS:
+                return
         spied = dump_by_py_spy(self._process.pid)
         stacks = [dump or "The process did not write its stacks.\n"]
         if spied is not None:
