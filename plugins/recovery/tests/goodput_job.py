@@ -1,6 +1,6 @@
 """A job of one process that is killed and restarted: ``python -m ... watchdog|log DIRECTORY STOP``.
 
-It saves every fifth step. In the step STOP it waits until it is killed. It ends after step 20.
+It saves every fifth step. In the step STOP it says so, and waits until it is killed. It ends after step 20.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main(kind: str, directory: str, stop: int) -> None:
         for step in range(state["step"] + 1, LAST + 1):
             log.step(step)
             if step == stop:
+                print("stopped", flush=True)
                 signal.pause()
             state = {"w": state["w"] + 1, "step": step}
             if step % 5 == 0:

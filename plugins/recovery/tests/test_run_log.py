@@ -141,6 +141,20 @@ def test_a_job_writes_its_log(location: str, tmp_path: Path) -> None:
     assert incarnations[1].periods[0].in_loads > 0
 
 
+def test_events_that_arrive_after_a_write_keep_their_times(tmp_path: Path) -> None:
+    now = time.monotonic()
+    log = RunLog(tmp_path, began=now - 100)
+    wait_until(lambda: read_run_log(tmp_path))  # it has written that the first 100 s are no step
+    log.step(1, at=now - 90)
+    log.began(event("blocking"), at=now - 70)
+    log(event("blocking"), at=now - 60)
+    log.close(at=now)
+    start, steps, saves = only(tmp_path).periods
+    assert (start.other, steps.in_steps, saves.in_saves, saves.other) == (
+        10 * SECOND, 20 * SECOND, 10 * SECOND, 60 * SECOND,
+    )  # fmt: skip
+
+
 def test_the_log_of_a_running_job_has_its_running_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path, processes=8)
     log.step(1)
@@ -267,6 +281,22 @@ def test_a_storage_that_fails_is_tried_again(
     assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
 
 
+def test_a_storage_that_fails_for_days_leaves_a_bounded_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log_writer, "_WRITE_SECONDS", 0.001)
+    monkeypatch.setattr(run_log_writer, "MAX_SEGMENT_BYTES", 2000)
+    (tmp_path / ".ckptcore").write_text("a file in the way")
+    now = time.monotonic()
+    log = RunLog(tmp_path, began=now)
+    for number in range(1, 101):
+        log.step(number, at=now + 20 * number)
+    (tmp_path / ".ckptcore").unlink()
+    log.close()
+    [segment] = tmp_path.rglob("*.jsonl")
+    assert segment.stat().st_size < 2000
+    periods = only(tmp_path).periods
+    assert periods[-1].last == 100 and periods[-1].ended == only(tmp_path).duration
+
+
 def test_a_clock_that_jumps_changes_no_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(tmp_path)
     wait_until(lambda: read_run_log(tmp_path))
@@ -338,6 +368,14 @@ def test_a_wrong_state_invents_no_time(change: dict[str, Any], tmp_path: Path) -
     incarnation = only(tmp_path)
     spent = sum(period.ended - period.began for period in incarnation.periods) + incarnation.unfinished
     assert spent < incarnation.duration == 25 and incarnation.outcome is None
+
+
+def test_an_old_state_counts_no_time_twice(tmp_path: Path) -> None:
+    write_segment(tmp_path, HEADER, PERIOD, STATE)
+    write_segment(tmp_path, HEADER, [10, 40, 3, 5, 3, 30, 0, 0, 0, 0], "the state was torn", number=1)
+    incarnation = only(tmp_path)
+    assert [period.ended for period in incarnation.periods] == [10, 40]
+    assert (incarnation.duration, incarnation.ended, incarnation.unfinished) == (40, 2000 + 15, 0)
 
 
 def test_a_lost_segment_leaves_a_gap(tmp_path: Path) -> None:

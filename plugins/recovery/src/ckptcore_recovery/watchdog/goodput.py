@@ -148,10 +148,8 @@ def goodput_of(incarnations: Sequence[Incarnation]) -> Goodput:
         recorded = sum(period.ended - period.began for period in incarnation.periods)
         parts["unrecorded"] = incarnation.duration - recorded - incarnation.unfinished
         state: State = incarnation.outcome or ("running" if following is None else "failed")
-        if state == "failed":
+        if state != "running":
             parts["unfinished"] = incarnation.unfinished
-        elif state == "finished":
-            parts["between"] += incarnation.unfinished
         if following is not None:
             gap = following.began - incarnation.ended
             parts["stopped" if state == "finished" else "down"] = max(0, gap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -243,16 +244,14 @@ class RunLog:
 
     def _write(self) -> None:
         """Put the current segment. Begin a new one if it is large."""
-        if self._directory is None:
-            self._directory = f"{LOG_DIRECTORY}/{next_number(self._store):06d}-{self._id}"
         with self._lock:
-            if self._outcome is None:
-                self._account.advance(self._time(None))
             self._lines += [json.dumps(period) for period in self._account.take_closed()]
             while sum(map(len, self._lines)) > MAX_SEGMENT_BYTES // 2:  # the storage has failed for days
-                del self._lines[: len(self._lines) // 2]
+                del self._lines[: len(self._lines) // 2 + 1]
             lines = [self._header, *self._lines, self._state()]
             written = len(self._lines)
+        if self._directory is None:
+            self._directory = f"{LOG_DIRECTORY}/{next_number(self._store):06d}-{self._id}"
         data = "\n".join([*lines, ""]).encode("ascii")
         self._store.put(f"{self._directory}/{self._segment:06d}.jsonl", data)
         if len(data) > _SEGMENT_BYTES:
@@ -261,14 +260,19 @@ class RunLog:
                 del self._lines[:written]
 
     def _state(self) -> str:
-        period = self._account.open_period()
-        alive = period.ended + self._account.unfinished
+        """Return the line with the state. Until the end, the running activity lasts up to now."""
+        now = self._time(None)
+        account = copy.copy(self._account)  # events of another process may arrive later than they happened
+        if self._outcome is None:
+            account.advance(now)
+        period = account.open_period()
+        alive = period.ended + account.unfinished
         state = {
             "alive": alive,
-            "wall": round(time.time() * SECOND) - self._time(None) + alive,
+            "wall": round(time.time() * SECOND) - now + alive,
             "period": period,
-            "unfinished": self._account.unfinished,
-            "step": self._account.step,
+            "unfinished": account.unfinished,
+            "step": account.step,
             "outcome": self._outcome,
         }
         return json.dumps(state)
