@@ -156,13 +156,15 @@ def _without_monitor(name: str, directory: str, watchdog: Watchdog) -> None:
 
 
 def _forks(name: str, directory: str, watchdog: Watchdog) -> None:
-    """Fork a child that uses the watchdog, and finish a step."""
+    """Fork a child that uses the watchdog, and then one of its own. Finish a step."""
     watchdog.step(STEP)
     _say_monitor(watchdog)
     child = os.fork()
     if child == 0:
         watchdog.step(99)
         watchdog.close("failed")
+        with Watchdog(f"{directory}/of-child") as own:
+            own.step(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     watchdog.step(STEP + 1)

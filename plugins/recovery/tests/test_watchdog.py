@@ -225,6 +225,8 @@ def test_a_forked_child_changes_nothing(start: Any) -> None:
     (incarnation,) = read_run_log(training.directory)
     assert incarnation.outcome == "finished"
     assert [(period.first, period.last) for period in incarnation.periods if period.steps] == [(STEP, STEP + 1)]
+    (of_child,) = read_run_log(training.directory / "of-child")
+    assert of_child.outcome == "finished"
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
@@ -353,6 +355,13 @@ def test_wrong_options_are_refused(tmp_path: Path, options: Any, error: type[Exc
     with pytest.raises(error):
         Watchdog(tmp_path, **options)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_has_one_watchdog_at_a_time(tmp_path: Path) -> None:
+    for _ in range(2):
+        with Watchdog(tmp_path), pytest.raises(RuntimeError, match="another Watchdog; close it first"):
+            Watchdog(tmp_path)
+    assert len(read_run_log(tmp_path)) == 2
 
 
 def test_wrong_arguments_of_options_are_refused() -> None:

@@ -86,6 +86,7 @@ class Watchdog:
         Raises:
             InvalidLocationError: the directory is no path or URL, or only this process sees it.
             OSError: the monitor cannot be started.
+            RuntimeError: this process has another watchdog.
             TypeError: the policy has something else than an action.
             UnknownPluginError: no plugin supports the scheme.
             ValueError: a bound or a time is out of range.
@@ -154,6 +155,7 @@ class Watchdog:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+            no_stacks_on_signal(self._stacks)
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
