@@ -1,7 +1,7 @@
 """Watchdog and goodput: finds what stalls, and how a job spends its time over all its restarts.
 
 watchdog        `Watchdog`: tells a monitor what the training process does
-monitor         the monitor, a process of its own; `actions` leave it
+monitor         the monitor, a process of its own
 detection       finds steps and operations that exceed their bounds; bounds are given or learnt
 policy          what to do about a stall
 reports         what a monitor writes about a stall; `read_incidents` reads it

@@ -27,10 +27,19 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import Event, logger_named
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore_recovery.watchdog import actions
 from ckptcore_recovery.watchdog.bounds import Bound, Kind, bounds_from_json, shortest_bound
 from ckptcore_recovery.watchdog.detection import Detector, RunningPause, RunningPhase, RunningStep, Stall
-from ckptcore_recovery.watchdog.policy import Action, AskForSave, Command, EndJob, Log, Webhook, policy_from_json
+from ckptcore_recovery.watchdog.policy import (
+    Action,
+    AskForSave,
+    Command,
+    EndJob,
+    Log,
+    Webhook,
+    policy_from_json,
+    post,
+    run_command,
+)
 from ckptcore_recovery.watchdog.reports import ProcessState, StallReport, write_report
 from ckptcore_recovery.watchdog.run_log import Outcome
 from ckptcore_recovery.watchdog.run_log_writer import RunLog
@@ -337,9 +346,9 @@ class Monitor:
                 incident.is_logged = True
                 self._write_log(report, str(report))
             case Webhook():
-                self._start(actions.post, action, report)
+                self._start(post, action, report)
             case Command():
-                self._start(actions.run, action, report)
+                self._start(run_command, action, report)
             case AskForSave():
                 self._tell({"save": True})
             case EndJob():

@@ -128,13 +128,9 @@ class Watchdog:
                 if not self._is_complete:
                     raise ValueError(f"Watchdog(policy=...): it has more than {MAX_MESSAGE_BYTES} bytes as JSON")
                 descriptors = (its_end.fileno(), self._stacks)
+                arguments = map(str, (os.getpid(), *descriptors))
                 self._monitor = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "ckptcore_recovery.watchdog.monitor",
-                        *map(str, (os.getpid(), *descriptors)),
-                    ],
+                    [sys.executable, "-m", "ckptcore_recovery.watchdog.monitor", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=descriptors,
