@@ -37,7 +37,7 @@ def wait_until(is_true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-STATE = {"alive": 25, "wall": 2000, "period": [10, 20, 3, 3, 1, 10, 0, 0, 0, 0], "unfinished": 5, "step": 4}
+STATE = {"alive": 25, "wall": 2000, "period": [10, 20, 3, 3, 1, 10, 0, 0, 0, 0], "unfinished": 5}
 
 
 def only(run: Path) -> Incarnation:

@@ -15,7 +15,7 @@ notes. The last line of the last segment is the state at the time of writing. It
     [0, 41000000, 0, 0, 0, 0, 0, 29000000, 12000000, 0]
     {"note": "load", "at": 12000000, "step": 100, "took": 29000000}
     [41000000, 52500000, 101, 105, 5, 11500000, 0, 0, 0, 0]
-    {"alive": 53000000, "wall": 1796020053000000, "period": [...], "unfinished": 500000, "step": 106, "outcome": null}
+    {"alive": 53000000, "wall": 1796020053000000, "period": [...], "unfinished": 500000, "outcome": null}
 
 All times are microseconds: since the start of the incarnation, by a monotonic clock, or since the epoch (``began`` and
 ``wall``). A log grows by one line in 10 s, and by one line for each save if they are a second or more apart.

@@ -272,7 +272,6 @@ class RunLog:
             "wall": round(time.time() * SECOND) - now + alive,
             "period": period,
             "unfinished": account.unfinished,
-            "step": account.step,
             "outcome": self._outcome,
         }
         return json.dumps(state)
