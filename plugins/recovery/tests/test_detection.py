@@ -23,10 +23,10 @@ from ckptcore_recovery.watchdog.monitor import WatchClock
 
 from plugins.recovery.tests.simulated_training import PHASES, Happening, Training, alarms
 
-SEEDS = [*range(3), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 150)]]
+SEEDS = [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 150)]]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS[:2], 2, 3, 4, *SEEDS[5:]])
 def test_a_thousand_healthy_minutes_have_no_alarm(seed: int) -> None:
     training = Training(seed)
     assert len(training.happenings) > 1000 and len(training.suspended) == 8
