@@ -209,7 +209,7 @@ class Recording:
         progress: counts the bytes of arrays that the operation moves; None if they are not counted.
 
     Args:
-        spans: False if no event spans the operation: nobody calls `finish`. A ``clean`` has no other phase.
+        spans: False if no event spans the operation, so that `finish` is not called. A ``clean`` has no other phase.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Watchdog and goodput: finds what stalls, and how a job spends its time over all its restarts.
 
 watchdog        `Watchdog`: tells a monitor what the training process does
-monitor         the monitor, a process of its own; `actions` leave it
+monitor         the monitor, a process of its own
 detection       finds steps and operations that exceed their bounds; bounds are given or learnt
 policy          what to do about a stall
 reports         what a monitor writes about a stall; `read_incidents` reads it
@@ -12,7 +12,7 @@ time_account    divides the time of an incarnation between its activities
 goodput         the parts of the time of a run
 save_interval   the save interval that loses least
 goodput_text    both as text, for the command and for the page of a run
-command         `ckptcore goodput`
+command         `ckptcore goodput` and `ckptcore stalls`
 """
 
 from ckptcore_recovery.watchdog.bounds import DEFAULT_BOUNDS, Learnt

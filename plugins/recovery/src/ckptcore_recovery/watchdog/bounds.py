@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from ckptcore.model import JSON
 
 Kind: TypeAlias = Literal["step", "save", "load", "upload", "delete"]
-"""What has a bound: a training step, or an operation of `ckptcore.events`."""
+"""A training step, or an operation of `ckptcore.events`: each kind has a bound."""
 
 _REMEMBERED: Final = 200
 _QUANTILE: Final = 0.9
@@ -34,7 +34,7 @@ class Learnt:
     """
 
     floor: float
-    factor: float = 5.0
+    factor: float = 10.0
     samples: int = 10
     before: float | None = 3600.0
 
@@ -47,7 +47,7 @@ Bound: TypeAlias = float | Learnt
 """A bound in seconds, or a learnt one."""
 
 DEFAULT_BOUNDS: Final[Mapping[Kind, Bound]] = {
-    "step": Learnt(120.0),
+    "step": Learnt(120.0, factor=8.0),
     "save": Learnt(600.0),
     "load": Learnt(1800.0),
     "upload": Learnt(1800.0),

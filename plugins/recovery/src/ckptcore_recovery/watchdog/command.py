@@ -1,4 +1,4 @@
-"""``ckptcore goodput``: how a run spent its time, over all its restarts."""
+"""``ckptcore goodput``: how a run spent its time, over all its restarts. ``ckptcore stalls``: what stalled in it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ckptcore_recovery.watchdog.goodput_text import (
     remarks,
     summary,
 )
+from ckptcore_recovery.watchdog.reports import StallReport, read_incidents
 from ckptcore_recovery.watchdog.run_log import Note, read_run_log
 from ckptcore_recovery.watchdog.save_interval import save_interval_of
 from ckptcore_recovery.watchdog.time_account import SECOND
@@ -40,6 +41,18 @@ _INCARNATIONS = (
     Column("saves", "right"),
 )
 _STYLES = {"finished": "green", "failed": "red", "running": "yellow"}
+
+
+_STALLS = (
+    Column("rank", "right"),
+    Column("host"),
+    Column("since (UTC)"),
+    Column("phase"),
+    Column("waits"),
+    Column("process"),
+    Column("idle"),
+    Column("in"),
+)
 
 
 @checkpoint_command("goodput", "Show how a run spent its time.")
@@ -144,3 +157,51 @@ def _seconds(times: Mapping[Any, int]) -> dict[str, float]:
 def _iso(microseconds: int) -> str:
     epoch = datetime.datetime.fromtimestamp(0, datetime.UTC)
     return (epoch + datetime.timedelta(seconds=microseconds // SECOND)).isoformat()
+
+
+@checkpoint_command("stalls", "Show what stalled in a run, and in which rank.")
+@click.argument("directory", default=".")
+def stalls_command(as_json: bool, directory: str) -> ExitCode:
+    """Show the steps and operations of the run in DIRECTORY that took too long, and the ranks that held them up.
+
+    DIRECTORY is a path or URL. The Watchdog of each process reports what stalls in it.
+    """
+    context = command_context()
+    names_in(directory, context)  # raises an error if it does not exist
+    incidents = read_incidents(directory, context)
+    if as_json:
+        print_document(
+            "stalls",
+            directory=directory,
+            incidents=[
+                {"suspects": incident.suspects, "reports": [dataclasses.asdict(report) for report in incident.reports]}
+                for incident in incidents
+            ],
+        )
+        return ExitCode.OK
+    if not incidents:
+        print_line("No stall was reported.")
+    for number, incident in enumerate(incidents):
+        if number:
+            print_line()
+        stall = incident.reports[0].stall
+        suspects = ", ".join(map(str, incident.suspects))
+        print_line(
+            f"{printable(stall.what)} {'' if stall.step is None else stall.step}".rstrip()
+            + (f": held up by rank {suspects}" if suspects else ": all ranks that reported wait for others")
+        )
+        print_table(_STALLS, [_stall_row(report) for report in incident.reports])
+    return ExitCode.OK
+
+
+def _stall_row(report: StallReport) -> tuple[str, ...]:
+    return (
+        str(report.rank),
+        printable(report.host),
+        f"{datetime.datetime.fromtimestamp(report.stall.began, datetime.UTC):%Y-%m-%d %H:%M:%S}",
+        printable(report.stall.phase),
+        "yes" if report.is_wait else "no",
+        report.state,
+        ", ".join(report.utilisation.idle),
+        printable(report.frames[0]) if report.frames else "",
+    )

@@ -108,7 +108,7 @@ class Detector:
     """The running step, phases and pauses of one process.
 
     While an operation runs, the step does not age, because it may wait for the operation: each operation has a bound of
-    its own. Times are seconds of a clock that stands still while the machine is suspended, and never go back.
+    its own. Times are seconds of a `WatchClock`, and never go back.
     """
 
     def __init__(self, bounds: Mapping[Kind, Bound]) -> None:

@@ -27,10 +27,19 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import Event, logger_named
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore_recovery.watchdog import actions
 from ckptcore_recovery.watchdog.bounds import Bound, Kind, bounds_from_json, shortest_bound
 from ckptcore_recovery.watchdog.detection import Detector, RunningPause, RunningPhase, RunningStep, Stall
-from ckptcore_recovery.watchdog.policy import Action, AskForSave, Command, EndJob, Log, Webhook, policy_from_json
+from ckptcore_recovery.watchdog.policy import (
+    Action,
+    AskForSave,
+    Command,
+    EndJob,
+    Log,
+    Webhook,
+    policy_from_json,
+    post,
+    run_command,
+)
 from ckptcore_recovery.watchdog.reports import ProcessState, StallReport, write_report
 from ckptcore_recovery.watchdog.run_log import Outcome
 from ckptcore_recovery.watchdog.run_log_writer import RunLog
@@ -44,10 +53,13 @@ _MIN_TICK: Final = 0.02
 _MAX_TICK: Final = 1.0
 """Seconds between two looks."""
 
-_TICKS_PER_SAMPLE: Final = 5
-_TICKS_PER_GPU_SAMPLE: Final = 15
-_SILENT_SECONDS: Final = 5 * BEAT_SECONDS
-"""Time without heartbeats after which no Python code runs in the process."""
+_TICKS_THAT_COUNT: Final = 5
+"""Maximum time between two looks that counts, in multiples of the intended time. The rest is a suspension."""
+
+_LOOKS_PER_SAMPLE: Final = 5
+_LOOKS_PER_GPU_SAMPLE: Final = 15
+_SILENT_SECONDS: Final = 3 * BEAT_SECONDS
+"""Time without a heartbeat that shows that no Python code runs in the process."""
 
 _EXAMINE_SECONDS: Final = 30.0
 """Maximum time that actions wait for the stacks."""
@@ -55,8 +67,12 @@ _EXAMINE_SECONDS: Final = 30.0
 _END_SECONDS: Final = 30.0
 """Time that actions have to end after the process."""
 
-_MAX_INCIDENTS: Final = 100
-"""Maximum number of stalls that are reported. A process that stalls more often needs no further report."""
+_MAX_MESSAGES: Final = 1000
+"""Maximum number of messages between two looks."""
+
+_MAX_REPORTS: Final = 100
+"""Maximum number of reports in the directory of the run, of one process. A process that stalls more often needs no
+further report. The actions continue."""
 
 _FRAMES: Final = 10
 
@@ -64,7 +80,7 @@ _FRAMES: Final = 10
 class WatchClock:
     """Seconds during which this process was running. Stands still while the machine, or this process, is suspended."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, most: float = 2 * _MAX_TICK) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, *, most: float) -> None:
         """Start at 0.
 
         Args:
@@ -107,36 +123,32 @@ class TrainingProcess:
 
     Attributes:
         pid: its number.
-        descriptor: a file descriptor of the process, which becomes readable when it ends.
+        descriptor: a file descriptor of the process, which becomes readable when it ends; None if it has ended.
         stacks: the file into which it writes its stacks.
     """
 
     def __init__(self, pid: int, stacks: int) -> None:
-        """Open the process, which is the parent of this one.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
+        """Open the process, which is the parent of this one."""
         self.pid = pid
         self.stacks = stacks
-        self.descriptor = os.pidfd_open(pid)
-        if os.getppid() != pid:
-            raise ProcessLookupError(pid)
+        self.descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            if os.getppid() == pid:  # otherwise the number may be that of another process
+                self.descriptor = descriptor
 
     def send(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptor, number)
+        if self.descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.descriptor, number)
 
-    def state(self, silent: float) -> ProcessState:
-        """Return its state, given the seconds since its last message."""
+    def is_stopped(self) -> bool:
+        """Return True if a signal has stopped the process."""
         try:
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
         except OSError:
-            letter = ""
-        if letter in ("T", "t"):
-            return "stopped"
-        return "blocked" if silent > _SILENT_SECONDS else "running"
+            return False  # it has ended
 
 
 class Monitor:
@@ -157,7 +169,7 @@ class Monitor:
         bounds: Mapping[Kind, Bound] = bounds_from_json(settings["bounds"])
         self._detector = Detector(bounds)
         self._tick = max(_MIN_TICK, min(_MAX_TICK, shortest_bound(bounds) / 10))
-        self._clock = WatchClock()
+        self._clock = WatchClock(most=_TICKS_THAT_COUNT * self._tick)
         self._context = Context(storage=settings["storage"], durability="none")
         self._directory: str = settings["directory"]
         self._log: RunLog | None = None
@@ -167,6 +179,8 @@ class Monitor:
             )
         self._utilisation = UtilisationSampler(process.pid)
         self._incidents: list[_Incident] = []
+        self._looks = 0
+        self._dumping = threading.Lock()
         self._reported = 0
         self._threads: list[threading.Thread] = []
         self._heard = 0.0
@@ -180,13 +194,13 @@ class Monitor:
         """Watch the process until it ends, then end the log of the run, and the actions."""
         ready = select.poll()
         ready.register(self._channel, select.POLLIN)
-        ready.register(self._process.descriptor, select.POLLIN)
-        ticks = 0
+        if self._process.descriptor is not None:
+            ready.register(self._process.descriptor, select.POLLIN)
+        next_look = 0.0
         while not self._is_over(ready.poll(self._tick * 1000)):
-            now = self._clock.now()
-            if now >= ticks * self._tick:
-                ticks = int(now / self._tick) + 1
-                self._look(now, ticks)
+            if (now := self._clock.now()) >= next_look:
+                next_look = now + self._tick
+                self._look(now)
         if self._log is not None:
             self._log.close(self._outcome or "failed", at=self._ended_at)
         deadline = time.monotonic() + _END_SECONDS
@@ -197,7 +211,7 @@ class Monitor:
         """Handle the messages that have arrived. Return True if the process has ended, or has closed the watchdog."""
         if not ready:
             return False
-        while True:  # a process that has ended may have left messages
+        for _ in range(_MAX_MESSAGES):  # a process that has ended may have left messages
             try:
                 data = self._channel.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -207,6 +221,7 @@ class Monitor:
             if not data:
                 return True
             self._handle(json.loads(data), self._clock.now())
+        return False
 
     def _handle(self, message: Mapping[str, Any], now: float) -> None:
         detector, at, self._heard = self._detector, message["at"], now
@@ -243,15 +258,15 @@ class Monitor:
 
     # --- stalls -------------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float, ticks: int) -> None:
+    def _look(self, now: float) -> None:
         """Look for stalls, and do what is due."""
-        if ticks % _TICKS_PER_SAMPLE == 0:
+        if self._looks % _LOOKS_PER_SAMPLE == 0:
             self._utilisation.sample(now)
-        if ticks % _TICKS_PER_GPU_SAMPLE == 0:
+        if self._looks % _LOOKS_PER_GPU_SAMPLE == 0:
             self._utilisation.ask_gpus(now)
+        self._looks += 1
         new, ended = self._detector.check(now)
-        for stall in new[: _MAX_INCIDENTS - self._reported]:
-            self._reported += 1
+        for stall in new:
             incident = _Incident(self._report(stall, now), now, self._policy)
             self._incidents.append(incident)
             if self._log is not None:
@@ -260,7 +275,7 @@ class Monitor:
         for incident in [incident for incident in self._incidents if incident.report.stall in ended]:
             self._incidents.remove(incident)
             if incident.is_logged:
-                self._write_log(f"{incident.report.name} has gone on")
+                self._write_log(incident.report, f"{incident.report.name} has gone on")
         for incident in self._incidents:
             if incident.is_examined or now - incident.found > _EXAMINE_SECONDS:
                 while incident.actions and now - incident.found >= incident.actions[0].after:
@@ -279,17 +294,24 @@ class Monitor:
             rank=self._rank,
             host=socket.gethostname(),
             pid=self._process.pid,
-            state=self._process.state(now - self._heard),
+            state="running",
             frames=(),
             utilisation=self._utilisation.since(now - stall.seconds),
         )
 
     def _examine(self, incident: _Incident) -> None:
-        """Dump the stacks, add frames to the report of a stall, and write both. Runs on a thread of its own."""
-        dump = dump_by_signal(self._process.send, self._process.stacks)
-        frames = frames_of(dump, incident.report.stall.thread)
-        incident.report = dataclasses.replace(incident.report, frames=tuple(frames[:_FRAMES]))
+        """Dump the stacks, complete the report of a stall, and write both. Runs on a thread of its own."""
+        dump, state = "", self._state(incident.found)
+        if state != "stopped":  # it would write them once it goes on
+            with self._dumping:
+                dump = dump_by_signal(self._process.send, self._process.stacks)
+        frames = tuple(frames_of(dump, incident.report.stall.thread)[:_FRAMES])
+        incident.report = dataclasses.replace(incident.report, state=state, frames=frames)
         incident.is_examined = True
+        with self._dumping:
+            self._reported += 1
+            if self._reported > _MAX_REPORTS:
+                return
         spied = dump_by_py_spy(self._process.pid)
         stacks = [dump or "The process did not write its stacks.\n"]
         if spied is not None:
@@ -299,6 +321,21 @@ class Monitor:
         except (CheckpointError, OSError) as error:
             _LOGGER.warning("the report of a stall cannot be written: %s\n%s", error, "\n".join(stacks))
 
+    def _state(self, found: float) -> ProcessState:
+        """Wait for a heartbeat, and return the state of the process.
+
+        Args:
+            found: when the stall was found, by the clock of the monitor.
+        """
+        deadline = time.monotonic() + _SILENT_SECONDS
+        while self._heard <= found:
+            if self._process.is_stopped():
+                return "stopped"
+            if time.monotonic() > deadline:
+                return "blocked"
+            time.sleep(_MIN_TICK)
+        return "running"
+
     def _store(self) -> StorageBackend:
         return open_directory(self._directory, runtime_of(self._context).storages, to_write=True)
 
@@ -307,23 +344,22 @@ class Monitor:
         match action:
             case Log():
                 incident.is_logged = True
-                self._write_log(str(report))
+                self._write_log(report, str(report))
             case Webhook():
-                self._start(actions.post, action, report)
+                self._start(post, action, report)
             case Command():
-                self._start(actions.run, action, report)
+                self._start(run_command, action, report)
             case AskForSave():
                 self._tell({"save": True})
             case EndJob():
-                self._write_log(f"{report}; the process is ended, so that the launcher starts the job again")
+                _LOGGER.warning("%s; the process is ended, so that the launcher starts the job again", report)
                 self._process.send(signal.SIGTERM)
                 deadline = now + action.grace
                 self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
-    def _write_log(self, text: str) -> None:
+    def _write_log(self, report: StallReport, text: str) -> None:
         """Log in the training process if its interpreter runs, or else on the standard error that both share."""
-        runs = self._process.state(self._clock.now() - self._heard) == "running"
-        if not (runs and self._tell({"log": text})):
+        if report.state != "running" or not self._tell({"log": text}):
             _LOGGER.warning("%s", text)
 
     def _tell(self, message: Mapping[str, Any]) -> bool:
@@ -343,10 +379,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     pid, channel, stacks = map(int, sys.argv[1:])
-    try:
-        process = TrainingProcess(pid, stacks)
-    except ProcessLookupError:
-        return 0
+    process = TrainingProcess(pid, stacks)
     with socket.socket(fileno=channel) as connection:
         settings = json.loads(connection.recv(MAX_MESSAGE_BYTES))
         Monitor(process, connection, settings).run()

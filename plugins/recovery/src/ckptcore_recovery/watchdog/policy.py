@@ -1,15 +1,22 @@
-"""Actions on a stall: what the monitor does, in which order and how long after the stall was found."""
+"""Policies: the actions of a monitor on a stall, their order, and how those are done that leave the monitor."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+from ckptcore.events import logger_named
 from ckptcore.model import JSON
+from ckptcore_recovery.watchdog.reports import StallReport
+
+_LOGGER: Final = logger_named("ckptcore.watchdog")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,7 @@ class EndJob:
 
 
 Action: TypeAlias = Log | Webhook | Command | AskForSave | EndJob
-"""What the monitor does about a stall. It does nothing more once the stall has ended."""
+"""An action on a stall. Actions that are not due when the stall ends are dropped."""
 
 _ACTIONS: Final[Mapping[str, type[Any]]] = {
     action.__name__: action for action in (Log, Webhook, Command, AskForSave, EndJob)
@@ -132,3 +139,41 @@ def policy_to_json(policy: Sequence[Action]) -> list[JSON]:
 def policy_from_json(document: Sequence[Any]) -> list[Action]:
     """Return the actions of `policy_to_json`."""
     return [_ACTIONS[name](**fields) for name, fields in document]
+
+
+def _document(report: StallReport) -> bytes:
+    return json.dumps({"text": str(report), "report": dataclasses.asdict(report)}).encode()
+
+
+def post(webhook: Webhook, report: StallReport) -> None:
+    """Post a report. Log an error without the URL, which may be secret."""
+    import urllib.error  # only the monitor posts, and the import takes long
+    import urllib.request
+
+    request = urllib.request.Request(
+        webhook.url, data=_document(report), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    host = urllib.parse.urlsplit(webhook.url).hostname
+    try:
+        with urllib.request.urlopen(request, timeout=webhook.timeout):
+            pass
+    except urllib.error.HTTPError as error:
+        _LOGGER.warning("the report of a stall was not accepted by the webhook at %s: status %d", host, error.code)
+    except Exception as error:  # noqa: BLE001  # libraries of HTTP raise errors of many types
+        reason = type(getattr(error, "reason", error)).__name__  # its text may have the URL
+        _LOGGER.warning("the report of a stall cannot be posted to the webhook at %s: %s", host, reason)
+
+
+def run_command(command: Command, report: StallReport) -> None:
+    """Run a program with a report on its standard input. Log how it failed."""
+    name = command.arguments[0]
+    try:
+        ended = subprocess.run(
+            command.arguments, input=_document(report), stdout=sys.stderr, timeout=command.timeout, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it took longer than {command.timeout:.0f} s"
+        _LOGGER.warning("the command %r about a stall failed: %s", name, reason)
+        return
+    if ended.returncode:
+        _LOGGER.warning("the command %r about a stall ended with the status %d", name, ended.returncode)

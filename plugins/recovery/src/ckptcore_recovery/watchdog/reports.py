@@ -15,6 +15,7 @@ from ckptcore.commit.location import LocationLike, open_directory
 from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.context import Context, default_context
 from ckptcore.errors import ObjectNotFoundError
+from ckptcore.io.threads import map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.path_directory import as_run_directory
@@ -116,9 +117,12 @@ class Incident(NamedTuple):
         return [report.rank for report in self.reports if not report.is_wait and counts[_place(report)] == fewest]
 
 
-def _place(report: StallReport) -> str:
-    """Return where a process is, without the number of the line."""
-    return report.frames[0].rpartition(":")[0] if report.frames else f"{report.stall.what} {report.stall.phase}"
+def _place(report: StallReport) -> tuple[str, str]:
+    """Return the source and the function in which a process is. Without frames, what it does."""
+    if not report.frames:
+        return report.stall.what, report.stall.phase
+    path, _, line = report.frames[0].rpartition(":")
+    return path, line.partition(" in ")[2]
 
 
 def write_report(store: StorageBackend, report: StallReport, stacks: str) -> str:
@@ -148,14 +152,15 @@ def read_incidents(directory: LocationLike | RunDirectory, context: Context | No
     Raises:
         StorageError: they cannot be read.
     """
-    storages = runtime_of(context or default_context()).storages
-    store = open_directory(as_run_directory(directory).location, storages)
+    runtime = runtime_of(context or default_context())
+    store = open_directory(as_run_directory(directory).location, runtime.storages)
+    keys = [key for key in store.list(REPORT_DIRECTORY) if key.endswith(".json")][-_MAX_REPORTS:]
+    read = map_ordered(
+        runtime.io_threads, keys, lambda key: _read(store, key), parallelism=requests_of(store).concurrency
+    )
     incidents: list[list[StallReport]] = []
     open_incidents: dict[tuple[str, int | None], list[StallReport]] = {}
-    for key in [key for key in store.list(REPORT_DIRECTORY) if key.endswith(".json")][-_MAX_REPORTS:]:
-        report = _read(store, key)
-        if report is None:
-            continue
+    for report in filter(None, read):
         reports = open_incidents.get((report.stall.what, report.stall.step))
         # A rank that reports again has run into the same step after a restart.
         if reports is None or any(other.rank == report.rank for other in reports):

@@ -26,16 +26,24 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MUL
 
 
 def write_stacks_on_signal() -> int:
-    """Let this process write its stacks at `DUMP_SIGNAL`, into a file in memory. Return its descriptor."""
+    """Make this process write its stacks at `DUMP_SIGNAL`, into a file in memory. Return its descriptor.
+
+    Raises:
+        RuntimeError: the signal has a handler already.
+    """
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if caught is not None and int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1:
+        raise RuntimeError(
+            f"the signal {DUMP_SIGNAL} (SIGRTMIN + 7), at which a watched process writes its stacks, has a handler "
+            "already: this process has another Watchdog; close it first"
+        )
     descriptor = os.memfd_create("ckptcore-stacks")
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
 
 def no_stacks_on_signal(descriptor: int) -> None:
-    """Undo `write_stacks_on_signal`."""
-    # A late signal would end the process.
-    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+    """Undo `write_stacks_on_signal`. From now on, the signal would end the process."""
     faulthandler.unregister(DUMP_SIGNAL)
     os.close(descriptor)
 

@@ -86,6 +86,7 @@ class Watchdog:
         Raises:
             InvalidLocationError: the directory is no path or URL, or only this process sees it.
             OSError: the monitor cannot be started.
+            RuntimeError: this process has another watchdog.
             TypeError: the policy has something else than an action.
             UnknownPluginError: no plugin supports the scheme.
             ValueError: a bound or a time is out of range.
@@ -127,13 +128,9 @@ class Watchdog:
                 if not self._is_complete:
                     raise ValueError(f"Watchdog(policy=...): it has more than {MAX_MESSAGE_BYTES} bytes as JSON")
                 descriptors = (its_end.fileno(), self._stacks)
+                arguments = map(str, (os.getpid(), *descriptors))
                 self._monitor = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "ckptcore_recovery.watchdog.monitor",
-                        *map(str, (os.getpid(), *descriptors)),
-                    ],
+                    [sys.executable, "-m", "ckptcore_recovery.watchdog.monitor", *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=descriptors,
@@ -154,6 +151,7 @@ class Watchdog:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+            no_stacks_on_signal(self._stacks)
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -236,9 +234,10 @@ class Watchdog:
             channel.shutdown(socket.SHUT_WR)
         try:
             self._monitor.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # it may still send the signal
             _LOGGER.warning("the monitor of the watchdog has not ended after %.0f s", _CLOSE_SECONDS)
-        self._thread.join(_SEND_SECONDS)
+            return
+        self._thread.join()
         channel.close()
         no_stacks_on_signal(self._stacks)
 
