@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from ckptcore_recovery.peers.messages import Connection
 from ckptcore_recovery.replicas import NoReplicaError, RecoveryReport, ReplicasDifferError, recover
-from ckptcore_recovery.replicas.fetching import Fetch, Wanted
+from ckptcore_recovery.replicas.fetching import Fetch, Holders, Wanted
 from ckptcore_recovery.replicas.sending import HeldElements, ReplicaServer
 from ckptcore_recovery.replicas.transfers import Parcel, Piece
 from ckptcore_testing.thread_coordinator import run_ranks
@@ -50,6 +50,8 @@ def state_of(step: int = 7, *, rows: int = 3000) -> State:
         "tied": {"a": shared, "b": shared},
         "scalar": np.array(2.5 + step),
         "empty": np.zeros((0, 4)),
+        "swapped": [generator.integers(0, 999, 20).astype(dtype) for dtype in (">f4", ">i8", ">c16", ">M8[s]")],
+        "strided": generator.random((20, 30))[::-2, 1::3],
         "step": step,
         "rate": 0.1 * step,
         "names": ["a", "b"],
@@ -305,7 +307,8 @@ def test_another_structure_is_refused_and_nothing_changes() -> None:
 
     outcomes = run(3, (1,), states)
     assert isinstance(outcomes[1][2], TreeMismatchError)
-    assert "w" in str(outcomes[1][2])
+    assert "state/w: shape" in str(outcomes[1][2])
+    assert "Create it as they did, or put PLACEHOLDER" in str(outcomes[1][2])
     assert outcomes[1][0]["step"] == 0
     for rank in (0, 2):
         assert isinstance(outcomes[rank][2], RankFailedError)
@@ -409,6 +412,7 @@ def test_unknown_requests_and_payloads_end_the_connection(payload: bytes, server
         connection = Connection(connected, b"t" * 32, is_server=False)
         connection.set_timeout(30)
         connection.send({"op": "hello", "rank": 1})
+        connection.receive()
         connection.send({"op": "no such" if not payload else "parcel", "number": 0}, payload)
         with pytest.raises(OSError, match="closed|reset"):
             connection.receive()
@@ -428,6 +432,7 @@ def test_a_parcel_that_a_process_does_not_hold_is_an_error(server: ReplicaServer
     with socket.create_connection(server.address, timeout=30) as connected:
         connection = Connection(connected, b"t" * 32, is_server=False)
         connection.send({"op": "hello", "rank": 1})
+        connection.receive()
         connection.send({"op": "parcel", "number": -1})
         connection.send({"op": "end", "error": None, "refusal": None})
         server.serve({0: memoryview(b"abc")}.__getitem__, [1])
@@ -452,7 +457,7 @@ def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame:
         accepted, _ = listening.accept()
         with accepted:
             connection = Connection(accepted, b"t" * 32, is_server=True)
-            connection.receive()  # hello
+            connection.send(connection.receive()[0])  # hello
             connection.receive()  # the request
             with contextlib.suppress(OSError):  # the other side closes it at once
                 accepted.sendall(frame + b"\0" * 16 + b"{" * 10 if frame else b"")
@@ -475,7 +480,9 @@ def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame:
         thread.start()
         tracemalloc.start()
         try:
-            fetch = Fetch(1, wanted, {5: ("127.0.0.1", listening.getsockname()[1])}, b"t" * 32)
+            holders = Holders({}, {})
+            holders.connect(1, b"t" * 32, {5: ("127.0.0.1", listening.getsockname()[1])})
+            fetch = Fetch(1, wanted, holders)
             with pytest.raises(NoReplicaError, match=r"w: every process that holds it has failed \(rank 5: .*Error"):
                 list(fetch.read(ReadPlan(tree, (item,)), [np.zeros(10, np.float32)]))
             assert tracemalloc.get_traced_memory()[1] < 1 << 24
@@ -483,6 +490,42 @@ def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame:
             tracemalloc.stop()
         thread.join()
     assert fetch.failed.keys() == {5}
+
+
+@pytest.mark.parametrize("unreachable", [{2}, {0, 2}], ids=str)
+def test_holders_to_which_no_connection_is_possible_are_known_before_anything_changes(
+    unreachable: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listens_at = ReplicaServer.address.fget
+    unreachable_at = [f"127.0.0.{rank + 1}" for rank in unreachable]
+
+    def address(server: ReplicaServer) -> tuple[str, int]:
+        host, port = listens_at(server)
+        return host, 1 if host in unreachable_at else port
+
+    monkeypatch.setattr(ReplicaServer, "address", property(address))
+
+    def work(rank: int, context: Context) -> tuple[State, RecoveryReport, CheckpointError | None]:
+        state, report = lost_state() if rank == 1 else state_of(), RecoveryReport()
+        try:
+            recover(state, lost=rank == 1, interface=f"127.0.0.{rank + 1}", report=report, context=context)
+        except CheckpointError as error:
+            return state, report, error
+        return state, report, None
+
+    outcomes = run_ranks(3, work)
+    for _, _, error in outcomes:
+        if len(unreachable) == 1:
+            assert error is None, error
+        else:
+            assert isinstance(error, NoReplicaError)
+            assert "rank 1 cannot connect to a process that holds it (rank 0 at 127.0.0.1:1: Connection" in str(error)
+            assert "rank 2 at 127.0.0.3:1: Connection" in str(error)
+            assert "Pass interface= with the address of each host" in str(error)
+    state, report, error = outcomes[1]
+    expect_equal(state, lost_state() if error else state_of())
+    assert report.replaced.keys() == (set() if error else unreachable)
+    assert "rank 2 cannot send its part of the state: 127.0.0.3:1: Connection" in caplog.text
 
 
 def test_an_address_of_another_host_fails_on_all_ranks_and_nothing_changes() -> None:

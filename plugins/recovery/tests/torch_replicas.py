@@ -218,14 +218,19 @@ def _begin(place: Place, name: str, rank: int) -> None:
 
 
 def _replaced_process(place: Place) -> Any:
-    """Rank 1 of three processes is killed. The others begin a new group with a spare process as rank 1."""
+    """Rank 1 of three processes is killed. The others begin a new group with a spare process as rank 1.
+
+    The others have taken part in another recovery before, and the spare process has not.
+    """
     is_spare = place.rank == 3
     if is_spare:
         state = _new(9)
     else:
         _begin(place, "before", place.rank)
-        state = _trained(0)
-        dist.barrier()
+        lost = place.rank == 2
+        state = _new(8) if lost else _trained(0)
+        recover(state, lost=lost)
+        expect_equal(state, _trained(0))
         if place.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:

@@ -29,8 +29,14 @@ _SHOWN: Final = 20
 _MOST_COMPARED: Final = 256
 """Maximum number of parcels that are searched for the arrays in which processes differ."""
 
+_REASON: Final = 200
+"""Maximum length of a reported reason, in characters."""
+
 Address: TypeAlias = tuple[str, int]
 """Host and port at which a process sends its elements."""
+
+Connect: TypeAlias = Callable[[Mapping[int, Address]], Mapping[int, str]]
+"""Connects to the holders at these addresses. Returns the reason for each holder that failed."""
 
 
 class Start(NamedTuple):
@@ -69,14 +75,14 @@ class Agreed(NamedTuple):
         digests: the digest of each parcel.
         excluded: by number of a parcel, the witnesses with another digest than the majority.
         differing: by rank, the paths of arrays in which it differs from the majority.
-        addresses: where each holder of a parcel listens.
+        unreached: by rank that lost its state, the holders to which it cannot connect.
     """
 
     parcels: Sequence[Parcel]
     digests: Sequence[bytes]
     excluded: Mapping[int, Sequence[int]]
     differing: Mapping[int, Sequence[str]]
-    addresses: Mapping[int, Address]
+    unreached: Mapping[int, Sequence[int]]
 
 
 def agree_on_start(agreement: Agreement, digest: str | None) -> Start:
@@ -135,9 +141,11 @@ def agree_on_parcels(
     tree: TreeMetadata,
     reports: Reports,
     payloads: Sequence[Any],
-    elements: HeldElements | None,
+    side: HeldElements | Connect,
 ) -> Agreed:
     """Plan the parcels, compute their digests, and compare the digests of different processes.
+
+    Meanwhile, the processes that lost their state connect to the holders.
 
     Args:
         agreement: the exchanges of the recovery.
@@ -145,10 +153,10 @@ def agree_on_parcels(
         reports: the result of `agree_on_tree`.
         payloads: on the leader, by rank, the result of `needs_payload`; a str if no other process has some values of
             the process; None for a process that has its state.
-        elements: the elements of this process; None if it lost its state.
+        side: the elements of this process. If it lost its state, a function that connects to holders.
 
     Raises:
-        NoReplicaError: on all ranks, if no process holds a box that another one needs.
+        NoReplicaError: on all ranks, if no process holds a box that another one needs, or none to which it can connect.
         ReplicasDifferError: on all ranks, if processes hold different elements, and there is no majority.
     """
     planned: Any = json.loads(_lead(agreement, "plan", lambda: json.dumps(_matched_needs(tree, reports, payloads))))
@@ -160,13 +168,27 @@ def agree_on_parcels(
             for leaf, boxes in planned["held"]
         }
         parcels = plan_parcels({leaf: dtype.itemsize for leaf, dtype in dtypes_of(tree).items()}, held, needs)
-        stage.payload = None if elements is None else elements.digests(parcels, agreement.rank)
+        if isinstance(side, HeldElements):
+            stage.payload = side.digests(parcels, agreement.rank)
+        else:
+            addresses = {rank: (host, port) for rank, host, port in planned["addresses"]}
+            own = [parcel for parcel in parcels if agreement.rank in parcel.senders]
+            holders = {holder for parcel in own for holder in parcel.holders}
+            failed = side({holder: addresses[holder] for holder in holders})
+            stage.payload = [[holder, reason[:_REASON]] for holder, reason in failed.items()]
     reported: Sequence[Any] = stage.payloads
-    compared: Any = agreement.lead("compared", lambda: _compare(parcels, reported))
-    joined, excluded, undecided = compared
+
+    def compare() -> JSON:
+        digests = {rank: payload for rank, payload in enumerate(reported) if isinstance(payload, bytes)}
+        failed = {rank: dict(payload) for rank, payload in enumerate(reported) if payload and rank not in digests}
+        joined, excluded, undecided = _compare(parcels, digests)
+        _check_reached(tree, parcels, dict(excluded), failed)
+        return [joined, excluded, undecided, [[rank, list(holders)] for rank, holders in failed.items()]]
+
+    joined, excluded, undecided, unreached = _lead(agreement, "compared", compare)
+    elements = side if isinstance(side, HeldElements) else None
     differing = _find_differing(agreement, tree, parcels, [number for number, _ in excluded], undecided, elements)
-    addresses = {rank: (host, port) for rank, host, port in planned["addresses"]}
-    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded), differing, addresses)
+    return Agreed(parcels, _split(bytes.fromhex(joined)), dict(excluded), differing, dict(unreached))
 
 
 def _lead(agreement: Agreement, name: str, decide: Callable[[], JSON]) -> Any:
@@ -220,14 +242,14 @@ def _matched_needs(tree: TreeMetadata, reports: Reports, payloads: Sequence[Any]
     return {"needs": needs, "held": held, "ranks": list(sets), "addresses": addresses}
 
 
-def _compare(parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> list[JSON]:
+def _compare(parcels: Sequence[Parcel], digests: Mapping[int, bytes]) -> Any:
     """Compare the digests of parcels.
 
     Returns:
         The digest of each parcel, the witnesses that differ from a majority by number of the parcel, and the numbers of
         the parcels without a majority.
     """
-    reported = [iter(_split(payload or b"")) for payload in payloads]
+    reported = {rank: iter(_split(joined)) for rank, joined in digests.items()}
     chosen: list[bytes] = []
     excluded: list[JSON] = []
     undecided: list[JSON] = []
@@ -241,6 +263,35 @@ def _compare(parcels: Sequence[Parcel], payloads: Sequence[bytes | None]) -> lis
         elif others:
             excluded.append([number, others])
     return [b"".join(chosen).hex(), excluded, undecided]
+
+
+def _check_reached(
+    tree: TreeMetadata,
+    parcels: Sequence[Parcel],
+    excluded: Mapping[int, Sequence[int]],
+    failed: Mapping[int, Mapping[int, str]],
+) -> None:
+    """Check that each process that lost its state is connected to a holder of each of its parcels.
+
+    Args:
+        tree: the tree of the job.
+        parcels: the plan.
+        excluded: by number of a parcel, the holders that differ from a majority.
+        failed: by rank, the holders to which it cannot connect, with the reasons.
+
+    Raises:
+        NoReplicaError: names the first parcel for which it is not.
+    """
+    for number, parcel in enumerate(parcels):
+        for rank in parcel.senders:
+            reasons = failed.get(rank, {})
+            if not set(parcel.holders).difference(reasons, excluded.get(number, ())):
+                shown = listed([f"rank {holder} at {reason}" for holder, reason in sorted(reasons.items())])
+                raise NoReplicaError(
+                    f"{format_path(tree.paths[parcel.pieces[0].leaf])}: rank {rank} cannot connect to a process that "
+                    f"holds it ({shown}). Pass interface= with the address of each host that the other hosts of the "
+                    "job reach. Nothing was changed"
+                )
 
 
 def _find_differing(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -33,11 +33,70 @@ _AHEAD: Final = 2
 """Requests that are sent to a holder before their answers are received, so that it does not wait."""
 
 _CONNECT_SECONDS: Final = 30.0
+"""All holders accept a connection within this time, or count as failed."""
+
+_LEAST_CONNECT_SECONDS: Final = 1.0
+
 _ANSWER_SECONDS: Final = 60.0
 """A holder answers within this time, or another one is asked."""
 
 Address: TypeAlias = tuple[str, int]
 """Host and port of a holder."""
+
+
+class Holders(NamedTuple):
+    """The holders of elements that this process needs.
+
+    Attributes:
+        connections: the connection to each holder that did not fail.
+        failed: by rank, why a holder failed.
+    """
+
+    connections: dict[int, Connection]
+    failed: dict[int, str]
+
+    def connect(self, rank: int, token: bytes, addresses: Mapping[int, Address]) -> Mapping[int, str]:
+        """Connect to holders. They have accepted the connections when this returns.
+
+        Args:
+            rank: the rank of this process.
+            token: the secret of this recovery.
+            addresses: the address of each holder.
+
+        Returns:
+            By rank, why a holder failed.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+
+        def connect(holder: int) -> None:
+            seconds = max(_LEAST_CONNECT_SECONDS, deadline - time.monotonic())
+            try:
+                connected = socket.create_connection(addresses[holder], timeout=seconds)
+                try:
+                    connection = Connection(connected, token, is_server=False)
+                    connection.set_timeout(_ANSWER_SECONDS)
+                    connection.send({"op": "hello", "rank": rank})
+                    connection.receive()
+                except BaseException:
+                    connected.close()
+                    raise
+            except (OSError, ValueError) as error:
+                host, port = addresses[holder]
+                self.failed[holder] = f"{host}:{port}: {type(error).__name__}: {error}"
+                logger.warning("rank %d cannot send its part of the state: %s", holder, self.failed[holder])
+            else:
+                self.connections[holder] = connection
+
+        threads = BackgroundThreads(_THREADS, "ckptcore-recover")
+        for started in [threads.submit(partial(connect, holder)) for holder in sorted(addresses)]:
+            started.result()
+        return self.failed
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()
 
 
 class Wanted(NamedTuple):
@@ -78,22 +137,19 @@ class Fetch:
         failed: by rank, why a holder was replaced.
     """
 
-    def __init__(self, rank: int, wanted: Wanted, addresses: Mapping[int, Address], token: bytes) -> None:
-        """Connect to all holders of the parcels.
+    def __init__(self, rank: int, wanted: Wanted, holders: Holders) -> None:
+        """Request nothing yet.
 
         Args:
             rank: the rank of this process.
             wanted: what it receives.
-            addresses: the address of each holder.
-            token: the secret of this recovery.
+            holders: the holders of the parcels.
         """
         self.rank = rank
         self.wanted = wanted
-        self.connections: dict[int, Connection] = {}
+        self.connections, self.failed = holders
         self.moved = 0
         self.received: dict[int, int] = {}
-        self.failed: dict[int, str] = {}
-        self._token = token
         self._requests = Counter(wanted.requests)
         self._kept: dict[ReadItem, list[tuple[Piece, HostArray]]] = {}
         self._ordered: set[int] = set()  # parcels of earlier reads
@@ -101,24 +157,6 @@ class Fetch:
         for number, parcel in wanted.parcels.items():
             for item in dict.fromkeys([piece.item for piece in parcel.pieces]):
                 self._by_item.setdefault(item, []).append(number)
-        holders = {holder for parcel in wanted.parcels.values() for holder in parcel.holders}
-        threads = BackgroundThreads(_THREADS, "ckptcore-recover")
-        wait([threads.submit(partial(self._connect, holder, addresses[holder])) for holder in sorted(holders)])
-
-    def _connect(self, holder: int, address: Address) -> None:
-        try:
-            connected = socket.create_connection(address, timeout=_CONNECT_SECONDS)
-            try:
-                connection = Connection(connected, self._token, is_server=False)
-                connection.set_timeout(_ANSWER_SECONDS)
-                connection.send({"op": "hello", "rank": self.rank})
-            except BaseException:
-                connected.close()
-                raise
-        except OSError as error:
-            self.drop(holder, error)
-            return
-        self.connections[holder] = connection
 
     def drop(self, holder: int, error: Exception, unanswered: int = 0) -> None:
         """Close the connection to a holder that failed.
@@ -339,10 +377,7 @@ class _Round:
             path = wanted.paths[parcel.pieces[0].leaf]
             reasons = "; ".join([f"rank {holder}: {reason}" for holder, reason in sorted(fetch.failed.items())])
             self._targets.complete.put(
-                NoReplicaError(
-                    f"{path}: every process that holds it has failed ({reasons}). Load a checkpoint. If an address "
-                    "cannot be reached, pass interface= with one that all hosts of the job reach"
-                )
+                NoReplicaError(f"{path}: every process that holds it has failed ({reasons}). Load a checkpoint")
             )
             self._left = 0
             return

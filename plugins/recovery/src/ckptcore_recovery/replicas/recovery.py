@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckptcore.context import Context, default_context
@@ -35,7 +36,7 @@ from ckptcore_recovery.replicas.agreeing import (
     listed,
     needs_payload,
 )
-from ckptcore_recovery.replicas.fetching import Fetch, Wanted
+from ckptcore_recovery.replicas.fetching import Fetch, Holders, Wanted
 from ckptcore_recovery.replicas.job_state import (
     PLACE,
     NoReplicaError,
@@ -159,6 +160,7 @@ def _send(
         _report_differing(report, agreed)
         held = {number: parcel for number, parcel in enumerate(agreed.parcels) if rank in parcel.holders}
         receivers = {receiver for parcel in held.values() for receiver in parcel.senders}
+        receivers -= {receiver for receiver, holders in agreed.unreached.items() if rank in holders}
         server.serve(lambda number: elements.parcel(held[number]), receivers)
 
 
@@ -184,36 +186,49 @@ class _FromReplicas:
             try:
                 reading = load.plan(checkpoint)
             except TreeMismatchError as error:
-                stage.payload = self._explained(error)
+                stage.payload = self._explain(error)
             else:
                 requests.update(_requested(reading))
                 stage.payload = needs_payload(requests)
-        agreed = agree_on_parcels(agreement, tree, self._reports, stage.payloads, None)
-        _report_differing(report, agreed)
-        dtypes = dtypes_of(tree)
-        report.bytes_needed = sum([item.box.size * dtypes[item.leaf].itemsize for item in requests])
-        own = {number: parcel for number, parcel in enumerate(agreed.parcels) if agreement.rank in parcel.senders}
-        paths = [format_path(path) for path in tree.paths]
-        wanted = Wanted(own, agreed.digests, agreed.excluded, requests, dtypes, paths)
-        self._fetch = fetch = Fetch(agreement.rank, wanted, agreed.addresses, self._token)
-        try:
-            load.begin(reading)
-            load.read(reading)
-            result = load.build(reading)
-        except BaseException as error:
-            fetch.close(error)
-            raise
-        finally:
-            report.bytes_moved, report.received, report.replaced = fetch.moved, fetch.received, fetch.failed
-        fetch.close(None)
-        return result
+        holders = Holders({}, {})
+        with closing(holders):
+            agreed = agree_on_parcels(
+                agreement, tree, self._reports, stage.payloads, partial(holders.connect, agreement.rank, self._token)
+            )
+            _report_differing(report, agreed)
+            dtypes = dtypes_of(tree)
+            report.bytes_needed = sum([item.box.size * dtypes[item.leaf].itemsize for item in requests])
+            own = {number: parcel for number, parcel in enumerate(agreed.parcels) if agreement.rank in parcel.senders}
+            paths = [format_path(path) for path in tree.paths]
+            wanted = Wanted(own, agreed.digests, agreed.excluded, requests, dtypes, paths)
+            self._fetch = fetch = Fetch(agreement.rank, wanted, holders)
+            try:
+                load.begin(reading)
+                load.read(reading)
+                result = load.build(reading)
+            except BaseException as error:
+                fetch.close(error)
+                raise
+            finally:
+                report.bytes_moved, report.received, report.replaced = fetch.moved, fetch.received, fetch.failed
+            fetch.close(None)
+            return result
 
-    def _explained(self, error: TreeMismatchError) -> str:
-        """Return the explanation if the lost state has values that no other process has. Otherwise raise the error."""
+    def _explain(self, mismatch: TreeMismatchError) -> str:
+        """Return the explanation if the lost state has values that no other process has.
+
+        Raises:
+            TreeMismatchError: the lost state has another structure. Its text replaces that of a load.
+        """
         paths = lacking_values(self._tree, self._agreement.rank)
-        lacking = [path for path in paths if any(line.startswith(f"{path}:") for line in error.differences)]
+        lacking = [path for path in paths if any(line.startswith(f"{path}:") for line in mismatch.differences)]
         if not lacking:
-            raise error
+            lines = "\n  ".join(mismatch.differences[:20])
+            raise TreeMismatchError(
+                f"the lost state (requested) differs from that of the other processes (stored):\n  {lines}\nCreate "
+                "it as they did, or put PLACEHOLDER in the place of what is not to be recovered",
+                mismatch.differences,
+            ) from mismatch
         return (
             f"{listed(lacking)}: in PerProcess(...), so only this process had the value; put PLACEHOLDER in its place "
             "to recover everything else"

@@ -27,13 +27,15 @@ DIGEST_BYTES: Final = 16
 
 _DIGEST_THREADS: Final = 8
 
-_HELLO_SECONDS: Final = 600.0
-"""A process that lost its state connects within this time."""
-
 
 def digest_of(data: memoryview | bytes) -> bytes:
     """Return the digest of the elements of a parcel."""
     return xxhash.xxh3_128_digest(data)
+
+
+def _native(elements: HostArray) -> HostArray:
+    """Return elements in the byte order of the host, which that of an array of NumPy may not be."""
+    return elements if elements.dtype.isnative else elements.astype(elements.dtype.newbyteorder("="))
 
 
 class HeldElements:
@@ -52,7 +54,7 @@ class HeldElements:
         for piece in pieces:
             leaf, handler, boxes = self._description.boxes(piece.leaf, (piece.box,))
             started.extend(handler.view_on_host(leaf, boxes))
-        viewed = [pending.result() for pending in started]
+        viewed = [_native(pending.result()) for pending in started]
         if len(viewed) == 1 and viewed[0].flags.c_contiguous:
             return memoryview(cast(Any, viewed[0].reshape(-1).view(np.uint8)))
         data = new_bytes(sum([elements.nbytes for elements in viewed]))
@@ -111,7 +113,7 @@ class ReplicaServer:
 
         Args:
             send: returns the elements of a parcel, by number.
-            receivers: the ranks that may need this process.
+            receivers: the ranks that may need this process. They are connected.
 
         Raises:
             RankFailedError: a receiver failed, or ended its process.
@@ -119,12 +121,6 @@ class ReplicaServer:
         with self._changed:
             self._send = send
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._connected.issuperset(receivers), _HELLO_SECONDS):
-                late = sorted(set(receivers) - self._connected)
-                raise RankFailedError(
-                    f"the ranks {late} did not connect to {self.address[0]} within {_HELLO_SECONDS:g} s: they failed, "
-                    "or cannot reach it. Pass interface= with an address that all hosts of the job reach"
-                )
             self._changed.wait_for(lambda: self._ended.keys() >= set(receivers))
             failed = {rank: reason for rank in receivers if (reason := self._ended[rank]) is not None}
         if failed:
@@ -148,9 +144,9 @@ class ReplicaServer:
             if rank in self._connected:
                 raise MessageError(f"rank {rank} is connected already")
             self._connected.add(rank)
-            self._changed.notify_all()
         reason: str | None = "it closed its connection before it had its state"
         try:
+            connection.send({"op": "hello"})
             reason = self._answer(connection, rank)
         finally:
             with self._changed:
