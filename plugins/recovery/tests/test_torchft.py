@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from unittest import TestCase
 
 import pytest
@@ -24,7 +25,7 @@ _TESTS = "torchft.checkpointing.transport_test"
 transport_test = pytest.importorskip(_TESTS, reason="needs torchft 0.2: make test-integrations")
 
 import torchft  # the test above
-from ckptcore_recovery.replicas.torchft import ReplicaTransport  # imports torchft
+from ckptcore_recovery.replicas.torchft import ReplicaTransport, _Receiver  # imports torchft
 from torchft import coordination
 
 pytestmark = pytest.mark.system
@@ -71,6 +72,9 @@ def test_tensors_and_objects_are_equal(transport: ReplicaTransport[Any]) -> None
         "view": large[10:20],
         "strided": torch.arange(100.0).reshape(10, 10).t(),
         "half": torch.ones(3, dtype=torch.bfloat16),
+        "float8": torch.arange(4.0).to(torch.float8_e4m3fn),
+        "unsigned": torch.arange(4).to(torch.uint16),
+        "complex": torch.tensor([1 + 2j]).conj(),
         "empty": torch.empty(0),
         "scalar": torch.tensor(2),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -79,8 +83,8 @@ def test_tensors_and_objects_are_equal(transport: ReplicaTransport[Any]) -> None
     received = receive(transport, 7)
     transport_test.assertStateDictEqual(TestCase(), received["user"]["default"]["model"], model.state_dict())
     assert received["torchft"] == state["torchft"]
-    for name in ("large", "view", "strided", "half", "empty", "scalar", "parameter"):
-        assert torch.equal(received[name], state[name])
+    for name in state.keys() - {"user", "torchft"}:
+        assert torch.equal(received[name].to(torch.complex64), state[name].to(torch.complex64))
         assert received[name].dtype == state[name].dtype
         assert received[name].stride() == state[name].stride()
     assert isinstance(received["parameter"], torch.nn.Parameter)
@@ -94,6 +98,72 @@ def test_a_state_that_changes_while_it_is_sent_is_detected(transport: ReplicaTra
     state["w"][2_999_999] = 1
     with pytest.raises(CorruptCheckpointError, match="rank 0, step 1: .* differ from those of the state"):
         receive(transport, 1)
+
+
+def test_a_transfer_that_has_begun_ends_although_no_other_may_begin(
+    transport: ReplicaTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(5_000_000)}
+    send(transport, 1, state)
+    disallowing = threading.Thread(target=transport.disallow_checkpoint)
+    receive_pieces = _Receiver._receive_pieces
+
+    def disallow_first(self: _Receiver, *arguments: Any) -> None:
+        disallowing.start()
+        while transport._staged is not None:
+            time.sleep(0.01)
+        receive_pieces(self, *arguments)
+        assert disallowing.is_alive(), "it waits for the transfer"
+
+    monkeypatch.setattr(_Receiver, "_receive_pieces", disallow_first)
+    assert torch.equal(receive(transport, 1)["w"], state["w"])
+    disallowing.join()
+
+
+def test_receivers_do_not_wait_for_each_other(transport: ReplicaTransport[Any]) -> None:
+    state = {"w": torch.randn(3_000_000)}
+    send(transport, 1, state)
+    with ThreadPoolExecutor(5) as threads:
+        for received in [threads.submit(receive, transport, 1) for _ in range(5)]:
+            assert torch.equal(received.result()["w"], state["w"])
+    transport.disallow_checkpoint()
+
+
+class _Slow:
+    """A socket that sends a byte now and then."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._connected = connected
+
+    def sendall(self, data: bytes) -> None:
+        for byte in data:
+            self._connected.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connected, name)
+
+
+def test_the_timeout_bounds_the_whole_transfer() -> None:
+    """The sender never stops to send, but it would need hours."""
+
+    def serve() -> None:
+        accepted, _ = listening.accept()
+        with accepted:
+            connection = Connection(accepted, b"t" * 32, is_server=True)
+            connection.receive()
+            connection.send({"nbytes": 1 << 20})
+            connection.receive()
+            connection._socket = _Slow(accepted)  # type: ignore[assignment]
+            with pytest.raises(ConnectionError):
+                connection.send({}, bytes(1 << 20))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(serve)
+        metadata = json.dumps(["127.0.0.1", listening.getsockname()[1], (b"t" * 32).hex()])
+        with pytest.raises(TimeoutError, match=r"step 1 from rank 0 timed out: .* The limit is 0\.3 s"):
+            ReplicaTransport.recv_checkpoint(cast(Any, None), 0, metadata, 1, timedelta(seconds=0.3))
+        serving.result()
 
 
 def test_another_step_is_an_error(transport: ReplicaTransport[Any]) -> None:

@@ -5,13 +5,13 @@ Importing this module imports PyTorch and torchft. Written for torchft 0.2.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
 import secrets
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -27,7 +27,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from ckptcore.errors import CorruptCheckpointError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import BackgroundThreads
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, MessageError, error_header, raise_error
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header, raise_error
 from ckptcore_recovery.replicas.listening import Listener, no_payload
 from ckptcore_recovery.replicas.sending import digest_of
 
@@ -108,14 +108,17 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
         self._seconds = timeout.total_seconds()
         self._changed = threading.Condition()
         self._staged: _Staged | None = None
-        self._transfers: set[Connection] = set()
+        self._transfers: dict[Connection, _Staged] = {}
         self._is_shut_down = False
         token = secrets.token_bytes(32)
         self._listener = Listener(interface, token, self._serve)
         self._metadata = json.dumps([*self._listener.address, token.hex()])
 
     def metadata(self) -> str:
-        """Return the address and the token of this replica: a secret of the job."""
+        """Return the address and the token of this replica: a secret of the job.
+
+        torchft writes it to its log, at level INFO, when a replica recovers.
+        """
         return self._metadata
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
@@ -146,7 +149,7 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
         for connection in late:
             connection.close()
         with self._changed:
-            self._changed.wait_for(lambda: self._transfers.isdisjoint(late))
+            self._changed.wait_for(lambda: self._transfers.keys().isdisjoint(late))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive and verify the state of another replica.
@@ -162,13 +165,15 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
             CorruptCheckpointError: it sent other bytes than it had when it was given the state.
             StorageError: it serves another step, or failed.
         """
-        receiver = _Receiver(metadata, step, time.monotonic() + timeout.total_seconds())
+        receiver = _Receiver(metadata, step, timeout.total_seconds())
         try:
             return cast(T, receiver.receive())
-        except TimeoutError as error:
+        except OSError as error:
+            if not (receiver.is_late or isinstance(error, TimeoutError)):
+                raise
             raise TimeoutError(
-                f"receiving the checkpoint of step {step} from rank {src_rank} timed out after "
-                f"{timeout.total_seconds():g} s: {error}"
+                f"receiving the checkpoint of step {step} from rank {src_rank} timed out: {error}. The limit is "
+                f"{timeout.total_seconds():g} s"
             ) from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"rank {src_rank}, step {step}: {error}") from error
@@ -201,28 +206,35 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
             pass  # the other side closes the connection when it has everything
         finally:
             with self._changed:
-                self._transfers.discard(connection)
+                self._transfers.pop(connection, None)
                 self._changed.notify_all()
 
     def _open(self, connection: Connection, header: Any) -> _Staged:
         """Wait until a state may be sent, and count the transfer.
 
+        Further connections of a transfer join it, although no new transfer may begin: `disallow_checkpoint` waits for
+        it, so it must end.
+
         Raises:
             StorageError: it is of another step, or is not given in time.
         """
-        match header:
-            case {"op": "open", "step": int() as step, "seconds": float() | int() as requested}:
-                seconds = min(requested, self._seconds)
-            case _:
-                raise StorageError(f"unknown request {str(header)[:80]!r}")
         with self._changed:
-            self._changed.wait_for(lambda: self._staged is not None or self._is_shut_down, seconds)
-            staged = self._staged
-            if staged is None:
-                raise StorageError(f"timed out: no checkpoint was allowed within {seconds:g} s")
-            if staged.step != step:
-                raise StorageError(f"serving step {staged.step}, but step {step} was requested")
-            self._transfers.add(connection)
+            match header:
+                case {"op": "open", "step": int() as step, "seconds": float() | int() as requested}:
+                    seconds = min(requested, self._seconds)
+                    self._changed.wait_for(lambda: self._staged is not None or self._is_shut_down, seconds)
+                    staged = self._staged
+                    if staged is None:
+                        raise StorageError(f"timed out: no checkpoint was allowed within {seconds:g} s")
+                    if staged.step != step:
+                        raise StorageError(f"serving step {staged.step}, but step {step} was requested")
+                case {"op": "join", "step": int() as step}:
+                    staged = next((sent for sent in self._transfers.values() if sent.step == step), None)
+                    if staged is None:
+                        raise StorageError(f"no transfer of step {step} is running")
+                case _:
+                    raise StorageError(f"unknown request {str(header)[:80]!r}")
+            self._transfers[connection] = staged
             return staged
 
     def _answer(self, connection: Connection, staged: _Staged, head: bytes) -> None:
@@ -239,20 +251,43 @@ class ReplicaTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft
 
 
 class _Receiver:
-    """Receives one state over several connections."""
+    """Receives one state over several connections, which are closed at the deadline.
 
-    def __init__(self, metadata: str, step: int, deadline: float) -> None:
+    Attributes:
+        is_late: True after the deadline.
+    """
+
+    def __init__(self, metadata: str, step: int, seconds: float) -> None:
         host, port, token = json.loads(metadata)
+        self.is_late = False
         self._address = (str(host), int(port))
         self._token = bytes.fromhex(token)
         self._step = step
-        self._deadline = deadline
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._connected: list[socket.socket] = []
 
     def receive(self) -> object:
         """Receive the state. See `ReplicaTransport.recv_checkpoint`."""
+        timer = threading.Timer(self._seconds, self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._receive()
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.is_late = True
+            for connected in self._connected:
+                with contextlib.suppress(OSError):  # it is closed already
+                    connected.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self) -> object:
         with closing(self._connect()) as connection:
             head = bytearray()
-            nbytes = self._open(connection)
+            nbytes = self._open(connection, {"op": "open", "step": self._step, "seconds": self._seconds})
             while len(head) < nbytes:
                 head += self._ask(connection, {"op": "head", "offset": len(head)})
             pickled, sizes, digests = pickle.loads(head)
@@ -286,7 +321,7 @@ class _Receiver:
 
         def receive_with_own() -> None:
             with closing(self._connect()) as connection:
-                self._open(connection)
+                self._open(connection, {"op": "join", "step": self._step})
                 receive(connection)
 
         threads = BackgroundThreads(_THREADS, "ckptcore-torchft")
@@ -301,33 +336,27 @@ class _Receiver:
             other.result()
 
     def _connect(self) -> Connection:
-        connected = socket.create_connection(self._address, timeout=self._seconds_left())
+        connected = socket.create_connection(self._address, timeout=max(self._seconds, _LEAST_SECONDS))
         try:
+            with self._lock:
+                if self.is_late:
+                    raise TimeoutError("connected after the deadline")
+                self._connected.append(connected)
             return Connection(connected, self._token, is_server=False)
         except BaseException:
             connected.close()
             raise
 
-    def _open(self, connection: Connection) -> int:
+    def _open(self, connection: Connection, request: Header) -> int:
         """Wait until the state may be sent. Return the bytes of its head."""
-        connection.set_timeout(self._seconds_left())
-        connection.send({"op": "open", "step": self._step, "seconds": self._seconds_left()})
+        connection.send(request)
         header, _ = connection.receive(no_payload)
         raise_error(header, f"{self._address[0]}:{self._address[1]}")
         return int(header["nbytes"])
 
-    def _ask(self, connection: Connection, request: dict[str, Any], place: memoryview | None = None) -> memoryview:
-        connection.set_timeout(self._seconds_left())
+    def _ask(self, connection: Connection, request: Header, place: memoryview | None = None) -> memoryview:
         connection.send(request)
-        if place is None:
-            return connection.receive()[1]
-        return connection.receive(partial(_place, place))[1]
-
-    def _seconds_left(self) -> float:
-        seconds = self._deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError("timed out")
-        return max(seconds, _LEAST_SECONDS)
+        return connection.receive(None if place is None else partial(_place, place))[1]
 
 
 def _place(memory: memoryview, header: Any, nbytes: int) -> memoryview:
@@ -365,12 +394,12 @@ class _Pickler(pickle.Pickler):
         self.storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, obj: object) -> tuple[int, torch.dtype | None] | None:
+    def persistent_id(self, obj: object) -> tuple[int, torch.dtype] | None:
         """Return the number of a storage, and the dtype of its elements; None for all other objects."""
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
         elif isinstance(obj, torch.UntypedStorage):
-            storage, dtype = obj, None
+            storage, dtype = obj, torch.uint8
         else:
             return None
         number = self._numbers.setdefault(storage._cdata, len(self.storages))
@@ -386,10 +415,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._storages = storages
 
-    def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> object:
-        """Return a storage."""
+    def persistent_load(self, pid: tuple[int, torch.dtype]) -> object:
+        """Return a storage. As in `torch.load`, it is typed: that is what tensors of all dtypes are created from."""
         number, dtype = pid
-        storage = self._storages[number]
-        if dtype is None:
-            return storage
-        return cast(Any, torch.storage.TypedStorage)(wrap_storage=storage, dtype=dtype, _internal=True)
+        return cast(Any, torch.storage.TypedStorage)(wrap_storage=self._storages[number], dtype=dtype, _internal=True)
