@@ -65,11 +65,14 @@ def test_a_holder_that_is_killed_is_replaced_by_another(tmp_path: Path) -> None:
     assert sum(outcomes[1]["received"].values()) == outcomes[1]["needed"]
 
 
-def test_all_holders_hear_of_a_receiver_that_is_killed(tmp_path: Path) -> None:
-    outcomes = run_with_kills(tmp_path, "killed receiver", 3)
-    assert outcomes.keys() == {0, 2}
-    for outcome in outcomes.values():
-        assert outcome["error"].startswith("RankFailedError: the recovery failed on rank 1: it closed its connection")
+def test_if_one_of_two_receivers_is_killed_the_other_recovers_and_all_holders_hear_of_it(tmp_path: Path) -> None:
+    outcomes = run_with_kills(tmp_path, "killed receiver", 4)
+    assert outcomes.keys() == {0, 2, 3}
+    assert outcomes[3]["error"] is None
+    assert outcomes[3]["moved"] == outcomes[3]["needed"]
+    for rank in (0, 2):
+        error = outcomes[rank]["error"]
+        assert error.startswith("RankFailedError: the recovery failed on rank 1: it closed its connection")
 
 
 @pytest.mark.slow

@@ -166,10 +166,10 @@ def _die_at_parcel(count: int) -> None:
     HeldElements.digests = compare  # type: ignore[method-assign]
 
 
-def _recover_large(place: Place) -> Any:
-    """Rank 1 loses an array of 48 MB, and gets it from the others. Record what it received."""
+def _recover_large(place: Place, lost_ranks: Sequence[int] = (1,)) -> Any:
+    """Some ranks lose an array of 48 MB, and get it from the others. Record what this one received."""
     whole = torch.randn(12_000, 1_000, generator=torch.Generator().manual_seed(1))
-    lost, report = place.rank == 1, RecoveryReport()
+    lost, report = place.rank in lost_ranks, RecoveryReport()
     state: dict[str, Any] = {"w": torch.zeros_like(whole) if lost else whole.clone(), "step": 0 if lost else 7}
     outcome: dict[str, Any] = {"error": None}
     try:
@@ -199,7 +199,7 @@ def _killed_holders(place: Place) -> Any:
 
 
 def _killed_receiver(place: Place) -> Any:
-    """Rank 1 is killed when it has received its second parcel."""
+    """Ranks 1 and 3 lose their state. Rank 1 is killed when it has received its second parcel."""
     if place.rank == 1:
         accept, accepted = Fetch.accept, []
 
@@ -210,7 +210,7 @@ def _killed_receiver(place: Place) -> Any:
             accept(self, *arguments)
 
         Fetch.accept = die  # type: ignore[method-assign, assignment]
-    return _recover_large(place)
+    return _recover_large(place, lost_ranks=LOST)
 
 
 def _begin(place: Place, name: str, rank: int) -> None:
