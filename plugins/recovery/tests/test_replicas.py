@@ -247,6 +247,38 @@ def test_a_holder_with_wrong_bytes_is_refused_and_named(
     assert "rank 1 refused the bytes of this process" in caplog.text
 
 
+def test_a_silent_holder_is_replaced_and_may_answer_later(
+    tamperer: Tamperer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_recovered = threading.Event()
+    connect = Holders.connect
+
+    def expect_answers_of_rank_2_soon(self: Holders, *arguments: Any) -> Mapping[int, str]:
+        failed = connect(self, *arguments)
+        self.connections[2].set_timeout(0.1)
+        return failed
+
+    def wait(data: memoryview) -> memoryview:
+        assert is_recovered.wait(600)
+        return data
+
+    monkeypatch.setattr(Holders, "connect", expect_answers_of_rank_2_soon)
+    tamperer.tamper([2], wait)
+
+    def work(rank: int, context: Context) -> RecoveryReport:
+        state, report = lost_state() if rank == 1 else state_of(), RecoveryReport()
+        recover(state, lost=rank == 1, report=report, context=context)
+        expect_equal(state, state_of())
+        if rank == 1:
+            is_recovered.set()
+        return report
+
+    report = run_ranks(4, work)[1]
+    assert report.replaced == {2: "TimeoutError: timed out"}
+    assert report.received.keys() == {0, 3}
+    assert "rank 1 refused the bytes of this process: timed out" in caplog.text
+
+
 def test_if_no_holder_sends_the_right_bytes_the_error_names_all(tamperer: Tamperer) -> None:
     tamperer.tamper([0, 2], flip_a_bit)
     outcomes = run(3, (1,), lambda rank: lost_state() if rank == 1 else state_of())

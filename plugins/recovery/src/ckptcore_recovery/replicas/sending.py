@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -164,7 +165,8 @@ class ReplicaServer:
                     except Exception as error:  # of a device, for example: another holder is asked
                         logger.exception("this process cannot send parcel %d to rank %d", number, rank)
                         answer, data = error_header(error), memoryview(b"")
-                    connection.send(answer, data)
+                    with contextlib.suppress(OSError):  # the reason of the other process is received next
+                        connection.send(answer, data)
                 case {"op": "end", "error": str() | None as error, "refusal": str() | None as refusal}:
                     if refusal is not None:
                         logger.error("rank %d refused the bytes of this process: %s", rank, refusal)
