@@ -473,6 +473,12 @@ def test_a_parcel_that_a_process_does_not_hold_is_an_error(server: ReplicaServer
         assert not data
 
 
+def list_as_header(connection: Connection) -> bytes:
+    """Return a message whose header is a list, with the code that proves who sent it."""
+    frame = struct.pack("<III", connection._sent, 2, 0)
+    return frame + connection._code(b"server", frame, b"[]") + b"[]"
+
+
 @pytest.mark.parametrize(
     "frame",
     [
@@ -481,10 +487,13 @@ def test_a_parcel_that_a_process_does_not_hold_is_an_error(server: ReplicaServer
         struct.pack("<III", 7, 10, 0),
         struct.pack("<III", 0, 10, 1 << 22),
         b"",
+        list_as_header,
     ],
-    ids=["header", "payload", "number", "code", "nothing"],
+    ids=["header", "payload", "number", "code", "nothing", "list"],
 )
-def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame: bytes) -> None:
+def test_a_holder_with_invalid_messages_is_named_and_no_memory_is_taken(
+    frame: bytes | Callable[[Connection], bytes],
+) -> None:
     def answer() -> None:
         accepted, _ = listening.accept()
         with accepted:
@@ -492,7 +501,10 @@ def test_a_holder_with_oversized_messages_is_named_and_no_memory_is_taken(frame:
             connection.send(connection.receive()[0])  # hello
             connection.receive()  # the request
             with contextlib.suppress(OSError):  # the other side closes it at once
-                accepted.sendall(frame + b"\0" * 16 + b"{" * 10 if frame else b"")
+                if callable(frame):
+                    accepted.sendall(frame(connection))
+                elif frame:
+                    accepted.sendall(frame + b"\0" * 16 + b"{" * 10)
                 accepted.shutdown(socket.SHUT_WR)
                 while accepted.recv(1 << 16):
                     pass

@@ -191,6 +191,8 @@ class Connection:
             raise MessageError(f"message {number} was not sent by the other side of this connection")
         self._received += 1
         header = json.loads(encoded)
+        if not isinstance(header, dict):
+            raise MessageError(f"the header of message {number} is a {type(header).__name__} instead of an object")
         if not payload_bytes:
             return header, memoryview(b"")
         payload = memoryview(bytearray(payload_bytes)) if place is None else place(header, payload_bytes)
