@@ -11,7 +11,7 @@ from tests.jobs.processes import run_job
 pytestmark = pytest.mark.system
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_processes_recover_replicated_and_sharded_arrays(tmp_path: Path, devices: int) -> None:
     reports = run_job("plugins.recovery.tests.jax_replicas", "data parallel", tmp_path, size=4, devices=devices)
     for rank, report in enumerate(reports):

@@ -11,7 +11,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def elements_of(step: int, rows: int) -> HostArray:
     return np.random.default_rng(step).random((rows, 1000), np.float32)
 
 
-def state_of(step: int = 7, *, rows: int = 3000) -> State:
+def state_of(step: int = 7, *, rows: int = 1500) -> State:
     """Return a state whose elements depend on the step."""
     generator = np.random.default_rng(step)
     shared = generator.random((10, 20))
@@ -59,7 +59,7 @@ def state_of(step: int = 7, *, rows: int = 3000) -> State:
     }
 
 
-def lost_state(rows: int = 3000) -> State:
+def lost_state(rows: int = 1500) -> State:
     """Return the state of a process that was started again."""
     state = state_of(0, rows=rows)
     return {**state, "names": ["", ""]}
@@ -97,7 +97,7 @@ def run(
     return run_ranks(size, work)
 
 
-def expect_recovered(size: int, lost: Sequence[int], rows: int = 3000) -> Sequence[RecoveryReport]:
+def expect_recovered(size: int, lost: Sequence[int], rows: int = 1500) -> Sequence[RecoveryReport]:
     """Recover replicated states, and check them."""
     outcomes = run(size, lost, lambda rank: lost_state(rows) if rank in lost else state_of(rows=rows))
     for state, _, error in outcomes:
@@ -165,7 +165,7 @@ def test_lost_states_are_recovered(lost: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "lost", "rows"), [(2, (1,), 3000), (4, (1,), 3000), (4, (0, 3), 3000), (6, (5,), 400)]
+    ("size", "lost", "rows"), [(2, (1,), 1500), (4, (1,), 1500), (4, (0, 3), 3000), (6, (5,), 400)]
 )
 def test_bytes_are_few_and_balanced(size: int, lost: Sequence[int], rows: int, sent: list[int]) -> None:
     reports = expect_recovered(size, lost, rows)
@@ -224,6 +224,21 @@ def test_parts_of_a_sharded_array_come_from_those_that_hold_them() -> None:
     np.testing.assert_array_equal(state["w"].shards[0].elements, whole[250:1000])
     assert report.bytes_moved == report.bytes_needed == 750 * 700 * 4
     assert report.received[3] < 0.6 * report.bytes_needed, "others hold parts of it, too"
+
+
+def test_a_shard_that_no_process_holds_is_listed_and_nothing_changes() -> None:
+    def states(rank: int) -> State:
+        part = Box((10 * rank, 0), (10 * rank + 10, 10))
+        shard = ArrayShard(part, np.full((10, 10), rank), rank, 4)
+        return {"w": ShardedArray((40, 10), np.int64, [shard]), "step": 7 * (rank != 1)}
+
+    outcomes = run(4, (1,), states)
+    for _, _, error in outcomes:
+        assert isinstance(error, NoReplicaError)
+        assert str(error).startswith(
+            "rank 1: state/w[10:20, 0:10]: no process that has its state holds these elements. Load a checkpoint"
+        )
+    assert outcomes[1][0]["step"] == 0
 
 
 def test_a_bound_on_memory_is_kept(tamperer: Tamperer) -> None:
@@ -293,7 +308,7 @@ def test_the_majority_of_three_decides_about_a_corrupt_element(caplog: pytest.Lo
     def states(rank: int) -> State:
         state = lost_state() if rank == 1 else state_of()
         if rank == 3:
-            state["w"][1500, 500] += 1
+            state["w"][700, 500] += 1
             state["small"][7][3] ^= 1
         return state
 
@@ -540,7 +555,7 @@ def test_a_holder_with_invalid_messages_is_named_and_no_memory_is_taken(
 def test_holders_to_which_no_connection_is_possible_are_known_before_anything_changes(
     unreachable: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listens_at = ReplicaServer.address.fget
+    listens_at = cast(Any, ReplicaServer.address).fget
     unreachable_at = [f"127.0.0.{rank + 1}" for rank in unreachable]
 
     def address(server: ReplicaServer) -> tuple[str, int]:

@@ -34,6 +34,7 @@ def test_shards_come_from_the_processes_with_the_same_shard(tmp_path: Path) -> N
         assert reports[rank]["received"][str(holder)] > 0.9 * reports[rank]["needed"]
 
 
+@pytest.mark.slow
 def test_a_shard_that_no_process_holds_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     errors = run_job(_PROGRAM, "not replicated", tmp_path, size=4)
     text = "NoReplicaError: rank 1: state/w[10:20, 0:10]: no process that has its state holds these elements. Load a"
