@@ -12,6 +12,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import ReadItem
 from ckptcore.model.tree import JSON, format_path
+from ckptcore_recovery.replicas.fetching import Address
 from ckptcore_recovery.replicas.job_state import (
     NoReplicaError,
     ReplicasDifferError,
@@ -31,9 +32,6 @@ _MOST_COMPARED: Final = 256
 
 _REASON: Final = 200
 """Maximum length of a reported reason, in characters."""
-
-Address: TypeAlias = tuple[str, int]
-"""Host and port at which a process sends its elements."""
 
 Connect: TypeAlias = Callable[[Mapping[int, Address]], Mapping[int, str]]
 """Connects to the holders at these addresses. Returns the reason for each holder that failed."""
@@ -283,8 +281,8 @@ def _check_reached(
         NoReplicaError: names the first parcel for which it is not.
     """
     for number, parcel in enumerate(parcels):
-        for rank in parcel.senders:
-            reasons = failed.get(rank, {})
+        for rank in parcel.senders.keys() & failed.keys():
+            reasons = failed[rank]
             if not set(parcel.holders).difference(reasons, excluded.get(number, ())):
                 shown = listed([f"rank {holder} at {reason}" for holder, reason in sorted(reasons.items())])
                 raise NoReplicaError(
