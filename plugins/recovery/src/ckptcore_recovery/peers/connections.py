@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
 from ckptcore.io.threads import reset_in_children
-from ckptcore_recovery.peers.messages import Connection, Header, MessageError, raise_error
+from ckptcore_recovery.peers.messages import Connection, Header, MessageError, Place, raise_error
 
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 60.0
@@ -83,14 +83,14 @@ class ServerConnections:
         self,
         header: Header,
         payload: memoryview | bytes = b"",
-        place: Callable[[Header, int], memoryview] | None = None,
+        place: Place | None = None,
     ) -> tuple[dict[str, Any], memoryview]:
         """Send a request, and return the answer. A request must have the same effect if it is sent twice.
 
         Args:
             header: the request.
             payload: its bytes.
-            place: see `Connection.receive`.
+            place: see `Place`.
 
         Raises:
             ServerLostError: the server does not answer.
@@ -131,7 +131,7 @@ class ServerConnections:
         connection: Connection,
         header: Header,
         payload: memoryview | bytes,
-        place: Callable[[Header, int], memoryview] | None,
+        place: Place | None,
     ) -> tuple[dict[str, Any], memoryview]:
         try:
             connection.set_timeout(_ANSWER_SECONDS)

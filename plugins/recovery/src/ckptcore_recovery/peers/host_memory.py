@@ -20,9 +20,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
+import numpy as np
 import xxhash
 
 from ckptcore.errors import (
@@ -32,6 +34,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
+from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.messages import PIECE_BYTES
 
@@ -99,10 +102,14 @@ def check_blob_name(name: object) -> str:
 
 
 class Blob:
-    """A blob in the memory of this host, mapped. Reads are verified; each piece once. Thread-safe."""
+    """A blob in the memory of this host, mapped. Thread-safe.
+
+    Attributes:
+        memory: its bytes, not verified.
+    """
 
     def __init__(self, memory: memoryview, checksums: Sequence[int]) -> None:
-        """Take mapped memory, and the checksum of each piece of `PIECE_BYTES`."""
+        """Take mapped memory, and the checksum of each block of `BLOCK_BYTES`."""
         self.memory = memory
         self._checksums = checksums
         self._verified = bytearray(len(checksums))
@@ -126,25 +133,53 @@ class Blob:
             return None
         return cls(memory, stated["checksums"])
 
+    def checksums(self, offset: int, nbytes: int) -> list[int] | None:
+        """Return the checksums that whole blocks had when they were written; None for other ranges."""
+        stop = offset + nbytes
+        if offset < 0 or nbytes <= 0 or offset % BLOCK_BYTES or stop > len(self.memory):
+            return None
+        if stop % BLOCK_BYTES and stop != len(self.memory):
+            return None
+        return list(self._checksums[offset // BLOCK_BYTES : -(-stop // BLOCK_BYTES)])
+
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the blob; fewer if it ends earlier.
+        """Return bytes of the blob, verified; fewer if it ends earlier. Each block is verified once.
 
         Raises:
-            CorruptCheckpointError: a piece does not have the checksum that it had when it was written.
+            CorruptCheckpointError: a block does not have the checksum that it had when it was written.
         """
         stop = min(offset + nbytes, len(self.memory))
-        for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES)):
-            if self._verified[number]:
-                continue
-            piece = self.memory[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-            if xxhash.xxh3_64_intdigest(piece) != self._checksums[number]:
-                raise CorruptCheckpointError(
-                    f"bytes {number * PIECE_BYTES} to {number * PIECE_BYTES + len(piece)} changed in memory",
-                    start=number * PIECE_BYTES,
-                    stop=number * PIECE_BYTES + len(piece),
-                )
-            self._verified[number] = 1
+        for number in range(offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            if not self._verified[number]:
+                self._verify(number, self.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+                self._verified[number] = 1
         return self.memory[offset : max(offset, stop)]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Copy bytes of the blob into a buffer, and verify the copy, which is in the cache of the processor.
+
+        Raises:
+            CorruptCheckpointError: see `read`.
+        """
+        if self.checksums(offset, len(buffer)) is None:
+            _copy(buffer, self.read(offset, len(buffer)))
+            return
+        for begin in range(0, len(buffer), BLOCK_BYTES):
+            block = buffer[begin : begin + BLOCK_BYTES]
+            _copy(block, self.memory[offset + begin : offset + begin + len(block)])
+            self._verify((offset + begin) // BLOCK_BYTES, block)
+
+    def _verify(self, number: int, block: memoryview) -> None:
+        if xxhash.xxh3_64_intdigest(block) != self._checksums[number]:
+            start = number * BLOCK_BYTES
+            raise CorruptCheckpointError(
+                f"bytes {start} to {start + len(block)} changed in memory", start=start, stop=start + len(block)
+            )
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes, without the lock of the interpreter."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 @dataclass
@@ -153,15 +188,17 @@ class _UnfinishedBlob:
 
     Attributes:
         size: its bytes.
-        memory: its memory, writable.
-        checksums: the checksum of each piece; None for one that is missing.
+        file: its file, open for writing.
+        checksums: the checksum of each block; None for one that is missing.
         owner: identifies the connection that writes it.
+        failure: the first error of a write.
     """
 
     size: int
-    memory: memoryview
+    file: FileIO
     checksums: list[int | None]
     owner: int
+    failure: Exception | None = None
 
 
 @dataclass
@@ -200,6 +237,8 @@ class HostMemory:
         """The keys of deleted objects, with the time of their deletion, oldest first."""
         self._counter = 0
         self._used = 0
+        self._buffers = threading.local()
+        """A block for each thread that receives pieces."""
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
         self._read_files()
@@ -269,49 +308,70 @@ class HostMemory:
                     f"{size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit of the "
                     "memory servers, or keep fewer steps in memory"
                 )
-            with open(path, "w+b", opener=_open_private) as file:
-                try:
-                    if size:
-                        os.posix_fallocate(file.fileno(), 0, size)
-                except OSError as error:
-                    _unlink(path)
-                    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                        raise StorageFullError(
-                            f"{size} bytes do not fit into {self.directory}: {error.strerror}; {self._used} bytes are "
-                            "used by memory servers"
-                        ) from error
-                    raise
-                memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-            self._unfinished[name] = _UnfinishedBlob(size, memory, [None] * _pieces(size), owner)
+            free = os.statvfs(path.parent)
+            if free.f_blocks and size > free.f_bavail * free.f_frsize:  # no blocks: no limit
+                raise StorageFullError(
+                    f"{size} bytes do not fit into {self.directory}: {free.f_bavail * free.f_frsize} bytes are free; "
+                    f"{self._used} bytes are used by memory servers"
+                )
+            file = open(path, "w+b", buffering=0, opener=_open_private)  # noqa: SIM115  # closed with the blob
+            file.truncate(size)
+            self._unfinished[name] = _UnfinishedBlob(size, file, [None] * _blocks(size), owner)
             self._used += size + _FILE_BYTES
         return path
 
-    def place_piece(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """Return the memory of a piece that is about to arrive.
+    def receive_piece(self, name: str, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield memory for each block of a piece, and write the block to the blob when the next one is asked for.
 
         Raises:
             StorageError: the blob is not being written, or has no such piece.
         """
+        blob = self._unfinished_blob(name)
+        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
+            raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
+        if not hasattr(self._buffers, "block"):
+            self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
+        memory: memoryview = self._buffers.block
+
+        def blocks() -> Iterator[memoryview]:
+            for begin in range(0, nbytes, BLOCK_BYTES):
+                block = memory[: min(BLOCK_BYTES, nbytes - begin)]
+                yield block
+                try:
+                    write_at(blob.file.fileno(), offset + begin, block)
+                except (OSError, ValueError, StorageFullError) as error:  # ValueError: the blob was given up meanwhile
+                    blob.failure = error
+
+        return blocks()
+
+    def add_piece(self, name: str, offset: int, checksums: Sequence[int]) -> None:
+        """Record the checksums of the blocks of a piece that `receive_piece` has written.
+
+        Raises:
+            StorageFullError: a block did not fit.
+            StorageError: the blob is not being written.
+        """
+        blob = self._unfinished_blob(name)
+        if blob.failure is not None:
+            raise blob.failure
+        first = offset // BLOCK_BYTES
+        with self._changed:
+            for number, checksum in enumerate(checksums, first):
+                blob.checksums[number] = checksum
+
+    def _unfinished_blob(self, name: str) -> _UnfinishedBlob:
         with self._changed:
             blob = self._unfinished.get(name)
         if blob is None:
             raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
-        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
-            raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
-        return blob.memory[offset : offset + nbytes]
-
-    def set_checksum(self, name: str, offset: int, checksum: int) -> None:
-        """Record the checksum of a piece that has arrived."""
-        with self._changed:
-            if (blob := self._unfinished.get(name)) is not None:
-                blob.checksums[offset // PIECE_BYTES] = checksum
+        return blob
 
     def finish_blob(self, name: str, checksums: Sequence[int] | None) -> None:
         """Make a blob visible.
 
         Args:
             name: the blob.
-            checksums: the checksum of each piece, if a process of this host has written the file; None if the pieces
+            checksums: the checksum of each block, if a process of this host has written the file; None if the pieces
                 were sent.
 
         Raises:
@@ -320,17 +380,17 @@ class HostMemory:
         with self._changed:
             if name in self._blobs:
                 return  # a repeated request
-            blob = self._unfinished.get(name)
-            if blob is None:
-                raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
+            blob = self._unfinished_blob(name)
             stated = blob.checksums if checksums is None else checksums
             known = [checksum for checksum in stated if checksum is not None]
-            if len(known) != _pieces(blob.size):
-                raise StorageError(f"blob {name} lacks {_pieces(blob.size) - len(known)} of its pieces")
+            if len(known) != _blocks(blob.size):
+                raise StorageError(f"blob {name} lacks {_blocks(blob.size) - len(known)} of its blocks")
             path = self.directory / "blobs" / name
             _write_file(path.with_suffix(".json"), json.dumps({"size": blob.size, "checksums": known}).encode())
-            self._blobs[name] = Blob(blob.memory.toreadonly(), known)
+            memory = mmap.mmap(blob.file.fileno(), blob.size, prot=mmap.PROT_READ) if blob.size else b""
+            self._blobs[name] = Blob(memoryview(memory), known)
             del self._unfinished[name]
+            blob.file.close()
 
     def abort_blobs(self, owner: int) -> None:
         """Remove the unfinished blobs of a connection that has ended."""
@@ -346,6 +406,7 @@ class HostMemory:
 
     def _discard(self, name: str) -> None:
         blob = self._unfinished.pop(name)
+        blob.file.close()
         self._used -= blob.size + _FILE_BYTES
         _unlink(self.directory / "blobs" / name)
 
@@ -363,13 +424,17 @@ class HostMemory:
 
     def drop(self, names: Iterable[str]) -> None:
         """Free blobs. Missing ones are no error. Running reads of them can end."""
-        with self._changed:
-            for name in names:
+        for name in names:
+            with self._changed:
                 blob = self._blobs.pop(check_blob_name(name), None)
-                if blob is not None:
-                    self._used -= len(blob.memory) + _FILE_BYTES
-                    path = self.directory / "blobs" / name
-                    _unlink(path.with_suffix(".json"), path)
+            if blob is None:
+                continue
+            path = self.directory / "blobs" / name
+            _unlink(path.with_suffix(".json"), path)
+            nbytes = len(blob.memory) + _FILE_BYTES
+            del blob  # unless it is being read, its memory is free now
+            with self._changed:
+                self._used -= nbytes
 
     def keep_only(self, names: Iterable[str]) -> int:
         """Free all complete blobs that are not among `names`. Return their number."""
@@ -503,8 +568,8 @@ class HostMemory:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _pieces(size: int) -> int:
-    return -(-size // PIECE_BYTES)
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
 
 
 def _entry_bytes(entry: Entry) -> int:
@@ -513,6 +578,22 @@ def _entry_bytes(entry: Entry) -> int:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)
+
+
+def write_at(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write to a file in a memory file system. A mapping takes twice the time: its pages are cleared before.
+
+    Raises:
+        StorageFullError: the file system is full.
+    """
+    while len(data):
+        try:
+            written = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise StorageFullError(f"the memory file system of this host is full: {error.strerror}") from error
+            raise
+        offset, data = offset + written, data[written:]
 
 
 def _unlink(*paths: Path) -> None:

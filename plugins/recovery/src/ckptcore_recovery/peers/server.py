@@ -17,10 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, SaveLostError, StorageError
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
@@ -116,7 +117,7 @@ class MemoryServer:
             accepted.close() if connection is None else connection.close()
 
     def _serve_request(self, number: int, connection: Connection) -> None:
-        header, payload = connection.receive(partial(self._place, number))
+        header, payload = connection.receive(self._place)
         try:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
@@ -131,14 +132,14 @@ class MemoryServer:
             answer, data = error_header(error), _NO_PAYLOAD
         connection.send(answer, data)
 
-    def _place(self, number: int, header: Header, nbytes: int) -> memoryview:
-        """Return the memory for a payload: that of its blob, so that pieces are not copied."""
+    def _place(self, header: Header, nbytes: int) -> Iterator[memoryview] | None:
+        """Write pieces to their blob while they arrive."""
         if header.get("op") == "piece" and header.get("epoch") == self.memory.epoch:
             try:
-                return self.memory.place_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
+                return self.memory.receive_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
             except (StorageError, KeyError, TypeError):
                 pass  # received elsewhere, and refused
-        return memoryview(bytearray(nbytes))
+        return None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -182,13 +183,16 @@ class MemoryServer:
     def piece(self, header: Header, payload: memoryview) -> Answer:
         """Record a piece of a blob, which is in its place already."""
         name, offset = str(header["blob"]), _integer(header, "offset")
-        self.memory.place_piece(name, offset, len(payload))  # raises if it was not placed
-        self.memory.set_checksum(name, offset, header["checksum"])
+        if len(payload):
+            self.memory.receive_piece(name, offset, len(payload))  # raises the error for which it was not placed
+            raise StorageError(f"a piece of blob {name[:80]} arrived before the blob was begun")
+        self.memory.add_piece(name, offset, header["checksums"])
         return {}, _NO_PAYLOAD
 
     def finish(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.finish_blob`."""
-        self.memory.finish_blob(header["blob"], header.get("checksums"))
+        checksums = np.frombuffer(payload, "<u8").tolist() if len(payload) else None
+        self.memory.finish_blob(header["blob"], checksums)
         return {}, _NO_PAYLOAD
 
     def abort(self, header: Header, payload: memoryview) -> Answer:
@@ -197,10 +201,13 @@ class MemoryServer:
         return {}, _NO_PAYLOAD
 
     def read(self, header: Header, payload: memoryview) -> Answer:
-        """Return bytes of a blob, verified."""
+        """Return bytes of a blob. Those of whole blocks have the checksums with which they were written."""
         blob = self.memory.blob(str(header["blob"]))
+        offset, nbytes = _integer(header, "offset"), min(_integer(header, "nbytes"), PIECE_BYTES)
         try:
-            return {}, blob.read(_integer(header, "offset"), min(_integer(header, "nbytes"), PIECE_BYTES))
+            if (checksums := blob.checksums(offset, nbytes)) is not None:
+                return {"checksums": checksums}, blob.memory[offset : offset + nbytes]
+            return {}, blob.read(offset, nbytes)
         except CorruptCheckpointError as error:
             return {"corrupt": str(error)}, _NO_PAYLOAD
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from ckptcore.errors import ObjectNotFoundError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Blob, Entry
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Header
+from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.starting import LocalServer, find_server
 from ckptcore_recovery.peers.views import Member, View
 
@@ -101,24 +103,41 @@ class Session:
         """Map a blob in the memory of this host; None if it is not there. It exists as long as the result."""
         return None if self.local is None else Blob.open(self.local.directory, name)
 
-    def send_blob(self, member: Member, name: str, memory: memoryview) -> None:
-        """Send a blob to another member.
+    def begin_blob(self, member: Member, name: str, size: int) -> str:
+        """Reserve memory for a blob on a member. Return its file, for processes of the same host.
 
         Raises:
             StorageFullError: it does not fit there.
             StorageError: the member failed.
         """
-        server, epoch = self.server(member), self.view.epoch
-        server.call({"op": "begin", "epoch": epoch, "blob": name, "size": len(memory)})
-        try:
-            for offset in range(0, len(memory), PIECE_BYTES):
-                piece = memory[offset : offset + PIECE_BYTES]
-                self.pace.wait(len(piece))
-                server.call({"op": "piece", "epoch": epoch, "blob": name, "offset": offset}, piece)
-            server.call({"op": "finish", "epoch": epoch, "blob": name})
-        except BaseException:
-            self.try_to_call(member, {"op": "abort", "blob": name})
-            raise
+        answer, _ = self.server(member).call({"op": "begin", "epoch": self.view.epoch, "blob": name, "size": size})
+        return str(answer["path"])
+
+    def send_piece(self, member: Member, name: str, offset: int, piece: memoryview, checksums: Sequence[int]) -> None:
+        """Send a piece of a blob to another member.
+
+        Args:
+            member: the member.
+            name: the blob.
+            offset: a multiple of `PIECE_BYTES`.
+            piece: `PIECE_BYTES`, or the rest of the blob.
+            checksums: the checksums of its blocks.
+
+        Raises:
+            StorageError: the member failed.
+        """
+        self.pace.wait(len(piece))
+        header = {"op": "piece", "epoch": self.view.epoch, "blob": name, "offset": offset, "checksums": checksums}
+        self.server(member).call(header, piece)
+
+    def finish_blob(self, member: Member, name: str, checksums: Sequence[int] | None = None) -> None:
+        """Make a blob visible on a member. See `HostMemory.finish_blob`.
+
+        Raises:
+            StorageError: the member failed.
+        """
+        packed = b"" if checksums is None else np.array(checksums, "<u8").tobytes()
+        self.server(member).call({"op": "finish", "epoch": self.view.epoch, "blob": name}, packed)
 
     def drop_blob(self, entry: Entry) -> None:
         """Free the memory of a blob that no object refers to any more. Members that do not answer keep it for now."""

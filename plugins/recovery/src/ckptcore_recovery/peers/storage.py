@@ -6,15 +6,14 @@ in the memory of the host that writes them, with copies on other hosts; their en
 
 from __future__ import annotations
 
-import mmap
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 from urllib.parse import unquote
-
-import numpy as np
-import xxhash
 
 from ckptcore.errors import (
     CorruptCheckpointError,
@@ -35,14 +34,17 @@ from ckptcore.protocols import (
     StorageCapabilities,
     StorageOptions,
 )
-from ckptcore_recovery.peers.host_memory import Blob, Entry
-from ckptcore_recovery.peers.messages import PIECE_BYTES
+from ckptcore_recovery.peers.host_memory import Blob, Entry, write_at
+from ckptcore_recovery.peers.messages import PIECE_BYTES, PayloadError, blocks_of, checksums_of
 from ckptcore_recovery.peers.session import INLINE_BYTES, Session, session_of
 from ckptcore_recovery.peers.views import Member
 
 logger = logger_named("ckptcore.recovery")
 
 SCHEME: Final = "peers"
+
+_FETCHES: Final = 4
+"""The number of pieces of a blob that are fetched at a time."""
 
 
 def open_storage(url: str, options: StorageOptions) -> PeerStorage:
@@ -61,7 +63,7 @@ def open_storage(url: str, options: StorageOptions) -> PeerStorage:
 class PeerStorage(StorageBackend):
     """The objects below a prefix in the memory of a job. Thread-safe."""
 
-    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, concurrency=8)
+    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, concurrency=8, part_bytes=PIECE_BYTES)
 
     def __init__(self, job: str, prefix: str, session: Session | None = None) -> None:
         """Open a directory.
@@ -197,19 +199,19 @@ def write_local_blob(session: Session, name: str, size: int, source: BlobReader)
         StorageError: the server of this host failed.
     """
     assert session.local is not None
-    server = session.server(session.view.by_id[session.local.id])
-    epoch = session.view.epoch
-    answer, _ = server.call({"op": "begin", "epoch": epoch, "blob": name, "size": size})
-    with open(answer["path"], "r+b") as file:
-        memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-    source.get_into([(0, memory)])
-    server.call({"op": "finish", "epoch": epoch, "blob": name, "checksums": checksums_of(memory)})
+    member = session.view.by_id[session.local.id]
+    path = session.begin_blob(member, name, size)
+    with open(path, "r+b", buffering=0) as file:
 
+        def fetch(offset: int) -> list[int]:
+            piece = memoryview(bytearray(min(PIECE_BYTES, size - offset)))
+            source.get_into([(offset, piece)])
+            write_at(file.fileno(), offset, piece)
+            return checksums_of(piece)
 
-def checksums_of(memory: memoryview) -> list[int]:
-    """Return the checksum of each piece of a blob."""
-    pieces = range(0, len(memory), PIECE_BYTES)
-    return [xxhash.xxh3_64_intdigest(memory[offset : offset + PIECE_BYTES]) for offset in pieces]
+        with ThreadPoolExecutor(_FETCHES) as threads:
+            checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, size, PIECE_BYTES))))
+    session.finish_blob(member, name, checksums)
 
 
 def _replace(session: Session, key: str, entry: Entry, condition: PutCondition | None) -> str:
@@ -293,25 +295,31 @@ class BlobReader:
     def _read_from(self, member: Member, offset: int, buffer: memoryview) -> bool:
         """Read from one member. Return False if it does not have the blob."""
         if self._local is not None and self._session.is_local(member):
-            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(self._local.read(offset, len(buffer)), np.uint8))
+            self._local.read_into(offset, buffer)
             return True
         self._session.pace.wait(len(buffer))
         request = {"op": "read", "blob": self._entry.blob, "offset": offset, "nbytes": len(buffer)}
 
-        def place(header: object, nbytes: int) -> memoryview:
-            return buffer if nbytes == len(buffer) else memoryview(bytearray(nbytes))
+        placed = False
+
+        def place(header: object, nbytes: int) -> list[memoryview] | None:
+            nonlocal placed
+            placed = nbytes == len(buffer)
+            return blocks_of(buffer) if placed else None
 
         try:
-            answer, data = self._session.server(member).call(request, place=place)
+            answer, _ = self._session.server(member).call(request, place=place)
         except ObjectNotFoundError:
             return False
+        except PayloadError as error:
+            raise CorruptCheckpointError(str(error)) from error
         if "corrupt" in answer:
             raise CorruptCheckpointError(str(answer["corrupt"]))
-        return len(data) == len(buffer)
+        return placed
 
 
 class _BlobWriter:
-    """Writes a blob into the memory of this host, and sends copies to other hosts when it is complete. Thread-safe."""
+    """Writes a blob into the memory of this host, and sends each piece to the other hosts at once. Thread-safe."""
 
     def __init__(self, session: Session, key: str, size: int, condition: PutCondition | None) -> None:
         self._session = session
@@ -321,17 +329,25 @@ class _BlobWriter:
         self._name = os.urandom(16).hex()
         self._lock = threading.Lock()
         self._written = 0
+        self._checksums: dict[int, list[int]] = {}
+        """The checksums of the pieces that were written whole, and sent, by offset."""
         self._is_finished = False
         self._is_sent = False
         self._holders = session.holders()
-        self._is_shared = session.is_local(self._holders[0])  # the memory of the server of this host
-        if self._is_shared:
-            begin = {"op": "begin", "epoch": session.view.epoch, "blob": self._name, "size": size}
-            answer, _ = session.server(self._holders[0]).call(begin)
-            with open(answer["path"], "r+b") as file:
-                self._memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-        else:
-            self._memory = memoryview(bytearray(size))
+        self._others = [member for member in self._holders if not session.is_local(member)]
+        self._descriptor: int | None = None
+        self._memory = bytearray()
+        try:
+            for member in self._holders:
+                path = session.begin_blob(member, self._name, size)
+                if session.is_local(member):  # the memory of the server of this host
+                    self._descriptor = os.open(path, os.O_RDWR)
+                    self._close = weakref.finalize(self, os.close, self._descriptor)
+        except BaseException:
+            self.abort()
+            raise
+        if self._descriptor is None:
+            self._memory = bytearray(size)
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """See `ObjectWriter`."""
@@ -340,17 +356,30 @@ class _BlobWriter:
             raise ValueError(f"cannot write bytes {offset} to {stop} of {self._key!r}: its size is {self._size} bytes")
         if self._is_finished:
             raise ValueError(f"{self._key!r} is complete or was aborted; nothing more can be written")
-        if len(data):
-            np.copyto(np.frombuffer(self._memory, np.uint8)[offset:stop], np.frombuffer(data, np.uint8))
+        view = memoryview(data)
+        if self._descriptor is None:
+            self._memory[offset:stop] = view
+        else:
+            write_at(self._descriptor, offset, view)
+        if offset % PIECE_BYTES == 0 and (stop % PIECE_BYTES == 0 or stop == self._size):
+            for begin in range(0, len(view), PIECE_BYTES):
+                self._send(offset + begin, view[begin : begin + PIECE_BYTES])
         with self._lock:
             self._written += len(data)
+
+    def _send(self, offset: int, piece: memoryview) -> None:
+        """Send a piece to the other hosts. Several threads send several pieces, on connections of their own."""
+        checksums = checksums_of(piece)
+        for member in self._others:
+            self._session.send_piece(member, self._name, offset, piece, checksums)
+        self._checksums[offset] = checksums
 
     def finish(self) -> None:
         """See `ObjectWriter`."""
         self.complete()
 
     def complete(self) -> str:
-        """Send the copies, and make the object visible. Return its tag."""
+        """Complete the copies, and make the object visible. Return its tag."""
         if self._is_finished:
             raise ValueError(f"{self._key!r} is complete or was aborted already")
         if self._written != self._size:
@@ -358,33 +387,47 @@ class _BlobWriter:
                 f"cannot complete {self._key!r}: expected {self._size} bytes, found {self._written} written"
             )
         if not self._is_sent:  # a retry after a condition failed sends nothing again
-            self._send()
+            self._complete_copies()
             self._is_sent = True
         entry = Entry(0, self._size, None, self._name, tuple([member.id for member in self._holders]))
         tag = _replace(self._session, self._key, entry, self._condition)
         self._is_finished = True
-        self._memory = memoryview(b"")
+        self._release()
         return tag
 
-    def _send(self) -> None:
-        session, memory = self._session, self._memory
-        checksums = checksums_of(memory)
+    def _complete_copies(self) -> None:
+        offsets = range(0, self._size, PIECE_BYTES)
+        for offset in offsets:
+            if offset not in self._checksums:  # it was written in parts
+                self._send(offset, self._written_piece(offset))
+        checksums = list(itertools.chain.from_iterable([self._checksums[offset] for offset in offsets]))
         for member in self._holders:
-            if self._is_shared and session.is_local(member):
-                header = {"op": "finish", "epoch": session.view.epoch, "blob": self._name, "checksums": checksums}
-                session.server(member).call(header)
-            else:
-                session.send_blob(member, self._name, memory)
+            is_local = self._session.is_local(member)
+            self._session.finish_blob(member, self._name, checksums if is_local else None)
+
+    def _written_piece(self, offset: int) -> memoryview:
+        nbytes = min(PIECE_BYTES, self._size - offset)
+        if self._descriptor is None:
+            return memoryview(self._memory)[offset : offset + nbytes]
+        piece = os.pread(self._descriptor, nbytes, offset)
+        if len(piece) != nbytes:
+            raise StorageError(f"the memory of {self._key!r} was truncated: found {len(piece)} of {nbytes} bytes")
+        return memoryview(piece)
 
     def abort(self) -> None:
         """See `ObjectWriter`."""
         if not self._is_finished:
             self._is_finished = True
-            self._memory = memoryview(b"")
+            self._release()
             for member in self._holders:
                 self._session.try_to_call(member, {"op": "abort", "blob": self._name})
             holders = tuple([member.id for member in self._holders])
             self._session.drop_blob(Entry(0, blob=self._name, holders=holders))
+
+    def _release(self) -> None:
+        self._memory = bytearray()
+        if self._descriptor is not None:
+            self._close()
 
 
 class _WriterOfUnknownSize:
