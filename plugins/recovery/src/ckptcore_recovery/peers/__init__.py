@@ -10,6 +10,18 @@ server          the memory server of a host; `host_memory` is what it holds, and
 messages        frames on an authenticated connection
 """
 
-from ckptcore_recovery.peers.peer_memory import PeerMemory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptcore_recovery.peers.peer_memory import PeerMemory
 
 __all__ = ["PeerMemory"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `PeerMemory` at its first use: the server of a spare host, which jobs wait for, needs none of it."""
+    if name != "PeerMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ckptcore_recovery.peers.peer_memory import PeerMemory
+
+    return PeerMemory

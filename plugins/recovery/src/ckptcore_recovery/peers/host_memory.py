@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-import numpy as np
 import xxhash
 
 from ckptcore.errors import (
@@ -34,9 +33,10 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from ckptcore.model import BLOCK_BYTES
-from ckptcore.model.tree import JSON
-from ckptcore_recovery.peers.messages import PIECE_BYTES
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
+
+if TYPE_CHECKING:
+    from ckptcore.model.tree import JSON  # the server starts faster without NumPy
 
 _BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _PENDING_SECONDS: Final = 10.0
@@ -151,35 +151,21 @@ class Blob:
         stop = min(offset + nbytes, len(self.memory))
         for number in range(offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if not self._verified[number]:
-                self._verify(number, self.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+                self.verify(number, self.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
                 self._verified[number] = 1
         return self.memory[offset : max(offset, stop)]
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Copy bytes of the blob into a buffer, and verify the copy, which is in the cache of the processor.
+    def verify(self, number: int, block: memoryview) -> None:
+        """Compare a block, or a copy of it, with its checksum.
 
         Raises:
             CorruptCheckpointError: see `read`.
         """
-        if self.checksums(offset, len(buffer)) is None:
-            _copy(buffer, self.read(offset, len(buffer)))
-            return
-        for begin in range(0, len(buffer), BLOCK_BYTES):
-            block = buffer[begin : begin + BLOCK_BYTES]
-            _copy(block, self.memory[offset + begin : offset + begin + len(block)])
-            self._verify((offset + begin) // BLOCK_BYTES, block)
-
-    def _verify(self, number: int, block: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(block) != self._checksums[number]:
             start = number * BLOCK_BYTES
             raise CorruptCheckpointError(
                 f"bytes {start} to {start + len(block)} changed in memory", start=start, stop=start + len(block)
             )
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes, without the lock of the interpreter."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 @dataclass

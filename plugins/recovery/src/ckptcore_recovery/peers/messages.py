@@ -29,12 +29,14 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from ckptcore.model import BLOCK_BYTES
 
 Header: TypeAlias = Mapping[str, Any]
 
 PIECE_BYTES: Final = 1 << 22
 """The maximum bytes of a payload. Objects are sent in pieces of this size."""
+
+BLOCK_BYTES: Final = 1 << 20
+"""The bytes that a checksum covers."""
 
 _HEADER_BYTES: Final = 1 << 20
 _NONCE_BYTES: Final = 32

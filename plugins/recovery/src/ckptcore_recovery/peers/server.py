@@ -14,14 +14,13 @@ import os
 import secrets
 import shutil
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
-
-import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, SaveLostError, StorageError
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
@@ -191,7 +190,7 @@ class MemoryServer:
 
     def finish(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.finish_blob`."""
-        checksums = np.frombuffer(payload, "<u8").tolist() if len(payload) else None
+        checksums = [checksum for (checksum,) in struct.iter_unpack("<Q", payload)] if len(payload) else None
         self.memory.finish_blob(header["blob"], checksums)
         return {}, _NO_PAYLOAD
 

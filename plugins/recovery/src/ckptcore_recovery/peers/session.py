@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from ckptcore.errors import ObjectNotFoundError, StorageError
 from ckptcore.events import logger_named
@@ -136,7 +135,7 @@ class Session:
         Raises:
             StorageError: the member failed.
         """
-        packed = b"" if checksums is None else np.array(checksums, "<u8").tobytes()
+        packed = b"" if checksums is None else struct.pack(f"<{len(checksums)}Q", *checksums)
         self.server(member).call({"op": "finish", "epoch": self.view.epoch, "blob": name}, packed)
 
     def drop_blob(self, entry: Entry) -> None:

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 from urllib.parse import unquote
 
+import numpy as np
+
 from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
@@ -35,7 +37,7 @@ from ckptcore.protocols import (
     StorageOptions,
 )
 from ckptcore_recovery.peers.host_memory import Blob, Entry, write_at
-from ckptcore_recovery.peers.messages import PIECE_BYTES, PayloadError, blocks_of, checksums_of
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES, PayloadError, blocks_of, checksums_of
 from ckptcore_recovery.peers.session import INLINE_BYTES, Session, session_of
 from ckptcore_recovery.peers.views import Member
 
@@ -214,6 +216,22 @@ def write_local_blob(session: Session, name: str, size: int, source: BlobReader)
     session.finish_blob(member, name, checksums)
 
 
+def _read_local(blob: Blob, offset: int, buffer: memoryview) -> None:
+    """Copy bytes of a blob of this host, and verify the copy, which is in the cache of the processor."""
+    if blob.checksums(offset, len(buffer)) is None:
+        _copy(buffer, blob.read(offset, len(buffer)))
+        return
+    for begin in range(0, len(buffer), BLOCK_BYTES):
+        block = buffer[begin : begin + BLOCK_BYTES]
+        _copy(block, blob.memory[offset + begin : offset + begin + len(block)])
+        blob.verify((offset + begin) // BLOCK_BYTES, block)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes, without the lock of the interpreter."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def _replace(session: Session, key: str, entry: Entry, condition: PutCondition | None) -> str:
     """Store an entry, and free the blob of the replaced one. Return its tag."""
     wanted = None if condition is None else "" if isinstance(condition, IfAbsent) else condition.tag or "no tag"
@@ -295,7 +313,7 @@ class BlobReader:
     def _read_from(self, member: Member, offset: int, buffer: memoryview) -> bool:
         """Read from one member. Return False if it does not have the blob."""
         if self._local is not None and self._session.is_local(member):
-            self._local.read_into(offset, buffer)
+            _read_local(self._local, offset, buffer)
             return True
         self._session.pace.wait(len(buffer))
         request = {"op": "read", "blob": self._entry.blob, "offset": offset, "nbytes": len(buffer)}
