@@ -151,22 +151,17 @@ def test_a_server_without_the_token_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", "x" * 32, "0" * 31, "0" * 33, "..", 5, None])
-@pytest.mark.parametrize("operation", ["begin", "finish", "drop", "read", "keep", "piece"])
+@pytest.mark.parametrize("operation", ["begin", "finish", "drop", "read", "piece"])
 def test_names_of_blobs_are_no_paths(
     session: Session, server: LocalServer, operation: str, name: object, tmp_path: Path
 ) -> None:
     before = sorted(server.directory.rglob("*"))
     header = {
-        "op": operation, "epoch": session.view.epoch, "blob": name, "blobs": [name], "size": 1, "offset": 0,
+        "op": operation, "epoch": session.view.epoch, "blob": name, "blobs": [name], "key": "k", "size": 1, "offset": 0,
         "nbytes": 1,
     }  # fmt: skip
-    with connect(server) as connections:
-        try:
-            connections.call(header)
-        except CheckpointError:
-            pass
-        else:
-            assert operation == "keep", "only that keeps nothing of this name"
+    with connect(server) as connections, pytest.raises(CheckpointError):
+        connections.call(header)
     assert sorted(server.directory.rglob("*")) == before
 
 
@@ -174,7 +169,7 @@ def test_names_of_blobs_are_no_paths(
 def test_sizes_are_checked(session: Session, server: LocalServer, size: object) -> None:
     with connect(server) as connections:
         with pytest.raises(CheckpointError):
-            connections.call({"op": "begin", "epoch": session.view.epoch, "blob": "0" * 32, "size": size})
+            connections.call({"op": "begin", "epoch": session.view.epoch, "blob": "0" * 32, "key": "k", "size": size})
         status, _ = connections.call({"op": "status"})
     assert status["used"] < 1 << 20
 
@@ -183,7 +178,7 @@ def test_sizes_are_checked(session: Session, server: LocalServer, size: object) 
 def test_pieces_stay_in_their_blob(session: Session, server: LocalServer, offset: object) -> None:
     epoch = session.view.epoch
     with connect(server) as connections:
-        connections.call({"op": "begin", "epoch": epoch, "blob": "0" * 32, "size": 100})
+        connections.call({"op": "begin", "epoch": epoch, "blob": "0" * 32, "key": "k", "size": 100})
         with pytest.raises(CheckpointError):
             connections.call({"op": "piece", "epoch": epoch, "blob": "0" * 32, "offset": offset}, b"a" * 100)
         with pytest.raises(StorageError, match="lacks"):
@@ -194,8 +189,10 @@ def test_pieces_stay_in_their_blob(session: Session, server: LocalServer, offset
     "header",
     [
         {"op": "no such"}, {}, {"op": "apply"}, {"op": "apply", "entry": [1]}, {"op": "apply", "entry": "x"},
-        {"op": "install", "view": {}}, {"op": "load", "is_first": False}, {"op": "find"}, {"op": "keys"},
-        {"op": "fence", "epoch": "x"}, {"op": "fence", "epoch": 0}, {"op": "reserve", "key": "k"},
+        {"op": "prepare"}, {"op": "load"}, {"op": "find"}, {"op": "sizes"}, {"op": "hand_over"}, {"op": "decided"},
+        {"op": "fence", "epoch": "x"}, {"op": "fence", "epoch": 0}, {"op": "reserve", "key": "k"}, {"op": "delete"},
+        {"op": "spread"}, {"op": "spread", "request": {"op": "drop"}}, {"op": "spread", "request": {"op": "sizes"}},
+        {"op": "spread", "request": {"op": "delete", "epoch": 1}, "first": 0, "count": 9},
     ],
     ids=str,
 )  # fmt: skip
@@ -209,7 +206,7 @@ def test_an_old_incarnation_and_a_future_one_are_refused(session: Session, serve
     with connect(server) as connections:
         for epoch in (session.view.epoch - 1, session.view.epoch + 1):
             with pytest.raises(SaveLostError):
-                connections.call({"op": "begin", "epoch": epoch, "blob": "0" * 32, "size": 1})
+                connections.call({"op": "begin", "epoch": epoch, "blob": "0" * 32, "key": "k", "size": 1})
 
 
 @pytest.mark.parametrize("job", ["..", "a/b", "", "/tmp", ".hidden", "a b", "x" * 101, "nul\0"])

@@ -1,11 +1,13 @@
 """Steps in the memory of a job's hosts, with copies on other hosts.
 
 peer_memory     `PeerMemory`: saves steps to memory, in front of a directory
-storage         the memory of a job as a storage; its readers and writers
+storage         the memory of a job as a storage
+blobs           readers and writers of large objects; `fragments` has the erasure code
 joining         how a job takes over the memory that its previous incarnation left
-copies          makes copies again whose hosts were lost
+copies          makes copies and fragments again whose hosts were lost
+spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
-views           the members of a job's memory, and which of them hold copies
+views           the members of a job's memory, and which of them hold entries and blobs
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
 messages        frames on an authenticated connection
 """
@@ -13,15 +15,20 @@ messages        frames on an authenticated connection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptcore_recovery.peers.fragments import ErasureCode
     from ckptcore_recovery.peers.peer_memory import PeerMemory
 
-__all__ = ["PeerMemory"]
+__all__ = ["ErasureCode", "PeerMemory"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `PeerMemory` at its first use: the server of a spare host, which jobs wait for, needs none of it."""
-    if name != "PeerMemory":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ckptcore_recovery.peers.peer_memory import PeerMemory
+    """Import names at their first use: the server of a spare host, which jobs wait for, needs none of it."""
+    if name == "ErasureCode":
+        from ckptcore_recovery.peers.fragments import ErasureCode
 
-    return PeerMemory
+        return ErasureCode
+    if name == "PeerMemory":
+        from ckptcore_recovery.peers.peer_memory import PeerMemory
+
+        return PeerMemory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,92 +1,121 @@
-"""Copies of blobs whose holders were lost are made again when a job starts, so that it can lose as many hosts again."""
+"""Copies and fragments whose holders were lost are made again when a job starts, so that it can lose as many again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ckptcore.errors import CheckpointError, ConditionFailedError
+from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
+from ckptcore_recovery.peers.blobs import fetch_blob
+from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.session import Session
-from ckptcore_recovery.peers.storage import BlobReader, write_local_blob
+from ckptcore_recovery.peers.views import View
 
 logger = logger_named("ckptcore.recovery")
 
 
-def restore_copies(session: Session, agreement: Agreement, *, is_first: bool) -> None:
-    """Copy each blob that has too few holders to other hosts. Called on every rank, before anything is written.
+class Repair(NamedTuple):
+    """A blob that a member has to make again.
 
-    The process that acts for a host fetches the blobs that the host is to hold, so hosts work at the same time.
+    Attributes:
+        member_id: the member.
+        place: its place among the holders.
+    """
+
+    member_id: str
+    place: int
+
+
+def restore_copies(session: Session, agreement: Agreement, *, acts: bool) -> None:
+    """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
+
+    The process that acts for a host looks for what the objects that its server decides about lack. Then each fetches
+    what its host is to hold, so hosts work at the same time. What the leader gathers and sends grows with what was
+    lost, not with the job.
 
     Args:
         session: the session of this process.
         agreement: an exchange between the processes of the job.
-        is_first: True in the process that acts for its host.
+        acts: True in the process that acts for its host.
     """
-    plan: Any = agreement.lead("missing copies", lambda: _plan(session))
-    with agreement.stage("copies") as stage:
-        stage.payload = _fetch(session, plan) if is_first and plan else {}
-    fetched = stage.payloads
-    with agreement.stage("holders"):
-        if agreement.rank == 0:
-            _record(session, fetched)
+    with agreement.stage("missing") as stage:
+        stage.payload = _missing(session) if acts else {}
+    missing: Any = agreement.lead("copies", lambda: merge_plans(stage.payloads or [stage.payload]))
+    with agreement.stage("fetched"):
+        if acts and session.local is not None:
+            for key, place in missing.get(session.local.id, ()):
+                _fetch(session, str(key), int(place))
 
 
-def _plan(session: Session) -> JSON:
-    """Return the keys whose blobs each member has to fetch, by the id of the member."""
-    view = session.view
-    plan: dict[str, JSON] = {}
-    for key in session.keys(""):
-        entry = session.find(key)
-        holders = [view.by_id[name] for name in entry.holders if name in view.by_id]
-        if not entry.blob or not holders:
-            continue  # a lost object: a load reports it
-        writers = [member.id for member in holders if not member.is_reader]
-        wanted = view.holders(writers[0] if writers else None)
-        missing = len(wanted) - len(holders)
-        domains = {member.domain for member in holders}
-        for name in wanted:
-            member = view.by_id[name]
-            if missing > 0 and name not in entry.holders and member.domain not in domains:
-                keys = plan.setdefault(name, [])
-                assert isinstance(keys, list)
-                keys.append(key)
-                domains.add(member.domain)
-                missing -= 1
-    return plan
-
-
-def _fetch(session: Session, plan: Mapping[str, Sequence[str]]) -> dict[str, JSON]:
-    """Fetch the blobs of this host. Return the keys that were fetched, with the versions of their entries."""
+def _missing(session: Session) -> dict[str, JSON]:
+    """Return the keys of the blobs that members have to make again, with their places, by the id of the member."""
     assert session.local is not None
-    fetched: list[JSON] = []
-    for key in plan.get(session.local.id, ()):
-        entry = session.find(key)
-        reader = BlobReader(session, "", key, entry)
-        try:
-            write_local_blob(session, entry.blob, entry.size, reader)
-        except CheckpointError as error:
-            logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
-            continue
-        fetched.append([key, entry.version])
-    return {session.local.id: fetched}
+    own = session.server(session.view.by_id[session.local.id])
+    plan: dict[str, list[JSON]] = {}
+    after = ""
+    while True:
+        _, page = own.call({"op": "decided", "after": after})
+        entries = [(str(key), Entry.decode(encoded)) for key, encoded in json.loads(bytes(page))]
+        if not entries:
+            return dict(plan)
+        after = entries[-1][0]
+        for key, entry in entries:
+            for repair in repairs(session.view, entry):
+                plan.setdefault(repair.member_id, []).append([key, repair.place])
 
 
-def _record(session: Session, fetched: Sequence[Any]) -> None:
-    """Add the hosts that fetched blobs to the holders of their entries."""
-    more: dict[str, list[str]] = {}
-    versions: dict[str, int] = {}
-    for by_member in fetched:
-        for name, keys in by_member.items():
-            for key, version in keys:
-                more.setdefault(key, []).append(name)
-                versions[key] = version
-    for key, names in more.items():
+def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
+    """On the leader, put together what all hosts found missing."""
+    merged: dict[str, list[JSON]] = {}
+    for plan in plans:
+        for name, keys in plan.items():
+            merged.setdefault(name, []).extend(keys)
+    return dict(merged)
+
+
+def repairs(view: View, entry: Entry) -> Sequence[Repair]:
+    """Return the blobs of an object that have to be made again, in failure domains that have none."""
+    live = [name for name in entry.holders if name in view.by_id]
+    if len(live) < entry.needed:
+        return ()  # the object is lost; a load reports it
+    count = len(entry.holders) if entry.needed > 1 else 1 + view.copies
+    free = [place for place, name in enumerate(entry.holders) if name not in view.by_id]
+    free += range(len(entry.holders), count)
+    writers = [name for name in live if not view.by_id[name].is_reader]
+    domains = {view.by_id[name].domain for name in live}
+    made: list[Repair] = []
+    for name in view.holders(writers[0] if writers else None):
+        if len(live) + len(made) < count and view.by_id[name].domain not in domains:
+            domains.add(view.by_id[name].domain)
+            made.append(Repair(name, free[len(made)]))
+    return made
+
+
+def _fetch(session: Session, key: str, place: int) -> None:
+    """Make a blob again on this host, and add this host to the holders of its entry."""
+    try:
         entry = session.find(key)
-        live = [name for name in entry.holders if name in session.view.by_id]
-        try:
-            session.replace(key, entry._replace(holders=(*live, *names)), str(versions[key]))
-        except ConditionFailedError:
-            logger.debug("%s was replaced meanwhile", key)
+        fetch_blob(session, key, entry, place)
+        while True:
+            try:
+                session.replace(key, _with_holder(session, entry, place), str(entry.version))
+                return
+            except ConditionFailedError:  # another host was added meanwhile
+                entry = session.find(key)
+    except ObjectNotFoundError:
+        logger.debug("%s was deleted meanwhile", key)
+    except CheckpointError as error:
+        logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
+
+
+def _with_holder(session: Session, entry: Entry, place: int) -> Entry:
+    assert session.local is not None
+    if entry.needed == 1:  # copies have no order
+        holders = [*[name for name in entry.holders if name in session.view.by_id], session.local.id]
+    else:
+        holders = [*entry.holders[:place], session.local.id, *entry.holders[place + 1 :]]
+    return entry._replace(holders=tuple(holders))

@@ -1,8 +1,8 @@
 """HostMemory: the blobs and entries that the memory server of one host holds, as files in a memory file system.
 
 A blob is a sequence of bytes with a random name; it never changes once it is complete. An entry belongs to the key of
-an object. It has the data of a small object, or names the blob of a large one and the hosts that hold it. Files survive
-the server, so that a new server on the same host continues with them.
+an object. It has the data of a small object, or names the blobs of a large one and the hosts that hold them. Files
+survive the server, so that a new server on the same host continues with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -56,9 +56,11 @@ class Entry(NamedTuple):
         version: increases with each change of the key.
         size: the bytes of the object.
         data: the object if it is small, else None.
-        blob: the name of the blob with the object; empty if `data` has it.
-        holders: the ids of the members that hold the blob.
+        blob: the name of the blobs with the object; empty if `data` has it.
+        holders: the ids of the members that hold a blob of this name.
         is_deleted: True if the object was deleted by this version.
+        needed: the number of blobs that are needed to read the object. 1: each blob is a copy of it. More: the blob of
+            each holder is a fragment of an erasure code, numbered by its place in `holders`.
     """
 
     version: int
@@ -67,11 +69,12 @@ class Entry(NamedTuple):
     blob: str = ""
     holders: tuple[str, ...] = ()
     is_deleted: bool = False
+    needed: int = 1
 
     def encode(self) -> list[JSON]:
         """Return the entry as JSON."""
         data = None if self.data is None else base64.b64encode(self.data).decode("ascii")
-        return [self.version, self.size, data, self.blob, list(self.holders), self.is_deleted]
+        return [self.version, self.size, data, self.blob, list(self.holders), self.is_deleted, self.needed]
 
     @classmethod
     def decode(cls, encoded: Any) -> Self:
@@ -81,11 +84,12 @@ class Entry(NamedTuple):
             StorageError: it is not valid.
         """
         try:
-            version, size, data, blob, holders, is_deleted = encoded
+            version, size, data, blob, holders, is_deleted, needed = encoded
             if blob:
                 check_blob_name(blob)
             content = None if data is None else base64.b64decode(data)
-            return cls(int(version), int(size), content, str(blob), tuple(map(str, holders)), bool(is_deleted))
+            names = tuple(map(str, holders))
+            return cls(int(version), int(size), content, str(blob), names, bool(is_deleted), int(needed))
         except (TypeError, ValueError) as error:
             raise StorageError(f"invalid entry of a memory server: {error}") from error
 
@@ -106,11 +110,13 @@ class Blob:
 
     Attributes:
         memory: its bytes, not verified.
+        key: the key of the object that it belongs to.
     """
 
-    def __init__(self, memory: memoryview, checksums: Sequence[int]) -> None:
+    def __init__(self, memory: memoryview, key: str, checksums: Sequence[int]) -> None:
         """Take mapped memory, and the checksum of each block of `BLOCK_BYTES`."""
         self.memory = memory
+        self.key = key
         self._checksums = checksums
         self._verified = bytearray(len(checksums))
 
@@ -131,7 +137,7 @@ class Blob:
                 memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
         except FileNotFoundError:
             return None
-        return cls(memory, stated["checksums"])
+        return cls(memory, stated["key"], stated["checksums"])
 
     def checksums(self, offset: int, nbytes: int) -> list[int] | None:
         """Return the checksums that whole blocks had when they were written; None for other ranges."""
@@ -173,6 +179,7 @@ class _UnfinishedBlob:
     """A blob that is being written.
 
     Attributes:
+        key: the key of the object that it belongs to.
         size: its bytes.
         file: its file, open for writing.
         checksums: the checksum of each block; None for one that is missing.
@@ -180,6 +187,7 @@ class _UnfinishedBlob:
         failure: the first error of a write.
     """
 
+    key: str
     size: int
     file: FileIO
     checksums: list[int | None]
@@ -277,8 +285,8 @@ class HostMemory:
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
-    def begin_blob(self, name: str, size: int, owner: int) -> Path:
-        """Reserve memory for a blob. Return its file.
+    def begin_blob(self, name: str, key: str, size: int, owner: int) -> Path:
+        """Reserve memory for a blob of an object. Return its file.
 
         Raises:
             StorageFullError: it does not fit.
@@ -302,7 +310,7 @@ class HostMemory:
                 )
             file = open(path, "w+b", buffering=0, opener=_open_private)  # noqa: SIM115  # closed with the blob
             file.truncate(size)
-            self._unfinished[name] = _UnfinishedBlob(size, file, [None] * _blocks(size), owner)
+            self._unfinished[name] = _UnfinishedBlob(key, size, file, [None] * _blocks(size), owner)
             self._used += size + _FILE_BYTES
         return path
 
@@ -372,9 +380,10 @@ class HostMemory:
             if len(known) != _blocks(blob.size):
                 raise StorageError(f"blob {name} lacks {_blocks(blob.size) - len(known)} of its blocks")
             path = self.directory / "blobs" / name
-            _write_file(path.with_suffix(".json"), json.dumps({"size": blob.size, "checksums": known}).encode())
+            described = {"size": blob.size, "key": blob.key, "checksums": known}
+            _write_file(path.with_suffix(".json"), json.dumps(described).encode())
             memory = mmap.mmap(blob.file.fileno(), blob.size, prot=mmap.PROT_READ) if blob.size else b""
-            self._blobs[name] = Blob(memoryview(memory), known)
+            self._blobs[name] = Blob(memoryview(memory), blob.key, known)
             del self._unfinished[name]
             blob.file.close()
 
@@ -422,12 +431,10 @@ class HostMemory:
             with self._changed:
                 self._used -= nbytes
 
-    def keep_only(self, names: Iterable[str]) -> int:
-        """Free all complete blobs that are not among `names`. Return their number."""
-        kept = set(names)
-        others = [name for name in list(self._blobs) if name not in kept]
-        self.drop(others)
-        return len(others)
+    def blobs(self) -> Mapping[str, str]:
+        """Return the names of all complete blobs, with the keys of their objects."""
+        with self._changed:
+            return {name: blob.key for name, blob in self._blobs.items()}
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -442,12 +449,14 @@ class HostMemory:
             raise ObjectNotFoundError(f"there is no object {key[:200]!r} in the memory of the job")
         return entry
 
-    def keys(self, below: str) -> list[str]:
-        """Return the keys of the objects that begin with `below`, sorted."""
+    def sizes(self, below: str) -> dict[str, int]:
+        """Return the sizes of the objects whose keys begin with `below`, in bytes, in the order of the keys."""
         with self._changed:
-            return sorted(
-                [key for key, entry in self._entries.items() if key.startswith(below) and not entry.is_deleted]
-            )
+            return {
+                key: entry.size
+                for key, entry in sorted(self._entries.items())
+                if key.startswith(below) and not entry.is_deleted
+            }
 
     def reserve(self, key: str, condition: str | None) -> tuple[int, Entry | None]:
         """Reserve the next version of a key, on the server that decides about conditions.
@@ -530,25 +539,24 @@ class HostMemory:
             if entry is not None and entry.is_deleted:
                 del self._entries[key]
 
-    def dump(self) -> Iterator[tuple[str, Entry]]:
-        """Yield all entries, also of deleted objects."""
+    def entries(self) -> Mapping[str, Entry]:
+        """Return all entries by key, also of deleted objects."""
         with self._changed:
-            entries: Mapping[str, Entry] = dict(self._entries)
-        return iter(sorted(entries.items()))
+            return dict(self._entries)
 
-    def clear_entries(self) -> None:
-        """Remove all entries."""
+    def merge(self, entries: Mapping[str, Entry]) -> None:
+        """Store entries that are newer than the present ones."""
+        for key, entry in entries.items():
+            present = self._entries.get(key)
+            if present is None or present.version < entry.version:
+                self.apply(key, entry)
+
+    def keep_entries(self, is_kept: Callable[[str], bool]) -> None:
+        """Remove all entries but those whose keys are kept."""
         with self._changed:
-            for key, entry in self._entries.items():
-                self._used -= _entry_bytes(entry)
+            for key in [key for key in self._entries if not is_kept(key)]:
+                self._used -= _entry_bytes(self._entries.pop(key))
                 _unlink(self._path_of(key))
-            self._entries.clear()
-            self._deleted.clear()
-
-    def blobs_of(self, holder: str) -> list[str]:
-        """Return the names of the blobs that a member should hold, by the entries."""
-        with self._changed:
-            return [entry.blob for entry in self._entries.values() if entry.blob and holder in entry.holders]
 
     def _path_of(self, key: str) -> Path:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

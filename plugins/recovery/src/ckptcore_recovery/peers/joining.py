@@ -1,32 +1,30 @@
 """A job joins its memory: its processes start the servers of their hosts, fence the previous incarnation, and agree.
 
-Copies protect against the loss of as many hosts as there are copies. A job that starts again finds the servers that are
-left: those of the hosts of its processes, and those of hosts that left the job. It takes over what they know.
+A job that starts again finds the servers that are left: those of the hosts of its processes, and those of hosts that
+left the job. They hand over their entries to the members that hold them in the new view. The leader only decides about
+the view; hosts do everything else at the same time.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, NamedTuple
 
-from ckptcore.commit.locks import OWNER
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
-from ckptcore.job.agreement import Agreement
+from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
-from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
+from ckptcore_recovery.peers.connections import Pace, ServerConnections
 from ckptcore_recovery.peers.copies import restore_copies
-from ckptcore_recovery.peers.host_memory import Entry
+from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import JOINED, Session
-from ckptcore_recovery.peers.starting import LocalServer, ensure_server
-from ckptcore_recovery.peers.views import Member, View, place_copies
+from ckptcore_recovery.peers.spreading import spread
+from ckptcore_recovery.peers.starting import ensure_server
+from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
-
-_PAGE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,8 @@ class MemoryOptions:
 
     Attributes:
         limit: the maximum bytes in memory.
-        copies: the number of copies on other hosts.
+        copies: the number of failure domains that may be lost.
+        needed: see `View.needed`.
         interface: the address on which the server of this host listens, and at which other hosts reach it.
         domain: what fails together with this host; None: the host alone.
         idle_seconds: the server ends after this time without a process of the job.
@@ -45,6 +44,7 @@ class MemoryOptions:
 
     limit: int
     copies: int = 1
+    needed: int = 1
     interface: str = "127.0.0.1"
     domain: str | None = None
     idle_seconds: float = 900.0
@@ -52,22 +52,28 @@ class MemoryOptions:
     base: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A server that a process of the job reported.
+class Report(NamedTuple):
+    """What a process reports about the server of its host, before the job has a view.
 
     Attributes:
-        member: the server.
-        epoch: the last incarnation that fenced it.
-        token: its token.
+        id, host, port, domain: see `Member`.
+        epoch: the last incarnation that fenced the server.
+        view: the incarnation whose view the server has; 0 for none.
+        token: its token, in hexadecimal digits.
     """
 
-    member: Member
+    id: str
+    host: str
+    port: int
+    domain: str
     epoch: int
-    token: bytes
+    view: int
+    token: str
 
-    def connect(self) -> ServerConnections:
-        return ServerConnections(self.member.host, self.member.port, self.token)
+    @property
+    def member(self) -> Member:
+        """The server as a member."""
+        return Member(self.id, self.host, self.port, self.domain)
 
 
 def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
@@ -76,11 +82,11 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     Args:
         job: the name of the job.
         agreement: an exchange between its processes.
-        options: the options; those of rank 0 count for `copies`.
+        options: the options; those of rank 0 count for `copies` and `needed`.
 
     Raises:
-        StorageError: the server of this host cannot be started.
-        RankFailedError: that of another host cannot be started.
+        StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
+        RankFailedError: another process failed.
     """
     start = partial(
         ensure_server,
@@ -95,151 +101,105 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
         domain = options.domain or local.id
-        stage.payload = [local.id, local.interface, local.port, domain, status["epoch"], local.token.hex()]
-    reports = stage.payloads or [stage.payload]
-    plan: Any = agreement.lead("plan", lambda: _plan(reports))
-    epoch, is_first = plan["epoch"], plan["firsts"][local.id] == agreement.rank
-    with agreement.stage("fence"), own:
-        if is_first:
-            own.call({"op": "fence", "epoch": epoch})
-    encoded: Any = agreement.lead("view", lambda: _take_over(reports, epoch, options.copies))
-    view, token = View.decode(encoded["view"]), bytes.fromhex(encoded["token"])
-    with agreement.stage("install"), own:
-        if is_first:
-            own.call({"op": "install", "view": view.encode(), "token": token.hex()})
+        report = Report(
+            local.id, local.interface, local.port, domain, status["epoch"], status["view"], local.token.hex()
+        )
+        stage.payload = list(report)
+    reports = [Report(*payload) for payload in _gathered(stage)]
+    plan: Any = agreement.lead("plan", lambda: plan_takeover(reports))
+    epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
+    fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
+    with agreement.stage("fence") as stage, own:
+        answer, _ = own.call(fence)
+        acts = answer["acts"]
+        left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
+        readers = [member for member in left if _is_fenced(member, token, fence)]
+        stage.payload = [list(member) for member in readers]
+    reached = [Member(*member) for members in _gathered(stage) for member in members]
     local = local._replace(token=token)
-    session = Session(job, local, view, token, Pace(options.bytes_per_second), start)
-    with agreement.stage("sweep"):
-        if is_first:
-            _sweep(session, local)
-    restore_copies(session, agreement, is_first=is_first)
+
+    def prepare() -> None:
+        view = make_view(epoch, reports, reached, options)
+        with Session(job, local, view, token, Pace(None), start) as leading:
+            spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
+
+    agreement.lead("view", prepare)
+    with ServerConnections(local.interface, local.port, token) as own:
+        _, encoded = own.call({"op": "view", "next": True})
+        session = Session(job, local, View.decode(bytes(encoded)), token, Pace(options.bytes_per_second), start)
+        with agreement.stage("entries"):
+            if acts:
+                own.call({"op": "hand_over", "epoch": epoch})
+            for member in readers:
+                session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
+        for operation in ("install", "sweep"):  # each begins when all hosts have done the one before
+            with agreement.stage(operation):
+                if acts:
+                    own.call({"op": operation, "epoch": epoch})
+    restore_copies(session, agreement, acts=acts)
     JOINED.join(session)
     return session
 
 
-def _reported(reports: Sequence[Any]) -> Mapping[str, _Found]:
-    """Return the servers that the processes of the job reported, by id."""
-    return {
-        name: _Found(Member(name, host, port, domain), epoch, bytes.fromhex(token))
-        for name, host, port, domain, epoch, token in reports
-    }
+def _gathered(stage: Stage) -> Sequence[Any]:
+    """Return the payloads of all processes on the leader, and only that of this process on others."""
+    return stage.payloads or [stage.payload]
 
 
-def _plan(reports: Sequence[Any]) -> JSON:
-    """Return the number of the incarnation, and for each server the rank that acts for it."""
-    firsts: dict[str, JSON] = {}
-    for rank, report in enumerate(reports):
-        firsts.setdefault(report[0], rank)
-    return {"epoch": max(found.epoch for found in _reported(reports).values()) + 1, "firsts": firsts}
+def plan_takeover(reports: Sequence[Report]) -> JSON:
+    """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job.
 
-
-def _take_over(reports: Sequence[Any], epoch: int, copies: int) -> JSON:
-    """On the leader, fence the servers of hosts that left the job, and bring the entries to their new members.
-
-    All servers of the job's hosts are fenced already.
+    The newest view is that of the last incarnation that has completed its start.
     """
-    found = _reported(reports)
-    newest = max(found.values(), key=lambda server: server.epoch)
-    with newest.connect() as server:
-        answer, _ = server.call({"op": "view"})
-    before = View.decode(answer["view"]) if answer["view"] else None
-    readers = [] if before is None else _fence_others(before, found, newest.token, epoch)
-    members = [server.member for server in found.values()]
-    placed = place_copies(members, copies)
-    if copies and len({member.domain for member in members}) <= copies:
+    newest = max(reports, key=lambda report: report.view)
+    members: list[JSON] = []
+    if newest.view:
+        with ServerConnections(newest.host, newest.port, bytes.fromhex(newest.token)) as server:
+            _, encoded = server.call({"op": "view"})
+        present = {report.id for report in reports}
+        members = [list(member) for member in View.decode(bytes(encoded)).members if member.id not in present]
+    epoch = max(report.epoch for report in reports) + 1
+    return {"epoch": epoch, "before": newest.view, "token": newest.token, "left": members}
+
+
+def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
+    """Fence a server that left the job. Return False if it is lost."""
+    try:
+        with ServerConnections(member.host, member.port, token) as server:
+            status, _ = server.call({"op": "status"})
+            if status["id"] == member.id:  # otherwise another server has its address now
+                server.call(fence)
+                return True
+    except StorageError as error:
+        logger.warning("the memory of a host that left the job is lost: %s", error)
+    return False
+
+
+def make_view(epoch: int, reports: Sequence[Report], left: Sequence[Member], options: MemoryOptions) -> View:
+    """Return the view of a new incarnation.
+
+    Args:
+        epoch: its number.
+        reports: the reports of its processes.
+        left: the servers on hosts that left the job.
+        options: the options of the leader.
+
+    Raises:
+        StorageError: the fragments of an object need more failure domains.
+    """
+    members = {report.id: report.member for report in reversed(reports)}
+    ordered = [members.pop(report.id) for report in reports if report.id in members]
+    domains, wanted = len({member.domain for member in ordered}), options.needed + options.copies
+    if domains < wanted and options.needed > 1:
+        raise StorageError(
+            f"ErasureCode(data={options.needed}, parity={options.copies}) needs {wanted} failure domains, and the job "
+            f"has hosts in {domains}. Use more hosts, pass domain= with names that differ, or use fewer fragments, or "
+            "copies="
+        )
+    if domains < wanted:
         logger.warning(
             "steps in memory have fewer than %d copies: the job has hosts in %d failure domains",
-            copies, len({member.domain for member in members}),
+            options.copies, domains,
         )  # fmt: skip
-    leading = reports[0][0]
-    view = View(epoch, [*members, *readers], copies, placed[leading])
-    entries = {} if before is None else _collect(before, found, readers, newest.token)
-    for name in view.home:
-        _load(found[name], entries, epoch)
-    return {"view": view.encode(), "token": newest.token.hex()}
-
-
-def _fence_others(before: View, found: Mapping[str, _Found], token: bytes, epoch: int) -> list[Member]:
-    """Fence the members of the previous view that no process reported. Return those that answer, as readers."""
-    readers: list[Member] = []
-    for member in before.members:
-        if member.id in found:
-            continue
-        try:
-            with ServerConnections(member.host, member.port, token) as server:
-                status, _ = server.call({"op": "status"})
-                if status["id"] != member.id:
-                    continue  # another server has its address now
-                server.call({"op": "fence", "epoch": epoch})
-        except StorageError as error:
-            logger.warning("the memory of a host that left the job is lost: %s", error)
-            continue
-        readers.append(member._replace(is_reader=True))
-    return readers
-
-
-def _collect(before: View, found: Mapping[str, _Found], readers: Sequence[Member], token: bytes) -> Mapping[str, Entry]:
-    """Return the newest entry of each key from the members of the previous view that held the entries.
-
-    Leaves out the leases of the previous owner of a directory, which is fenced.
-    """
-    reachable = {name: server.connect() for name, server in found.items()}
-    reachable.update({member.id: ServerConnections(member.host, member.port, token) for member in readers})
-    entries: dict[str, Entry] = {}
-    sources = 0
-    for name in before.home:
-        if name not in reachable:
-            continue
-        try:
-            with reachable[name] as server:
-                dumped = _dump(server)
-            for key, entry in dumped:
-                present = entries.get(key)
-                if present is None or present.version < entry.version:
-                    entries[key] = entry
-            sources += 1
-        except ServerLostError as error:
-            logger.warning("cannot read what the memory server %s knows: %s", name, error)
-    if not sources:
-        logger.warning("the steps in memory are lost: none of the %d hosts that know them is left", len(before.home))
-    return {key: entry for key, entry in entries.items() if not entry.is_deleted and not _is_lease_of_owner(key)}
-
-
-def _is_lease_of_owner(key: str) -> bool:
-    return f"/{OWNER}" in f"/{key}"
-
-
-def _dump(server: ServerConnections) -> list[tuple[str, Entry]]:
-    entries: list[tuple[str, Entry]] = []
-    while True:
-        answer, payload = server.call({"op": "dump", "after": entries[-1][0] if entries else None})
-        entries.extend([(key, Entry.decode(encoded)) for key, encoded in json.loads(bytes(payload))])
-        if not answer["more"]:
-            return entries
-
-
-def _load(server: _Found, entries: Mapping[str, Entry], epoch: int) -> None:
-    """Replace the entries of a member."""
-    page: list[JSON] = []
-    nbytes = 0
-    is_first = True
-
-    def send() -> None:
-        nonlocal page, nbytes, is_first
-        connections.call({"op": "load", "epoch": epoch, "is_first": is_first}, json.dumps(page).encode("ascii"))
-        page, nbytes, is_first = [], 0, False
-
-    with server.connect() as connections:
-        for key, entry in entries.items():
-            page.append([key, entry.encode()])
-            nbytes += len(key) * 6 + len(entry.data or b"") * 4 // 3 + 300
-            if nbytes > _PAGE_BYTES:
-                send()
-        send()
-
-
-def _sweep(session: Session, local: LocalServer) -> None:
-    """Free the blobs of this host that no object refers to: those of saves that were killed."""
-    answer, _ = session.ask_home({"op": "blobs", "holder": local.id})
-    member = session.view.by_id[local.id]
-    session.server(member).call({"op": "keep", "epoch": session.view.epoch, "blobs": answer["blobs"]})
+    readers = [member._replace(is_reader=True) for member in left]
+    return View(epoch, [*ordered, *readers], options.copies, options.needed)

@@ -17,6 +17,7 @@ from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
 from ckptcore.training.run_directory import Ownership, RunSteps
 from ckptcore.training.steps import StepDirectory
+from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import find_server
@@ -37,6 +38,7 @@ class PeerMemory:
         *,
         memory_bytes: int,
         copies: int = 1,
+        erasure_code: ErasureCode | None = None,
         upload_policy: SavePolicy,
         preservation_policy: PreservationPolicy | None = None,
         job: str | None = None,
@@ -53,6 +55,7 @@ class PeerMemory:
             memory_bytes: the maximum bytes in the memory of each host: of its own steps, of copies of other hosts,
                 and of the step that is being saved.
             copies: the number of copies on other hosts. Any so many failure domains can be lost.
+            erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
             job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
@@ -65,6 +68,9 @@ class PeerMemory:
         Raises:
             ValueError: an argument is invalid.
         """
+        needed = 1
+        if erasure_code is not None:
+            needed, copies = erasure_code.data, erasure_code.parity
         if copies < 0 or memory_bytes <= 0:
             raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
         if interface in ("", "0.0.0.0", "::"):  # refused
@@ -72,7 +78,7 @@ class PeerMemory:
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
-        self._options = MemoryOptions(memory_bytes, copies, interface, domain, idle_seconds, bytes_per_second)
+        self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
         self._near = NearTier(
             f"{SCHEME}://{self.job}/steps",
             preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,

@@ -20,18 +20,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, SaveLostError, StorageError
+from ckptcore.commit.locks import OWNER
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.model.tree import JSON
+from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header, raise_error
+from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
+from ckptcore_recovery.peers.starting import LocalServer
+from ckptcore_recovery.peers.views import View
 
 logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
-_PAGE_BYTES: Final = 1 << 21
-"""Stop to add keys or entries to a page once it has this size."""
-
 _ENDING_SECONDS: Final = 60.0
 """A server whose job has ended waits so long for another start of the job."""
 
@@ -61,15 +65,17 @@ class MemoryServer:
         self.member_id = member_id
         self._token = token
         self._idle_seconds = idle_seconds
-        self._view: Header = {}
+        self._view = _read_view(memory.directory / "view")
+        """The view of the last incarnation whose entries are here; None if there is none."""
+        self._next = _read_view(memory.directory / "next")
+        """The view of the incarnation that is starting; None if there is none."""
+        self._acting: int | None = None
+        """The rank that acts for this host while its incarnation starts."""
         self._lock = threading.Lock()
         self._connections: dict[int, Connection | None] = {}
         self._last_used = time.monotonic()
         self._is_ending = False
-        self._next = 0
-        view = memory.directory / "view.json"
-        if view.exists():
-            self._view = json.loads(view.read_bytes())
+        self._accepted = 0
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -85,8 +91,8 @@ class MemoryServer:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     accepted.close()
                     continue
-                self._next += 1
-                number = self._next
+                self._accepted += 1
+                number = self._accepted
                 self._connections[number] = None
             threading.Thread(target=self._serve_connection, args=(number, accepted), daemon=True).start()
 
@@ -117,6 +123,15 @@ class MemoryServer:
 
     def _serve_request(self, number: int, connection: Connection) -> None:
         header, payload = connection.receive(self._place)
+        connection.send(*self.answer(number, header, payload))
+
+    def answer(self, number: int, header: Header, payload: memoryview) -> Answer:
+        """Return the answer to a request.
+
+        Args:
+            number: identifies the connection.
+            header, payload: the request.
+        """
         try:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
@@ -126,10 +141,9 @@ class MemoryServer:
                     f"this process belongs to incarnation {header['epoch']} of the job; incarnation "
                     f"{self.memory.epoch} has taken over"
                 )
-            answer, data = operation(self, {**header, "connection": number}, payload)
+            return operation(self, {**header, "connection": number}, payload)
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
-            answer, data = error_header(error), _NO_PAYLOAD
-        connection.send(answer, data)
+            return error_header(error), _NO_PAYLOAD
 
     def _place(self, header: Header, nbytes: int) -> Iterator[memoryview] | None:
         """Write pieces to their blob while they arrive."""
@@ -143,31 +157,149 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation and the used memory."""
+        """Return the id, the incarnation, that of the view, and the used memory."""
         memory = self.memory
-        return {"id": self.member_id, "epoch": memory.epoch, "used": memory.used, "limit": memory.limit}, _NO_PAYLOAD
+        view = 0 if self._view is None else self._view.epoch
+        stated = {"id": self.member_id, "epoch": memory.epoch, "view": view, "used": memory.used, "limit": memory.limit}
+        return stated, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
-        """See `HostMemory.fence`."""
-        self.memory.fence(_integer(header, "epoch"))
+        """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
+
+        The server keeps its entries if it has the newest view, and takes the token of that view.
+        """
+        epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
+        token = bytes.fromhex(header["token"])
+        with self._lock:
+            if epoch != self.memory.epoch or self._acting is None:
+                self.memory.fence(epoch)
+                self._acting = rank
+                _write_private(self.memory.directory / "token", token)
+                self._token, self._is_ending = token, False
+                self._take(before)
+            return {"acts": self._acting == rank}, _NO_PAYLOAD
+
+    def _take(self, before: int) -> None:
+        """Keep what belongs to the newest view, of the incarnation `before`."""
+        if self._next is not None and self._next.epoch == before:
+            self._install()  # another server did so, and the job was killed before this one did
+        self._set_next(None)
+        if self._view is None or self._view.epoch != before:
+            self._view = None
+            (self.memory.directory / "view").unlink(missing_ok=True)
+            self.memory.keep_entries(lambda key: False)
+
+    def prepare(self, header: Header, payload: memoryview) -> Answer:
+        """Store the view of the incarnation that is starting. Entries belong to the earlier one until `install`."""
+        self._set_next(View.decode(bytes(payload)))
+        return {}, Reached().encode()
+
+    def _set_next(self, view: View | None) -> None:
+        path = self.memory.directory / "next"
+        if view is None:
+            path.unlink(missing_ok=True)
+        else:
+            _write_private(path, view.encode())
+        self._next = view
+
+    def hand_over(self, header: Header, payload: memoryview) -> Answer:
+        """Send the entries of the earlier view to the members that hold them in the next one.
+
+        The payload is the next view, for a server that left the job.
+        """
+        view = View.decode(bytes(payload)) if len(payload) else self._expect(self._next)
+        shares: dict[str, dict[str, Entry]] = {}
+        for key, entry in self.memory.entries().items():
+            if self._view is None or self.member_id not in self._view.home(key) or _is_lease_of_owner(key):
+                continue
+            for name in view.home(key):
+                if name != self.member_id:
+                    shares.setdefault(name, {})[key] = entry
+        with self._session(view) as session:
+            for name, entries in shares.items():
+                for page in _pages_of(entries):
+                    session.server(view.by_id[name]).call({"op": "load", "epoch": view.epoch}, page)
+        return {}, _NO_PAYLOAD
+
+    def load(self, header: Header, payload: memoryview) -> Answer:
+        """Store entries that another server handed over."""
+        self.memory.merge({str(key): Entry.decode(encoded) for key, encoded in json.loads(bytes(payload))})
         return {}, _NO_PAYLOAD
 
     def install(self, header: Header, payload: memoryview) -> Answer:
-        """Store the view of the job that fenced this server, and its token."""
-        view = header["view"]
-        if view["epoch"] != self.memory.epoch:
-            raise SaveLostError(f"incarnation {self.memory.epoch} of the job has fenced this server")
-        token = bytes.fromhex(header["token"])
-        _write_private(self.memory.directory / "view.json", json.dumps(view).encode())
-        _write_private(self.memory.directory / "token", token)
-        self._view, self._token, self._is_ending = view, token, False
-        if self.member_id not in view["home"]:
-            self.memory.clear_entries()  # those of an earlier incarnation
+        """Use the next view. All its members have their entries. Remove those that belong to others."""
+        if self._view is None or self._view.epoch != self.memory.epoch:
+            self._install()
         return {}, _NO_PAYLOAD
 
+    def _install(self) -> None:
+        view = self._expect(self._next)
+        os.replace(self.memory.directory / "next", self.memory.directory / "view")
+        self._view, self._next = view, None
+        self.memory.keep_entries(lambda key: self.member_id in view.home(key) and not _is_lease_of_owner(key))
+
+    def sweep(self, header: Header, payload: memoryview) -> Answer:
+        """Free the blobs that no object refers to, such as those of saves that were killed."""
+        with self._session(self._expect(self._view)) as session:
+            blobs = self.memory.blobs().items()
+            self.memory.drop([name for name, key in blobs if not self._is_used(session, name, key)])
+        return {}, _NO_PAYLOAD
+
+    def _is_used(self, session: Session, name: str, key: str) -> bool:
+        try:
+            entry = session.find(key)
+        except ObjectNotFoundError:
+            return False
+        return entry.blob == name and self.member_id in entry.holders
+
+    def decided(self, header: Header, payload: memoryview) -> Answer:
+        """Return the entries of large objects that this server decides about, a page at a time, without their data."""
+        view = self._expect(self._view)
+        after = str(header["after"])
+        entries = {
+            key: entry
+            for key, entry in sorted(self.memory.entries().items())
+            if key > after and entry.blob and view.deciding(key) == self.member_id
+        }
+        page = next(_pages_of(entries), b"[]")
+        return {}, page
+
     def view(self, header: Header, payload: memoryview) -> Answer:
-        """Return the installed view."""
-        return {"view": self._view}, _NO_PAYLOAD
+        """Return the view, or that of the incarnation that is starting."""
+        return {}, self._expect(self._next if header.get("next") else self._view).encode()
+
+    def spread(self, header: Header, payload: memoryview) -> Answer:
+        """Do what a request asks on this server, and pass it on to other members. See `spreading`."""
+        request = header["request"]
+        if request["op"] not in _SPREAD:
+            raise StorageError(f"{str(request['op'])[:80]!r} is no request to several members")
+        view = View.decode(bytes(payload)) if request["op"] == "prepare" else self._expect(self._view)
+        if view.epoch != _integer(request, "epoch"):
+            raise SaveLostError(f"this server has the view of incarnation {view.epoch} of the job")
+        part = Part(_integer(header, "first"), _integer(header, "count"))
+        if not (0 <= part.first < len(view.writers) and 0 < part.size <= len(view.writers)):
+            raise StorageError(f"there are no members {part} in a view of {len(view.writers)}")
+
+        def own(share: bytes) -> Reached:
+            answer, data = self.answer(header["connection"], request, memoryview(share))
+            raise_error(answer, self.member_id)
+            return Reached.decode(bytes(data))
+
+        with self._session(view) as session:
+            return {}, pass_on(session, request, bytes(payload), part, own).encode()
+
+    def _session(self, view: View) -> Session:
+        """Return a session of this server. Close it after its use: idle connections keep other servers from ending."""
+        member = view.by_id.get(self.member_id)
+        host, port = (member.host, member.port) if member is not None else ("", 0)
+        local = LocalServer(self.memory.directory, self.member_id, host, port, self._token)
+        return Session(self.memory.directory.name, local, view, self._token, Pace(None))
+
+    @staticmethod
+    def _expect(view: View | None) -> View:
+        if view is None:
+            raise StorageError("this memory server belongs to no incarnation of the job; start the job again")
+        return view
 
     def end(self, header: Header, payload: memoryview) -> Answer:
         """End soon after the last connection is closed: the job has ended. If it starts again, go on."""
@@ -176,7 +308,8 @@ class MemoryServer:
 
     def begin(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.begin_blob`."""
-        path = self.memory.begin_blob(header["blob"], _integer(header, "size"), header["connection"])
+        size = _integer(header, "size")
+        path = self.memory.begin_blob(header["blob"], str(header["key"]), size, header["connection"])
         return {"path": str(path)}, _NO_PAYLOAD
 
     def piece(self, header: Header, payload: memoryview) -> Answer:
@@ -215,28 +348,27 @@ class MemoryServer:
         self.memory.drop(header["blobs"])
         return {}, _NO_PAYLOAD
 
-    def keep(self, header: Header, payload: memoryview) -> Answer:
-        """See `HostMemory.keep_only`."""
-        return {"dropped": self.memory.keep_only(header["blobs"])}, _NO_PAYLOAD
-
     def find(self, header: Header, payload: memoryview) -> Answer:
         """Return the entry of a key, with the data of a small object as payload."""
         entry = self.memory.find(str(header["key"]))
         return {"entry": entry._replace(data=None).encode()}, entry.data if entry.data is not None else _NO_PAYLOAD
 
-    def keys(self, header: Header, payload: memoryview) -> Answer:
-        """Return the keys below a prefix, a page at a time."""
-        after = header.get("after")
-        page: list[str] = []
-        nbytes = 0
-        keys = self.memory.keys(str(header["below"]))
-        rest = [key for key in keys if after is None or key > after]
-        for key in rest:
-            page.append(key)
-            nbytes += len(key) * 6 + 4  # as JSON, at most
-            if nbytes > _PAGE_BYTES:
-                break
-        return {"more": len(page) < len(rest)}, json.dumps(page).encode("ascii")
+    def sizes(self, header: Header, payload: memoryview) -> Answer:
+        """Return the sizes of objects below a prefix, a page at a time: of those that this server decides about."""
+        after, lost = header["after"], header["lost"]
+        view = self._expect(self._view)
+        sizes = [
+            (key, size)
+            for key, size in self.memory.sizes(str(header["below"])).items()
+            if (after is None or key > after) and (lost is None or view.deciding(key, lost) == self.member_id)
+        ]
+        return {}, page_of(sizes).encode()
+
+    def delete(self, header: Header, payload: memoryview) -> Answer:
+        """Delete objects that this server decides about."""
+        with self._session(self._expect(self._view)) as session:
+            delete_each(session, json.loads(bytes(payload)))
+        return {}, Reached().encode()
 
     def reserve(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.reserve`."""
@@ -257,53 +389,52 @@ class MemoryServer:
         self.memory.apply(str(header["key"]), entry)
         return {}, _NO_PAYLOAD
 
-    def dump(self, header: Header, payload: memoryview) -> Answer:
-        """Return entries, a page at a time."""
-        after = header.get("after")
-        page: list[Any] = []
-        nbytes = 0
-        more = False
-        for key, entry in self.memory.dump():
-            if after is not None and key <= after:
-                continue
-            if nbytes > _PAGE_BYTES // 2:
-                more = True
-                break
-            page.append([key, entry.encode()])
-            nbytes += len(key) * 6 + entry.size * (entry.data is not None) * 4 // 3 + 300
-        return {"more": more}, json.dumps(page).encode("ascii")
-
-    def blobs(self, header: Header, payload: memoryview) -> Answer:
-        """See `HostMemory.blobs_of`."""
-        return {"blobs": self.memory.blobs_of(str(header["holder"]))}, _NO_PAYLOAD
-
-    def load(self, header: Header, payload: memoryview) -> Answer:
-        """Store entries that other servers dumped, in place of the present ones with the first page."""
-        if header["is_first"]:
-            self.memory.clear_entries()
-        for key, encoded in json.loads(bytes(payload)):
-            self.memory.apply(key, Entry.decode(encoded))
-        return {}, _NO_PAYLOAD
-
 
 _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Answer]]] = {
     operation.__name__: operation
     for operation in (
-        MemoryServer.status, MemoryServer.fence, MemoryServer.install, MemoryServer.view, MemoryServer.end,
-        MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.abort, MemoryServer.read,
-        MemoryServer.drop, MemoryServer.keep, MemoryServer.find, MemoryServer.keys, MemoryServer.reserve,
-        MemoryServer.cancel, MemoryServer.apply, MemoryServer.dump, MemoryServer.load,
-        MemoryServer.blobs,
+        MemoryServer.status, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over, MemoryServer.load,
+        MemoryServer.install, MemoryServer.sweep, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
+        MemoryServer.end, MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.abort,
+        MemoryServer.read, MemoryServer.drop, MemoryServer.find, MemoryServer.sizes, MemoryServer.delete,
+        MemoryServer.reserve, MemoryServer.cancel, MemoryServer.apply,
     )
 }  # fmt: skip
 
 _WRITES: Final = frozenset(
     {
-        MemoryServer.end, MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.drop,
-        MemoryServer.keep, MemoryServer.reserve, MemoryServer.apply, MemoryServer.load,
+        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.sweep, MemoryServer.end,
+        MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.delete,
+        MemoryServer.reserve, MemoryServer.apply, MemoryServer.hand_over,
     }
 )  # fmt: skip
 """Operations that only the current incarnation of the job may do."""
+
+_SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
+"""Requests that servers pass on."""
+
+
+def _is_lease_of_owner(key: str) -> bool:
+    """Return True for the lease of the previous owner of a run, which is fenced."""
+    return f"/{OWNER}" in f"/{key}"
+
+
+def _read_view(path: Path) -> View | None:
+    return View.decode(path.read_bytes()) if path.exists() else None
+
+
+def _pages_of(entries: Mapping[str, Entry]) -> Iterator[bytes]:
+    """Yield entries as JSON, in pages."""
+    page: list[JSON] = []
+    nbytes = 0
+    for key, entry in entries.items():
+        page.append([key, entry.encode()])
+        nbytes += len(key) * 6 + len(entry.data or b"") * 4 // 3 + 300
+        if nbytes > PAGE_BYTES:
+            yield json.dumps(page).encode("ascii")
+            page, nbytes = [], 0
+    if page:
+        yield json.dumps(page).encode("ascii")
 
 
 def _integer(header: Header, name: str) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ckptcore.errors import ObjectNotFoundError, StorageError
 from ckptcore.events import logger_named
@@ -22,6 +21,9 @@ logger = logger_named("ckptcore.recovery")
 
 INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
+
+_MAX_CONNECTED: Final = 64
+"""The maximum number of servers to which a process keeps idle connections."""
 
 
 class Session:
@@ -68,17 +70,28 @@ class Session:
         self._lock = threading.Lock()
 
     def server(self, member: Member) -> ServerConnections:
-        """Return the connections to a member."""
+        """Return the connections to a member. Closes idle ones to the member that was not used for the longest time."""
         with self._lock:
-            server = self._servers.get(member.id)
+            server = self._servers.pop(member.id, None)
             if server is None:
-                server = self._servers[member.id] = ServerConnections(
+                server = ServerConnections(
                     member.host,
                     member.port,
                     self._token,
                     start_again=self._start_again if self.is_local(member) else None,
                 )
-            return server
+            self._servers[member.id] = server
+            unused = next(iter(self._servers))
+            idle = self._servers.pop(unused) if len(self._servers) > _MAX_CONNECTED else None
+        if idle is not None:
+            idle.close()
+        return server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close all idle connections."""
@@ -102,14 +115,20 @@ class Session:
         """Map a blob in the memory of this host; None if it is not there. It exists as long as the result."""
         return None if self.local is None else Blob.open(self.local.directory, name)
 
-    def begin_blob(self, member: Member, name: str, size: int) -> str:
-        """Reserve memory for a blob on a member. Return its file, for processes of the same host.
+    def local_server(self) -> ServerConnections:
+        """Return the connections to the server of this host."""
+        assert self.local is not None
+        return self.server(self.view.by_id[self.local.id])
+
+    def begin_blob(self, member: Member, name: str, key: str, size: int) -> str:
+        """Reserve memory for a blob of an object on a member. Return its file, for processes of the same host.
 
         Raises:
             StorageFullError: it does not fit there.
             StorageError: the member failed.
         """
-        answer, _ = self.server(member).call({"op": "begin", "epoch": self.view.epoch, "blob": name, "size": size})
+        header = {"op": "begin", "epoch": self.view.epoch, "blob": name, "key": key, "size": size}
+        answer, _ = self.server(member).call(header)
         return str(answer["path"])
 
     def send_piece(self, member: Member, name: str, offset: int, piece: memoryview, checksums: Sequence[int]) -> None:
@@ -154,20 +173,20 @@ class Session:
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
-    def home(self) -> Iterator[Member]:
-        """Yield the members that hold the entries; those that did not answer before are the last."""
-        members = [self.view.by_id[name] for name in self.view.home]
+    def home(self, key: str) -> Iterator[Member]:
+        """Yield the members that hold the entry of a key; those that did not answer before are the last."""
+        members = [self.view.by_id[name] for name in self.view.home(key)]
         yield from sorted(members, key=lambda member: member.id in self._lost)
 
-    def ask_home(self, header: Header) -> tuple[dict[str, Any], memoryview]:
-        """Return the answer of the first member with the entries that answers.
+    def ask_home(self, key: str, header: Header) -> tuple[dict[str, Any], memoryview]:
+        """Return the answer of the first member with the entry of a key that answers.
 
         Raises:
             StorageError: none answers.
             Other errors of the request.
         """
         failure: ServerLostError | None = None
-        for member in self.home():
+        for member in self.home(key):
             try:
                 answer = self.server(member).call(header)
             except ServerLostError as error:
@@ -176,10 +195,7 @@ class Session:
                 continue
             self._lost.discard(member.id)
             return answer
-        raise StorageError(
-            f"the memory of job {self.job} is lost: none of the {len(self.view.home)} servers that know its objects "
-            f"answers; {failure}"
-        )
+        raise lost_memory(self.job, failure)
 
     def find(self, key: str) -> Entry:
         """Return the entry of an object, with the data of a small one.
@@ -188,23 +204,12 @@ class Session:
             ObjectNotFoundError
             StorageError: no server answers.
         """
-        answer, payload = self.ask_home({"op": "find", "key": key})
+        answer, payload = self.ask_home(key, {"op": "find", "key": key})
         entry = Entry.decode(answer["entry"])
         return entry if entry.blob else entry._replace(data=bytes(payload))
 
-    def keys(self, below: str) -> Iterator[str]:
-        """Yield the keys of the objects that begin with `below`, sorted."""
-        after = None
-        while True:
-            answer, payload = self.ask_home({"op": "keys", "below": below, "after": after})
-            keys = json.loads(bytes(payload))
-            yield from keys
-            if not answer["more"]:
-                return
-            after = keys[-1]
-
     def replace(self, key: str, entry: Entry, condition: str | None) -> tuple[int, Entry | None]:
-        """Store an entry on all members with the entries. The first one decides about the condition.
+        """Store an entry on all members that hold those of its key. The first one decides about the condition.
 
         The others store it before the first one shows it, so that no version that was seen can be lost.
 
@@ -221,7 +226,7 @@ class Session:
             SaveLostError: a later incarnation of the job has taken over.
             StorageError: a member failed. The entry may be stored nevertheless.
         """
-        first, *others = [self.view.by_id[name] for name in self.view.home]
+        first, *others = [self.view.by_id[name] for name in self.view.home(key)]
         epoch = self.view.epoch
         reserve = {"op": "reserve", "epoch": epoch, "key": key, "condition": condition}
         reserved, _ = self.server(first).call(reserve)
@@ -236,6 +241,13 @@ class Session:
             raise
         present = reserved["present"]
         return version, None if present is None else Entry.decode(present)
+
+
+def lost_memory(job: str, failure: BaseException | None) -> StorageError:
+    """Return the error for a job whose entries are not on any member that answers."""
+    return StorageError(
+        f"the memory of job {job} is lost: none of the servers that know some of its objects answers; {failure}"
+    )
 
 
 class JoinedJobs:
@@ -271,5 +283,5 @@ def session_of(job: str) -> Session:
     if local is None:
         raise ObjectNotFoundError(f"host {os.uname().nodename} has no memory server of job {job}; read it on its hosts")
     with ServerConnections(local.interface, local.port, local.token) as server:
-        answer, _ = server.call({"op": "view"})
-    return Session(job, local, View.decode(answer["view"]), local.token, Pace(None))
+        _, encoded = server.call({"op": "view"})
+    return Session(job, local, View.decode(bytes(encoded)), local.token, Pace(None))

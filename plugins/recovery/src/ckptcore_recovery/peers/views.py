@@ -1,16 +1,23 @@
-"""View: the members of a job's memory in one incarnation of the job, and the hosts that hold copies."""
+"""View: the members of a job's memory in one incarnation of the job, and the members that hold entries and blobs."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import zlib
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
+import xxhash
+
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
-from ckptcore.model.tree import JSON
+
+_VIEW_BYTES: Final = 1 << 28
+"""The maximum bytes of a view as JSON; it is sent compressed."""
 
 
 class Member(NamedTuple):
@@ -38,14 +45,15 @@ class View:
     Attributes:
         epoch: the number of the incarnation.
         members: the memory servers.
-        copies: the number of copies on other hosts that each blob has.
-        home: the ids of the members that hold the entries. The first one decides about conditions.
+        copies: the number of failure domains that may be lost.
+        needed: the number of members that are needed to read a blob: 1 if each holder has a copy, more if each holder
+            has a fragment of an erasure code.
     """
 
     epoch: int
     members: Sequence[Member]
     copies: int
-    home: Sequence[str] = field(default=())
+    needed: int = 1
 
     @cached_property
     def by_id(self) -> dict[str, Member]:
@@ -53,8 +61,18 @@ class View:
         return {member.id: member for member in self.members}
 
     @cached_property
+    def writers(self) -> Sequence[Member]:
+        """The members on hosts of the job."""
+        return [member for member in self.members if not member.is_reader]
+
+    @cached_property
     def _holders(self) -> dict[str, tuple[str, ...]]:
-        return place_copies([member for member in self.members if not member.is_reader], self.copies)
+        return place(self.writers, self.needed + self.copies)
+
+    @cached_property
+    def _homes(self) -> Sequence[tuple[str, ...]]:
+        placed = place(self.writers, 1 + self.copies)
+        return [placed[member.id] for member in self.writers]
 
     def holders(self, member_id: str | None) -> tuple[str, ...]:
         """Return the members that hold a blob, given the member on the host that writes it; that member is the first.
@@ -65,42 +83,72 @@ class View:
         holders = self._holders
         return holders.get(member_id or "") or next(iter(holders.values()))
 
-    def encode(self) -> dict[str, JSON]:
-        """Return the view as JSON."""
-        return {
-            "epoch": self.epoch,
-            "members": [list(member) for member in self.members],
-            "copies": self.copies,
-            "home": list(self.home),
-        }
+    def home_number(self, key: str) -> int:
+        """Return the position in `writers` of the member that decides about conditions of a key.
+
+        Keys are spread over all members, except those in the internal directory of a run, which are few.
+        """
+        if is_internal(key):
+            return 0
+        return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) % len(self.writers)
+
+    def home(self, key: str) -> tuple[str, ...]:
+        """Return the ids of the members that hold the entry of a key. The first one decides about conditions."""
+        return self._homes[self.home_number(key)]
+
+    def deciding(self, key: str, lost: Container[str] = ()) -> str | None:
+        """Return the first member that holds the entry of a key and is not lost; None if all are."""
+        return next((name for name in self.home(key) if name not in lost), None)
+
+    def knows_all_without(self, lost: Collection[str]) -> bool:
+        """Return True if the entry of each key is on a member that is not lost."""
+        missing = set(lost)
+        return not any(missing.issuperset(home) for home in self._homes)
+
+    def encode(self) -> bytes:
+        """Return the view as compressed JSON."""
+        members = [
+            [name, host, port, domain if domain != name else None, is_reader]
+            for name, host, port, domain, is_reader in self.members
+        ]
+        stated = {"epoch": self.epoch, "members": members, "copies": self.copies, "needed": self.needed}
+        return zlib.compress(json.dumps(stated).encode("ascii"))
 
     @classmethod
-    def decode(cls, encoded: Any) -> Self:
-        """Read a view from JSON.
+    def decode(cls, encoded: bytes) -> Self:
+        """Read a view.
 
         Raises:
             StorageError: it is not valid.
         """
         try:
+            decompressed = zlib.decompressobj()
+            stated: Any = json.loads(decompressed.decompress(encoded, _VIEW_BYTES))
             members = [
-                Member(str(name), str(host), int(port), str(domain), bool(is_reader))
-                for name, host, port, domain, is_reader in encoded["members"]
+                Member(str(name), str(host), int(port), str(name if domain is None else domain), bool(is_reader))
+                for name, host, port, domain, is_reader in stated["members"]
             ]
-            home = tuple(map(str, encoded["home"]))
-            return cls(int(encoded["epoch"]), members, int(encoded["copies"]), home)
-        except (KeyError, TypeError, ValueError) as error:
+            if all(member.is_reader for member in members):
+                raise ValueError("it has no members that can write")
+            return cls(int(stated["epoch"]), members, int(stated["copies"]), int(stated["needed"]))
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise StorageError(f"invalid view of a job's memory: {error}") from error
 
 
-def place_copies(members: Sequence[Member], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return the members that hold the blobs of each member: itself, and as many others as there are copies.
+def is_internal(key: str) -> bool:
+    """Return True for a key, or the prefix of keys, in the internal directory of a run: its locks and pins."""
+    return f"/{INTERNAL_DIRECTORY}/" in f"/{key}"
 
-    The members of one blob are in different domains, so that it survives the loss of any `copies` domains. The work is
-    shared: the member with the least copies is chosen first. If there are too few domains, a blob has fewer copies.
+
+def place(members: Sequence[Member], count: int) -> dict[str, tuple[str, ...]]:
+    """Return the members that hold what belongs to each member: itself, and others in different domains.
+
+    The work is shared: the member that holds the least for others is chosen first. If there are too few domains, fewer
+    members are returned.
 
     Args:
         members: the members, in an order that all processes agree on.
-        copies: the number of copies on other hosts.
+        count: the number of members, that member included.
     """
     by_domain: dict[str, list[Member]] = {}
     for member in members:
@@ -114,7 +162,7 @@ def place_copies(members: Sequence[Member], copies: int) -> dict[str, tuple[str,
         chosen = [member]
         domains = {member.domain}
         passed: list[tuple[int, int]] = []
-        while len(chosen) <= min(copies, len(by_domain) - 1) and loads:
+        while len(chosen) < min(count, len(by_domain)) and loads:
             load, number = heapq.heappop(loads)
             candidate = order[number]
             if candidate.domain in domains:
