@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -205,14 +206,15 @@ class StorageBackendTests(DirectoryTests):
         memory = bytearray(6)
         reader.get_into([(0, memoryview(memory))])
         assert memory == b"oldold"
-        storage.put("data", b"new" * 1000)
-        reader.get_into([(3, memoryview(memory)[:3]), (0, memoryview(memory)[3:])])
-        assert memory == b"oldold"
-        storage.open_reader("data").get_into([(0, memoryview(memory))])
-        assert memory == b"newnew"
         with pytest.raises(CorruptCheckpointError, match="data") as caught:
             reader.get_into([(2995, memoryview(bytearray(6)))])
         assert caught.value.key == "data"
+        storage.put("data", b"new" * 1000)
+        with suppress(ObjectNotFoundError):  # a reader may fail, but does not read another object
+            reader.get_into([(3, memoryview(memory)[:3]), (0, memoryview(memory)[3:])])
+        assert memory == b"oldold"
+        storage.open_reader("data").get_into([(0, memoryview(memory))])
+        assert memory == b"newnew"
 
     def test_an_open_object_does_not_change_and_detects_a_replacement(self, storage: StorageBackend) -> None:
         _write(storage, "data", b"old" * 1000)

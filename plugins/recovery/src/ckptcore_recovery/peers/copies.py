@@ -64,7 +64,7 @@ def _missing(session: Session) -> dict[str, JSON]:
             return dict(plan)
         after = entries[-1][0]
         for key, entry in entries:
-            for repair in repairs(session.view, entry):
+            for repair in repairs(session.view, key, entry):
                 plan.setdefault(repair.member_id, []).append([key, repair.place])
 
 
@@ -77,19 +77,21 @@ def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
     return dict(merged)
 
 
-def repairs(view: View, entry: Entry) -> Sequence[Repair]:
-    """Return the blobs of an object that have to be made again, in failure domains that have none."""
-    live = [name for name in entry.holders if name in view.by_id]
-    if len(live) < entry.needed:
+def repairs(view: View, key: str, entry: Entry) -> Sequence[Repair]:
+    """Return the blobs of an object that have to be made again, in failure domains that have none.
+
+    Hosts that left the job can be read now, but do not count, because nothing keeps them.
+    """
+    if len([name for name in entry.holders if name in view.by_id]) < entry.needed:
         return ()  # the object is lost; a load reports it
+    kept = [name for name in entry.holders if name in view.by_id and not view.by_id[name].is_reader]
     count = len(entry.holders) if entry.needed > 1 else 1 + view.copies
-    free = [place for place, name in enumerate(entry.holders) if name not in view.by_id]
+    free = [place for place, name in enumerate(entry.holders) if name not in kept]
     free += range(len(entry.holders), count)
-    writers = [name for name in live if not view.by_id[name].is_reader]
-    domains = {view.by_id[name].domain for name in live}
+    domains = {view.by_id[name].domain for name in kept}
     made: list[Repair] = []
-    for name in view.holders(writers[0] if writers else None):
-        if len(live) + len(made) < count and view.by_id[name].domain not in domains:
+    for name in view.holders(kept[0] if kept else view.home(key)[0]):
+        if len(kept) + len(made) < count and view.by_id[name].domain not in domains:
             domains.add(view.by_id[name].domain)
             made.append(Repair(name, free[len(made)]))
     return made
