@@ -12,12 +12,11 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import pytest
-import xxhash
 from ckptcore_recovery.peers import joining, session
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
-from ckptcore_recovery.peers.messages import Header, raise_error
+from ckptcore_recovery.peers.messages import Header, Place, raise_error
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import LocalServer
@@ -122,6 +121,19 @@ class CountedHosts:
                     self.nbytes[host] += nbytes
 
 
+def _received(payload: memoryview | bytes, place: Place | None, header: Header) -> memoryview:
+    """Return a payload as `Connection.receive` does."""
+    blocks = None if place is None or not len(payload) else place(header, len(payload))
+    if blocks is None:
+        return memoryview(bytearray(payload))
+    begin = 0
+    for block in blocks:
+        block[:] = payload[begin : begin + len(block)]
+        begin += len(block)
+    assert begin == len(payload)
+    return memoryview(b"")
+
+
 class _Plugin:
     """Opens the memory of a job as one process uses it."""
 
@@ -155,7 +167,7 @@ class CountedConnections:
         self,
         header: Header,
         payload: memoryview | bytes = b"",
-        place: Callable[[Header, int], memoryview] | None = None,
+        place: Place | None = None,
     ) -> tuple[dict[str, Any], memoryview]:
         """See `ServerConnections.call`."""
         server = self._hosts.servers.get(self.place)
@@ -163,21 +175,11 @@ class CountedConnections:
             raise ServerLostError(f"host {self.place} is lost")
         sent = json.dumps(dict(header)).encode()
         request = json.loads(sent)
-        if request["op"] == "piece":
-            placed = server._place(1, request, len(payload))
-            placed[:] = payload
-            request["checksum"] = xxhash.xxh3_64_intdigest(placed)
-            payload = placed
-        answer, data = server.answer(1, request, memoryview(payload))
+        answer, data = server.answer(1, request, _received(payload, server._place, request))
         answered = json.dumps(dict(answer)).encode()
         self._hosts.count(self._sender, self.place, len(sent) + len(payload) + len(answered) + len(data))
         raise_error(answer, self.place)
-        received = memoryview(bytearray(data))
-        if place is not None and len(data):
-            memory = place(answer, len(data))
-            memory[:] = received
-            received = memory
-        return json.loads(answered), received
+        return json.loads(answered), _received(data, place, answer)
 
     def close(self) -> None:
         """Do nothing."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
-from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.messages import Connection, Header, MessageError, Place, raise_error
 
 _CONNECT_SECONDS: Final = 5.0
@@ -66,7 +65,6 @@ class ServerConnections:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
-        reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Forget the connections in a forked child, because the parent uses them."""

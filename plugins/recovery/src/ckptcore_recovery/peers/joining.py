@@ -18,8 +18,9 @@ from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections
 from ckptcore_recovery.peers.copies import restore_copies
+from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.messages import Header
-from ckptcore_recovery.peers.session import JOINED, Session
+from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_recovery.peers.views import Member, View

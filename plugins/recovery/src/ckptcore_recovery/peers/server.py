@@ -20,22 +20,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.commit.locks import OWNER
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
-from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header, raise_error
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
 from ckptcore_recovery.peers.starting import LocalServer
-from ckptcore_recovery.peers.views import View
+from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
+
+if TYPE_CHECKING:
+    from ckptcore.model.tree import JSON
 
 logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
+OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
+"""`ckptcore.commit.locks.OWNER`."""
+
 _ENDING_SECONDS: Final = 60.0
 """A server whose job has ended waits so long for another start of the job."""
 

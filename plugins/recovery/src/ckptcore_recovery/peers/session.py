@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
-from ckptcore.errors import ObjectNotFoundError, StorageError
-from ckptcore.events import logger_named
-from ckptcore.io.threads import reset_in_children
+from ckptcore.errors import StorageError
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Blob, Entry
 from ckptcore_recovery.peers.messages import Header
-from ckptcore_recovery.peers.starting import LocalServer, find_server
+from ckptcore_recovery.peers.starting import LocalServer
 from ckptcore_recovery.peers.views import Member, View
 
-logger = logger_named("ckptcore.recovery")
+logger = logging.getLogger("ckptcore.recovery")
 
 INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
@@ -62,12 +60,13 @@ class Session:
         self._start_again = start_again
         self._servers: dict[str, ServerConnections] = {}
         self._lost: set[str] = set()
-        self.reset_after_fork()
-        reset_in_children(self)
+        self._lock = threading.Lock()
 
     def reset_after_fork(self) -> None:
-        """Replace the lock in a forked child, because a thread of the parent may have held it during the fork."""
+        """Replace the locks and the connections in a forked child, because threads of the parent use them."""
         self._lock = threading.Lock()
+        for server in self._servers.values():
+            server.reset_after_fork()
 
     def server(self, member: Member) -> ServerConnections:
         """Return the connections to a member. Closes idle ones to the member that was not used for the longest time."""
@@ -248,40 +247,3 @@ def lost_memory(job: str, failure: BaseException | None) -> StorageError:
     return StorageError(
         f"the memory of job {job} is lost: none of the servers that know some of its objects answers; {failure}"
     )
-
-
-class JoinedJobs:
-    """The sessions of this process, by the name of the job that it joined. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def join(self, session: Session) -> None:
-        """Use a session for all later operations of this process on its job."""
-        self._sessions[session.job] = session
-
-    def find(self, job: str) -> Session | None:
-        """Return the session of a job that this process joined, or None."""
-        return self._sessions.get(job)
-
-
-JOINED: Final = JoinedJobs()
-"""The jobs of this process."""
-
-
-def session_of(job: str) -> Session:
-    """Return the session of a job: the one that this process joined, or one to read with the view of this host.
-
-    Raises:
-        ObjectNotFoundError: this host has no memory server of the job.
-        StorageError: the server of this host does not answer.
-    """
-    joined = JOINED.find(job)
-    if joined is not None:
-        return joined
-    local = find_server(job)
-    if local is None:
-        raise ObjectNotFoundError(f"host {os.uname().nodename} has no memory server of job {job}; read it on its hosts")
-    with ServerConnections(local.interface, local.port, local.token) as server:
-        _, encoded = server.call({"op": "view"})
-    return Session(job, local, View.decode(bytes(encoded)), local.token, Pace(None))

@@ -26,8 +26,9 @@ from ckptcore.protocols import (
 from ckptcore_recovery.peers import spreading
 from ckptcore_recovery.peers.blobs import BlobWriter, put_entry, reader_of
 from ckptcore_recovery.peers.host_memory import Entry
+from ckptcore_recovery.peers.joined_jobs import session_of
 from ckptcore_recovery.peers.messages import PIECE_BYTES
-from ckptcore_recovery.peers.session import INLINE_BYTES, Session, session_of
+from ckptcore_recovery.peers.session import INLINE_BYTES, Session
 
 SCHEME: Final = "peers"
 
