@@ -16,7 +16,7 @@ from ckptcore_recovery.peers import joining, session
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
-from ckptcore_recovery.peers.messages import Header, Place, raise_error
+from ckptcore_recovery.peers.messages import Header, PayloadError, Place, checksums_of, raise_error
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import LocalServer
@@ -89,7 +89,10 @@ class CountedHosts:
             own = replace(options, base=host, domain=domains.get(host))
             return join_job("job", Agreement(coordinator, f"join {self._joined}"), own)
 
-        return list(ThreadJob(len(hosts)).run(join))
+        sessions = list(ThreadJob(len(hosts)).run(join))
+        for joined in sessions:
+            joined.wait_for_copies()
+        return sessions
 
     def run(self, hosts: Sequence[str], job: Callable[[int, ckptcore.Context], T], options: MemoryOptions) -> list[T]:
         """Start a job with one process on each host: a function of the rank and of a Context that has its memory.
@@ -123,6 +126,8 @@ class CountedHosts:
 
 def _received(payload: memoryview | bytes, place: Place | None, header: Header) -> memoryview:
     """Return a payload as `Connection.receive` does."""
+    if header.get("checksums", checksums_of(memoryview(payload))) != checksums_of(memoryview(payload)):
+        raise PayloadError("the payload was changed before it was sent")
     blocks = None if place is None or not len(payload) else place(header, len(payload))
     if blocks is None:
         return memoryview(bytearray(payload))

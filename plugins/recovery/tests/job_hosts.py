@@ -58,6 +58,8 @@ class Hosts:
 
         sessions = threads.run(join)
         self._sessions.extend(sessions)
+        for session in sessions:
+            session.wait_for_copies()
         return sessions
 
     def server(self, host: str) -> LocalServer | None:

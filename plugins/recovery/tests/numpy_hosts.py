@@ -101,6 +101,7 @@ def _train(process: Process, say: object) -> None:
         (shard,) = loaded["w"].shards
         assert shard.elements is not None
         np.testing.assert_array_equal(shard.elements, array(step)[rows(process)])
+    memory.wait_for_copies()  # from now on, hosts can be lost again
     say(f"loaded {step}")
     for number in range((step or 0) + 1, sys.maxsize):
         checkpointer.save(number, state(process, number))

@@ -77,9 +77,11 @@ class BlobReader:
             if self._entry.data is not None:
                 buffer[:] = self._entry.data[offset : offset + len(buffer)]
                 continue
-            self._fill(offset, buffer)
+            with self._session.reads.running():
+                self.fill(offset, buffer)
 
-    def _fill(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer. Unlike `get_into`, work in the background does not wait for it."""
         for begin in range(0, len(buffer), PIECE_BYTES):
             self._read(offset + begin, buffer[begin : begin + PIECE_BYTES])
 
@@ -172,7 +174,8 @@ class FragmentReader(BlobReader):
     def _fragments(self) -> Fragments:
         return Fragments(self._entry.size, self._entry.needed, len(self._entry.holders))
 
-    def _fill(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """See `BlobReader.fill`."""
         for number, of_segment, of_buffer in self._fragments.overlapping(offset, len(buffer)):
             segment = self._fragments.decode(self._pieces(number))
             buffer[of_buffer] = segment[of_segment]
@@ -350,7 +353,7 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
     Raises:
         StorageFullError: it does not fit.
         CorruptCheckpointError: the other hosts do not have the object.
-        StorageError: the server of this host failed.
+        StorageError: the server of this host failed, or the session was closed.
     """
     assert session.local is not None
     member = session.view.by_id[session.local.id]
@@ -358,18 +361,24 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
     nbytes = reader.fragment_bytes if isinstance(reader, FragmentReader) else entry.size
 
     def fetch(offset: int) -> list[int]:
+        if not session.reads.wait_for_none():
+            raise StorageError("this process closed the memory of the job")
         if isinstance(reader, FragmentReader):
             piece = reader.rebuild(offset // PIECE_BYTES, place)
         else:
             piece = memoryview(bytearray(min(PIECE_BYTES, nbytes - offset)))
-            reader.get_into([(offset, piece)])
+            reader.fill(offset, piece)
         write_at(file.fileno(), offset, piece)
         return checksums_of(piece)
 
     path = session.begin_blob(member, entry.blob, key, nbytes)
-    with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(_FETCHES) as threads:
-        checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, nbytes, PIECE_BYTES))))
-    session.finish_blob(member, entry.blob, checksums)
+    try:
+        with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(_FETCHES) as threads:
+            checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, nbytes, PIECE_BYTES))))
+        session.finish_blob(member, entry.blob, checksums)
+    except BaseException:
+        session.try_to_call(member, {"op": "abort", "blob": entry.blob})
+        raise
 
 
 def _read_local(blob: Blob, offset: int, buffer: memoryview) -> None:

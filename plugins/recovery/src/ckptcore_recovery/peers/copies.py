@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.events import logger_named
@@ -16,6 +17,9 @@ from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.views import View
 
 logger = logger_named("ckptcore.recovery")
+
+_LOAD_BEGINS_SECONDS: Final = 10.0
+"""Copies begin at this time after the start of a job that reads nothing."""
 
 
 class Repair(NamedTuple):
@@ -45,10 +49,8 @@ def restore_copies(session: Session, agreement: Agreement, *, acts: bool) -> Non
     with agreement.stage("missing") as stage:
         stage.payload = _missing(session) if acts else {}
     missing: Any = agreement.lead("copies", lambda: merge_plans(stage.payloads or [stage.payload]))
-    with agreement.stage("fetched"):
-        if acts and session.local is not None:
-            for key, place in missing.get(session.local.id, ()):
-                _fetch(session, str(key), int(place))
+    if acts and session.local is not None and (keys := missing.get(session.local.id)):
+        session.start_copying(partial(_fetch_all, session, keys))
 
 
 def _missing(session: Session) -> dict[str, JSON]:
@@ -97,6 +99,12 @@ def repairs(view: View, key: str, entry: Entry) -> Sequence[Repair]:
     return made
 
 
+def _fetch_all(session: Session, keys: Sequence[tuple[str, int]]) -> None:
+    session.reads.wait_for_first(_LOAD_BEGINS_SECONDS)
+    for key, place in keys:
+        _fetch(session, str(key), int(place))
+
+
 def _fetch(session: Session, key: str, place: int) -> None:
     """Make a blob again on this host, and add this host to the holders of its entry."""
     try:
@@ -111,6 +119,8 @@ def _fetch(session: Session, key: str, place: int) -> None:
     except ObjectNotFoundError:
         logger.debug("%s was deleted meanwhile", key)
     except CheckpointError as error:
+        if session.reads.are_stopped:
+            return
         logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
 
 

@@ -6,6 +6,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
@@ -22,6 +23,61 @@ INLINE_BYTES: Final = 1 << 19
 
 _MAX_CONNECTED: Final = 64
 """The maximum number of servers to which a process keeps idle connections."""
+
+
+class Reads:
+    """The reads of a process. Work in the background waits for their end, so that a load is fast. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._had_some = False
+        self._is_stopped = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a read while the body runs."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._had_some = True
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the work in the background."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def wait_for_first(self, timeout: float) -> None:
+        """Wait until there was a read: a job usually begins with a load.
+
+        Args:
+            timeout: the maximum time in seconds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._had_some or self._is_stopped, timeout)
+
+    def skip_first(self) -> None:
+        """End `wait_for_first`."""
+        with self._changed:
+            self._had_some = True
+            self._changed.notify_all()
+
+    @property
+    def are_stopped(self) -> bool:
+        """True if work in the background has to end."""
+        return self._is_stopped
+
+    def wait_for_none(self) -> bool:
+        """Wait until no read is running. Return False if the work has to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running or self._is_stopped)
+            return not self._is_stopped
 
 
 class Session:
@@ -61,10 +117,14 @@ class Session:
         self._servers: dict[str, ServerConnections] = {}
         self._lost: set[str] = set()
         self._lock = threading.Lock()
+        self._reads = Reads()
+        self._copying: threading.Thread | None = None
 
     def reset_after_fork(self) -> None:
         """Replace the locks and the connections in a forked child, because threads of the parent use them."""
         self._lock = threading.Lock()
+        self._reads = Reads()
+        self._copying = None
         for server in self._servers.values():
             server.reset_after_fork()
 
@@ -93,11 +153,31 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close all idle connections."""
+        """Stop to make copies, and close all idle connections."""
+        self._reads.stop()
+        self.wait_for_copies()
         with self._lock:
             servers = list(self._servers.values())
         for server in servers:
             server.close()
+
+    # --- copies that are made again in the background -----------------------------------------------------------------
+
+    @property
+    def reads(self) -> Reads:
+        """The reads of this process, which copies wait for."""
+        return self._reads
+
+    def start_copying(self, work: Callable[[], None]) -> None:
+        """Make copies in the background."""
+        self._copying = threading.Thread(target=work, name="ckptcore copies in memory", daemon=True)
+        self._copying.start()
+
+    def wait_for_copies(self, timeout: float | None = None) -> None:
+        """Wait until this process has made copies again that were on lost hosts, or `timeout` in seconds."""
+        self._reads.skip_first()
+        if self._copying is not None:
+            self._copying.join(timeout)
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
