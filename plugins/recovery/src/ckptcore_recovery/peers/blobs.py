@@ -361,7 +361,7 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
     nbytes = reader.fragment_bytes if isinstance(reader, FragmentReader) else entry.size
 
     def fetch(offset: int) -> list[int]:
-        if not session.reads.wait_for_none():
+        if not session.reads.wait_for_end():
             raise StorageError("this process closed the memory of the job")
         if isinstance(reader, FragmentReader):
             piece = reader.rebuild(offset // PIECE_BYTES, place)

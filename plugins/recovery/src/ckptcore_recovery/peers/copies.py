@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.events import logger_named
@@ -17,9 +17,6 @@ from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.views import View
 
 logger = logger_named("ckptcore.recovery")
-
-_LOAD_BEGINS_SECONDS: Final = 10.0
-"""Copies begin at this time after the start of a job that reads nothing."""
 
 
 class Repair(NamedTuple):
@@ -34,27 +31,28 @@ class Repair(NamedTuple):
     place: int
 
 
-def restore_copies(session: Session, agreement: Agreement, *, acts: bool) -> None:
+def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
     """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
 
-    The process that acts for a host looks for what the objects that its server decides about lack. Then each fetches
-    what its host is to hold, so hosts work at the same time. What the leader gathers and sends grows with what was
-    lost, not with the job.
+    Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
+    what was lost, not with the job.
 
     Args:
         session: the session of this process.
         agreement: an exchange between the processes of the job.
+        missing: on the leader, what `missing_blobs` returned on each rank; None on ranks that do not act for a host.
         acts: True in the process that acts for its host.
     """
-    with agreement.stage("missing") as stage:
-        stage.payload = _missing(session) if acts else {}
-    missing: Any = agreement.lead("copies", lambda: merge_plans(stage.payloads or [stage.payload]))
-    if acts and session.local is not None and (keys := missing.get(session.local.id)):
+    plan: Any = agreement.lead("missing", lambda: merge_plans(missing))
+    if acts and session.local is not None and (keys := plan.get(session.local.id)):
         session.start_copying(partial(_fetch_all, session, keys))
 
 
-def _missing(session: Session) -> dict[str, JSON]:
-    """Return the keys of the blobs that members have to make again, with their places, by the id of the member."""
+def missing_blobs(session: Session) -> dict[str, JSON]:
+    """Return what members have to make again of the objects that the server of this host decides about.
+
+    The result has keys, with the places among their holders, by the id of the member.
+    """
     assert session.local is not None
     own = session.server(session.view.by_id[session.local.id])
     plan: dict[str, list[JSON]] = {}
@@ -73,7 +71,7 @@ def _missing(session: Session) -> dict[str, JSON]:
 def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
     """On the leader, put together what all hosts found missing."""
     merged: dict[str, list[JSON]] = {}
-    for plan in plans:
+    for plan in filter(None, plans):
         for name, keys in plan.items():
             merged.setdefault(name, []).extend(keys)
     return dict(merged)
@@ -100,8 +98,9 @@ def repairs(view: View, key: str, entry: Entry) -> Sequence[Repair]:
 
 
 def _fetch_all(session: Session, keys: Sequence[tuple[str, int]]) -> None:
-    session.reads.wait_for_first(_LOAD_BEGINS_SECONDS)
     for key, place in keys:
+        if not session.reads.wait_for_end():
+            return
         _fetch(session, str(key), int(place))
 
 

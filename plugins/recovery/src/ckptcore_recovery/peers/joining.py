@@ -17,7 +17,7 @@ from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections
-from ckptcore_recovery.peers.copies import restore_copies
+from ckptcore_recovery.peers.copies import missing_blobs, restore_blobs
 from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session
@@ -133,11 +133,12 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
                 own.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
                 session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
-        for operation in ("install", "sweep"):  # each begins when all hosts have done the one before
-            with agreement.stage(operation):
-                if acts:
-                    own.call({"op": operation, "epoch": epoch})
-    restore_copies(session, agreement, acts=acts)
+        with agreement.stage("install") as stage:  # all entries are where the new view expects them
+            if acts:
+                own.call({"op": "install", "epoch": epoch})
+                own.call({"op": "sweep", "epoch": epoch})
+                stage.payload = missing_blobs(session)
+    restore_blobs(session, agreement, _gathered(stage), acts=acts)
     JOINED.join(session)
     return session
 

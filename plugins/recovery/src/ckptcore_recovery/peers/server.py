@@ -187,7 +187,8 @@ class MemoryServer:
         """Keep what belongs to the newest view, of the incarnation `before`."""
         if self._next is not None and self._next.epoch == before:
             self._install()  # another server did so, and the job was killed before this one did
-        self._set_next(None)
+        self._next = None
+        (self.memory.directory / "next").unlink(missing_ok=True)
         if self._view is None or self._view.epoch != before:
             self._view = None
             (self.memory.directory / "view").unlink(missing_ok=True)
@@ -195,16 +196,9 @@ class MemoryServer:
 
     def prepare(self, header: Header, payload: memoryview) -> Answer:
         """Store the view of the incarnation that is starting. Entries belong to the earlier one until `install`."""
-        self._set_next(View.decode(bytes(payload)))
+        self._next = View.decode(bytes(payload))
+        _write_private(self.memory.directory / "next", bytes(payload))
         return {}, Reached().encode()
-
-    def _set_next(self, view: View | None) -> None:
-        path = self.memory.directory / "next"
-        if view is None:
-            path.unlink(missing_ok=True)
-        else:
-            _write_private(path, view.encode())
-        self._next = view
 
     def hand_over(self, header: Header, payload: memoryview) -> Answer:
         """Send the entries of the earlier view to the members that hold them in the next one.
@@ -270,7 +264,9 @@ class MemoryServer:
 
     def view(self, header: Header, payload: memoryview) -> Answer:
         """Return the view, or that of the incarnation that is starting."""
-        return {}, self._expect(self._next if header.get("next") else self._view).encode()
+        name = "next" if header.get("next") else "view"
+        self._expect(self._next if name == "next" else self._view)
+        return {}, (self.memory.directory / name).read_bytes()
 
     def spread(self, header: Header, payload: memoryview) -> Answer:
         """Do what a request asks on this server, and pass it on to other members. See `spreading`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
@@ -25,14 +26,23 @@ _MAX_CONNECTED: Final = 64
 """The maximum number of servers to which a process keeps idle connections."""
 
 
+_QUIET_SECONDS: Final = 1.0
+"""Work in the background begins when this process has read nothing for this time. Other processes may still load."""
+
+
 class Reads:
-    """The reads of a process. Work in the background waits for their end, so that a load is fast. Thread-safe."""
+    """The reads of a process. Work in the background waits for their end, so that a load is fast. Thread-safe.
+
+    Attributes:
+        are_stopped: True if work in the background has to end.
+    """
 
     def __init__(self) -> None:
+        self.are_stopped = False
         self._changed = threading.Condition()
         self._running = 0
-        self._had_some = False
-        self._is_stopped = False
+        self._quiet_since = time.monotonic()
+        self._pause = _QUIET_SECONDS
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -44,40 +54,30 @@ class Reads:
         finally:
             with self._changed:
                 self._running -= 1
-                self._had_some = True
+                self._quiet_since = time.monotonic()
                 self._changed.notify_all()
 
     def stop(self) -> None:
         """End the work in the background."""
         with self._changed:
-            self._is_stopped = True
+            self.are_stopped = True
             self._changed.notify_all()
 
-    def wait_for_first(self, timeout: float) -> None:
-        """Wait until there was a read: a job usually begins with a load.
-
-        Args:
-            timeout: the maximum time in seconds.
-        """
+    def hurry(self) -> None:
+        """Begin the work in the background as soon as no read is running."""
         with self._changed:
-            self._changed.wait_for(lambda: self._had_some or self._is_stopped, timeout)
-
-    def skip_first(self) -> None:
-        """End `wait_for_first`."""
-        with self._changed:
-            self._had_some = True
+            self._pause = 0.0
             self._changed.notify_all()
 
-    @property
-    def are_stopped(self) -> bool:
-        """True if work in the background has to end."""
-        return self._is_stopped
-
-    def wait_for_none(self) -> bool:
-        """Wait until no read is running. Return False if the work has to end."""
+    def wait_for_end(self) -> bool:
+        """Wait until there was no read for some time. Return False if the work has to end."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._running or self._is_stopped)
-            return not self._is_stopped
+            while not self.are_stopped:
+                left = self._quiet_since + self._pause - time.monotonic()
+                if not self._running and left <= 0:
+                    return True
+                self._changed.wait(None if self._running else left)
+            return False
 
 
 class Session:
@@ -175,7 +175,7 @@ class Session:
 
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Wait until this process has made copies again that were on lost hosts, or `timeout` in seconds."""
-        self._reads.skip_first()
+        self._reads.hurry()
         if self._copying is not None:
             self._copying.join(timeout)
 

@@ -134,7 +134,7 @@ def page_of(items: Sequence[tuple[str, int]], lost: Sequence[str] = (), *, more:
     """Return the first items, up to the size of a page."""
     nbytes = 0
     for number, (key, _) in enumerate(items):
-        nbytes += len(key) * 6 + 24  # as JSON, at most
+        nbytes += len(json.dumps(key)) + 24
         if nbytes > PAGE_BYTES and number + 1 < len(items):
             return Reached(items[: number + 1], lost, more=True)
     return Reached(items, lost, more)
@@ -211,7 +211,7 @@ def delete(session: Session, keys: Sequence[str]) -> None:
     nbytes = 0
     for number, key in enumerate(ordered):
         page.append(key)
-        nbytes += len(key) * 6 + 4  # as JSON, at most
+        nbytes += len(json.dumps(key)) + 2
         if nbytes > PAGE_BYTES or number + 1 == len(ordered):
             spread(session, request, json.dumps(page).encode("ascii"))
             page, nbytes = [], 0
