@@ -65,7 +65,7 @@ class CountedHosts:
             sender = None if user.local is None else user.local.id.removeprefix("id of ")
             return CountedConnections(self, sender, member.host)
 
-        def connect(host: str, port: int, token: bytes) -> CountedConnections:
+        def connect(host: str, port: int, token: bytes, **options: object) -> CountedConnections:
             return CountedConnections(self, host, host)
 
         monkeypatch.setattr(joining, "ensure_server", ensure)

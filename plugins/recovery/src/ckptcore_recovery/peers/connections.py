@@ -49,18 +49,28 @@ class ServerConnections:
         place: the server, for errors.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, *, start_again: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        *,
+        connect_seconds: float = _CONNECT_SECONDS,
+        start_again: Callable[[], object] | None = None,
+    ) -> None:
         """Connect at the first request.
 
         Args:
             host: the host name or address of the server.
             port: its port.
             token: the secret of the job.
+            connect_seconds: the maximum time to reach the host, in seconds.
             start_again: starts the server again if it does not answer; None if this process cannot.
         """
         self.place = f"{host}:{port}"
         self._address = (host, port)
         self._token = token
+        self._connect_seconds = connect_seconds
         self._start_again = start_again
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -113,7 +123,7 @@ class ServerConnections:
 
     def _connect(self) -> Connection:
         try:
-            connected = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
+            connected = socket.create_connection(self._address, timeout=self._connect_seconds)
             try:
                 return Connection(connected, self._token, is_server=False)
             except BaseException:

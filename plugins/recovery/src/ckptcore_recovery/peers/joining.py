@@ -8,9 +8,10 @@ the view; hosts do everything else at the same time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
@@ -26,6 +27,12 @@ from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
+
+_REACH_SECONDS: Final = 1.5
+"""A host that left the job counts as lost if it cannot be reached in this time. The system tries twice."""
+
+_FENCES: Final = 32
+"""The maximum number of hosts that a process tries to reach at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,9 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         answer, _ = own.call(fence)
         acts = answer["acts"]
         left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
-        readers = [member for member in left if _is_fenced(member, token, fence)]
+        with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
+            fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
+        readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
         stage.payload = [list(member) for member in readers]
     reached = [Member(*member) for members in _gathered(stage) for member in members]
     local = local._replace(token=token)
@@ -167,7 +176,7 @@ def plan_takeover(reports: Sequence[Report]) -> JSON:
 def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
     """Fence a server that left the job. Return False if it is lost."""
     try:
-        with ServerConnections(member.host, member.port, token) as server:
+        with ServerConnections(member.host, member.port, token, connect_seconds=_REACH_SECONDS) as server:
             status, _ = server.call({"op": "status"})
             if status["id"] == member.id:  # otherwise another server has its address now
                 server.call(fence)
