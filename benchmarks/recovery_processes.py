@@ -9,10 +9,12 @@ A process writes a JSON object to `Member.output`: what it measured, or its erro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -47,6 +49,7 @@ if HAS_LM_RESILIENCY:
     from lm_resiliency.checkpointing import (  # type: ignore[import-not-found]
         InMemoryCheckpointManager,
         InMemoryCkptConfig,
+        TorchDistTransfer,
     )  # fmt: skip
 
 ARRAYS: Final = 16
@@ -57,6 +60,14 @@ DISK: Final = "ckptcore, disk"
 DCP: Final = "DCP, disk"
 TORCHFT: Final = "torchft HTTPTransport"
 LM_RESILIENCY: Final = "lm-resiliency"
+LM_TRANSFER: Final = "lm-resiliency TorchDistTransfer"
+SOCKET: Final = "a TCP socket"
+TMPFS: Final = "ckptcore, directory in memory"
+NOTHING: Final = "no saves"
+
+_STEPS: Final = 24
+_PRODUCTS: Final = 40
+"""Products of matrices in a step of training."""
 
 _TIMEOUT: Final = timedelta(seconds=120)
 
@@ -68,6 +79,7 @@ class Member:
     Attributes:
         contender: the library, such as `MEMORY`.
         task: ``prepare``: save and wait for the kill. ``hold``: a healthy replica, which is not killed. ``recover``.
+            ``train``.
         directory: the directory of the contender, which all processes see.
         host: the directory with the memory of the host.
         rank, size: the rank, and the number of processes.
@@ -75,6 +87,8 @@ class Member:
         rows: rows of each array of the whole state, a multiple of `size`.
         address: the address of rank 0.
         interface: the address of this host.
+        every: save at each so-manieth step of ``train``; 0 for never.
+        bytes_per_second: see `PeerMemory`.
     """
 
     contender: str
@@ -87,6 +101,8 @@ class Member:
     rows: int
     address: str = "127.0.0.1"
     interface: str = "127.0.0.1"
+    every: int = 0
+    bytes_per_second: float | None = None
 
     @property
     def output(self) -> Path:
@@ -123,9 +139,30 @@ class _Ours:
                 upload_policy=SpecificSteps([]),
                 interface=self._member.interface,
                 idle_seconds=120.0,
+                bytes_per_second=self._member.bytes_per_second,
             )
+        elif self._member.contender == TMPFS:
+            directory = Path(self._member.host).parent / "run"
         context = ckptcore.Context(observers=[self._events.append])
         return ckptcore.Checkpointer(directory, context=context, if_in_use="take over")
+
+    def train(self, state: Mapping[str, DTensor], steps: int) -> Mapping[str, Any]:
+        """Train, and save every few steps. Return the seconds of steps, of saves that block, and of their copies."""
+        weights = torch.ones(256, 256)
+        all_steps, blocked = [], []
+        with contextlib.nullcontext() if self._member.contender == NOTHING else self._open() as run:
+            for step in range(1, steps + 1):
+                start = time.monotonic()
+                for _ in range(_PRODUCTS):
+                    weights = torch.tanh(weights @ weights)
+                computed = time.monotonic()
+                if run is not None and self._member.every and step % self._member.every == 0:
+                    run.save(step, dict(state))
+                    blocked.append(time.monotonic() - computed)
+                all_steps.append(computed - start)
+        waited = [event.seconds for event in self._events if event.phase == "wait_for_previous"]
+        copied = [event.seconds for event in self._events if event.phase == "copy"]
+        return {"steps": all_steps, "blocked": blocked, "waited": waited, "copied": copied}
 
     def save(self, state: Mapping[str, DTensor]) -> None:
         """See `_Method`."""
@@ -240,8 +277,75 @@ class _LmResiliency:
         return stop - start
 
 
+class _LmTransfer:
+    """Rank 0 has the copy of the other rank, and sends it. Used between two processes."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def save(self, state: Mapping[str, DTensor]) -> None:
+        """See `_Method`. Nothing is saved."""
+
+    def agree(self) -> None:
+        """See `_Method`."""
+        self._transfer: Any = TorchDistTransfer(self._member.rank)
+        other = dataclasses.replace(self._member, rank=1)
+        self._copy = [_local(other, number) for number in range(ARRAYS)] if self._member.rank == 0 else []
+
+    def load(self, state: Mapping[str, DTensor]) -> float:
+        """See `_Method`."""
+        start = time.monotonic()
+        if self._member.rank == 0:
+            self._transfer.serve(self._copy, "state", 1, os.uname().nodename)
+        else:
+            self._transfer.fetch([array.to_local() for array in state.values()], "state", 0, os.uname().nodename)
+        stop = time.monotonic()
+        if self._member.rank == 0:
+            _fill(state, {name: _local(self._member, number) for number, name in enumerate(state)})
+        return stop - start
+
+
+class _Socket:
+    """Rank 0 has the bytes of the other rank, and sends them. The limit for all others."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def save(self, state: Mapping[str, DTensor]) -> None:
+        """See `_Method`. Nothing is saved."""
+
+    def agree(self) -> None:
+        """See `_Method`."""
+        other = dataclasses.replace(self._member, rank=1)
+        self._copy = [_local(other, number).numpy() for number in range(ARRAYS)] if self._member.rank == 0 else []
+        if self._member.rank == 0:
+            self._listener = socket.create_server((self._member.interface, self._member.port + 1))
+
+    def load(self, state: Mapping[str, DTensor]) -> float:
+        """See `_Method`."""
+        if self._member.rank == 0:
+            connection, _ = self._listener.accept()
+            start = time.monotonic()
+            for array in self._copy:
+                connection.sendall(array)
+            connection.recv(1)
+            stop = time.monotonic()
+            _fill(state, {name: _local(self._member, number) for number, name in enumerate(state)})
+            return stop - start
+        connection = socket.create_connection((self._member.address, self._member.port + 1))
+        start = time.monotonic()
+        for array in state.values():
+            buffer = memoryview(array.to_local().numpy()).cast("B")
+            while len(buffer):
+                buffer = buffer[connection.recv_into(buffer) :]
+        stop = time.monotonic()
+        connection.sendall(b"1")
+        return stop - start
+
+
 _METHODS: Final[Mapping[str, Callable[[Member], _Method]]] = {
-    MEMORY: _Ours, DISK: _Ours, DCP: _Dcp, TORCHFT: _TorchFt, LM_RESILIENCY: _LmResiliency
+    MEMORY: _Ours, DISK: _Ours, DCP: _Dcp, TORCHFT: _TorchFt, LM_RESILIENCY: _LmResiliency,
+    LM_TRANSFER: _LmTransfer, SOCKET: _Socket,
 }  # fmt: skip
 
 
@@ -314,7 +418,15 @@ def _recover(member: Member) -> Mapping[str, Any]:
     }
 
 
-_TASKS: Final = {"prepare": _prepare, "hold": _hold, "recover": _recover}
+def _train(member: Member) -> Mapping[str, Any]:
+    _join(member)
+    method = _Ours(member)
+    state = _state(member, lambda number: _local(member, number))
+    dist.barrier()
+    return method.train(state, _STEPS)
+
+
+_TASKS: Final = {"prepare": _prepare, "hold": _hold, "recover": _recover, "train": _train}
 _KEPT: Final[list[object]] = []
 """What must live as long as the process."""
 
