@@ -41,8 +41,12 @@ from benchmarks.setting import Setting
 
 _SIZES: Final = (2, 4, 8, 16)
 _BYTES: Final = 1 << 29
+_LINK_BYTES: Final = 1 << 27
 _RATES: Final = (125e6, 500e6, None)
 """Rates of networks in bytes per second: 1 and 4 Gbit/s, and the loopback interface."""
+
+_ROUNDS: Final = 5
+"""The maximum number of rounds."""
 
 _SHARE: Final = 0.8
 """Target: this share of a limited rate."""
@@ -60,6 +64,8 @@ def rows(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="ckptcore-bench-", dir="/dev/shm") as memory:
         forker = Forker()
         try:
+            # At most 15 minutes on two processors.
+            setting = replace(setting, rounds=min(setting.rounds, _ROUNDS))
             for size in [size for size in _SIZES if size <= setting.count(_SIZES[-1], least=2)]:
                 yield from _killed(setting, Path(memory), forker, size)
             yield from _training(setting, Path(memory), forker)
@@ -84,8 +90,8 @@ def _installed(*names: str) -> Sequence[str]:
     return [name for name in names if name not in missing]
 
 
-def _rows_of_arrays(setting: Setting, size: int) -> int:
-    return max(1, setting.count(_BYTES) // (ARRAYS * COLUMNS * 4) // size) * size
+def _rows_of_arrays(setting: Setting, size: int, nbytes: int = _BYTES) -> int:
+    return max(1, setting.count(nbytes) // (ARRAYS * COLUMNS * 4) // size) * size
 
 
 def _jobs(
@@ -95,12 +101,13 @@ def _jobs(
     size: int,
     names: Sequence[str],
     networks: Sequence[NetworkHost] = (),
+    nbytes: int = _BYTES,
 ) -> Mapping[str, KilledJob]:
     return {
         name: KilledJob(
             name,
             size,
-            _rows_of_arrays(setting, size),
+            _rows_of_arrays(setting, size, nbytes),
             forkers,
             setting.directory / f"{number}-{size}",
             memory / f"{number}-{size}",
@@ -148,10 +155,10 @@ def _transfer(setting: Setting, memory: Path, rate: float | None) -> Iterator[Ro
         forkers = [Forker(network) for network in networks] or [Forker()]
         for forker in forkers:
             stack.callback(forker.close)
-        jobs = _jobs(setting, memory, forkers, 2, names, networks)
+        jobs = _jobs(setting, memory, forkers, 2, names, networks, 2 * _LINK_BYTES)
         for job in jobs.values():
             stack.callback(job.close)
-        nbytes = _rows_of_arrays(setting, 2) * ARRAYS * COLUMNS * 4 // 2
+        nbytes = _rows_of_arrays(setting, 2, 2 * _LINK_BYTES) * ARRAYS * COLUMNS * 4 // 2
         contenders = [
             Contender(name, job.recover, job.prepare, job.clear, lambda recovery: float(recovery.seconds["transfer"]))
             for name, job in jobs.items()
@@ -181,9 +188,8 @@ def _training(setting: Setting, memory: Path, forker: Forker) -> Iterator[Row]:
             job.close()
 
     def blocked(result: Mapping[str, Any]) -> float:
-        return statistics.median(
-            [total - waited for total, waited in zip(result["blocked"], result["waited"], strict=True)]
-        )
+        times = zip(result["blocked"], result["waited"], strict=True)
+        return float(statistics.median([total - waited for total, waited in times]))
 
     copied: dict[str, list[float]] = {}
 
