@@ -44,9 +44,9 @@ HAS_TORCHFT: Final = find_spec("torchft") is not None
 HAS_LM_RESILIENCY: Final = find_spec("lm_resiliency") is not None
 
 if HAS_TORCHFT:
-    from torchft.checkpointing.http_transport import HTTPTransport  # type: ignore[import-not-found]
+    from torchft.checkpointing.http_transport import HTTPTransport
 if HAS_LM_RESILIENCY:
-    from lm_resiliency.checkpointing import (  # type: ignore[import-not-found]
+    from lm_resiliency.checkpointing import (
         InMemoryCheckpointManager,
         InMemoryCkptConfig,
         TorchDistTransfer,
