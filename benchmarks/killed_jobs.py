@@ -234,10 +234,10 @@ def _results(members: Sequence[Member]) -> Sequence[Mapping[str, Any]]:
 def _recovery(killed: float, results: Sequence[Mapping[str, Any]]) -> Recovery:
     """Join what all processes measured: a phase ends when the last process has ended it."""
     marks = zip(*[result["marks"] for result in results], strict=True)
-    first, agreed, loaded, stepped = [max(of_processes) for of_processes in marks]
-    transfer = min(max(result["transfer"] for result in results), loaded - agreed)
-    ends = (killed, first, agreed, agreed + transfer, stepped)
-    seconds = {phase: stop - start for phase, start, stop in zip(PHASES, ends[:-1], ends[1:], strict=True)}
+    first, agreed, built, loaded, stepped = [max(of_processes) for of_processes in marks]
+    transfer = min(max(result["transfer"] for result in results), loaded - built)
+    parts = (first - killed, agreed - first, transfer, stepped - agreed - transfer)
+    seconds = dict(zip(PHASES, parts, strict=True))
     sums: dict[str, list[int]] = {}
     for result in results:
         for place, counts in result["messages"].items():

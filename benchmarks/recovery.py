@@ -7,7 +7,7 @@ load the same bytes: the state is sharded over the processes. The phases are:
 - detection: from the kill until the last new process runs. A real launcher takes longer.
 - agreement: until all processes have a process group, and know what to load from where.
 - transfer: the bytes are moved.
-- building: the rest, until all processes have finished a step.
+- building: the rest: the memory of the state before, and until all processes have finished a step.
 
 Each contender has its best configuration. ckptcore verifies all bytes, lm-resiliency those that TorchDistTransfer
 sends; DCP and torchft verify nothing. Files on disk are in the page cache, because they were written before. torchft

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckptcore
 from ckptcore.events import Event
+from ckptcore.plugins import installed_plugins
 from ckptcore.policies import SpecificSteps
 
 HAS_TORCHFT: Final = find_spec("torchft") is not None
@@ -398,10 +399,12 @@ def _recover(member: Member) -> Mapping[str, Any]:
     _join(member)
     method = _METHODS[member.contender](member)
     method.agree()
+    dist.barrier()
+    agreed = time.monotonic()
     # Memory of the state is touched, as that of a module that was initialised.
     state = _state(member, lambda number: torch.zeros(member.rows // member.size, COLUMNS, dtype=torch.int32))
     dist.barrier()
-    agreed = time.monotonic()
+    built = time.monotonic()
     transfer = method.load(state)
     loaded = time.monotonic()
     step = state["layers.0.weight"].to_local()[:1].float().sum().reshape(1)
@@ -411,7 +414,7 @@ def _recover(member: Member) -> Mapping[str, Any]:
         assert torch.equal(state[f"layers.{number}.weight"].to_local(), _local(member, number))
     _KEPT.append(method)
     return {
-        "marks": [first, agreed, loaded, stepped],
+        "marks": [first, agreed, built, loaded, stepped],
         "transfer": transfer,
         "messages": messages,
         "modules": sorted(sys.modules) if member.rank == 0 else [],
@@ -476,6 +479,7 @@ def main() -> None:
             for name in argument:
                 with contextlib.suppress(ImportError):  # made by the parent of its module
                     importlib.import_module(name)
+            installed_plugins()  # imports those of ckptcore
             answer = 0
         else:
             for process in argument:
