@@ -50,6 +50,9 @@ _SIZES: Final = (64, 16384)
 """Numbers of processes of the jobs, ascending."""
 _SECONDS: Final = 60.0
 """Limit of the total time of the leader."""
+_MEMORY_HOSTS: Final = 100_000
+_MEMORY_SECONDS: Final = 10.0
+"""Limit of the time of the leader for each of what it does with steps in memory."""
 
 T = TypeVar("T")
 
@@ -350,6 +353,21 @@ def rows(setting: Setting) -> Iterator[Row]:
             target = f"at most {_SECONDS:.0f} s"
             yield Row(case, f"{layout}, the leader", seconds, target=target, reached=seconds <= _SECONDS)
             yield Row(case, f"{layout}, another process", own)
+    yield from _memory_rows(setting)
+
+
+def _memory_rows(setting: Setting) -> Iterator[Row]:
+    """Simulate a job with steps in the memory of its hosts, in a new process."""
+    size = setting.count(_MEMORY_HOSTS, least=_SIZES[0])
+    path = setting.directory / "scale-memory.json"
+    command = [sys.executable, "-m", "benchmarks.scale_memory", str(size), str(path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+    measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    target = f"at most {_MEMORY_SECONDS:.0f} s"
+    for what, seconds in measured["seconds"].items():
+        case = f"scale: {size} hosts with steps in memory"
+        row = f"{what}, the leader: {measured['messages'][what]} messages"
+        yield Row(case, row, seconds, target=target, reached=seconds <= _MEMORY_SECONDS)
 
 
 def main(arguments: Sequence[str]) -> None:

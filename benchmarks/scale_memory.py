@@ -16,16 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 from unittest.mock import patch
 
-from ckptcore_recovery.peers import joining, spreading
+from ckptcore_recovery.peers import discovery, joining, spreading
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.copies import repairs
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
-from ckptcore_recovery.peers.joining import MemoryOptions, Report, join_job
+from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Header, raise_error
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
@@ -116,11 +116,11 @@ class MemoryJob:
     def run(self) -> None:
         """Start the job, list the steps, and delete one."""
         with ExitStack() as stack:
+            connect = partial(_Server, self)
             stack.enter_context(patch.object(joining, "ensure_server", lambda *names, **options: self._local))
-            stack.enter_context(
-                patch.object(joining, "ServerConnections", lambda host, port, token: _Server(self, host))
-            )
-            stack.enter_context(patch.object(Session, "server", lambda session, member: _Server(self, member.host)))
+            stack.enter_context(patch.object(joining, "ServerConnections", connect))
+            stack.enter_context(patch.object(discovery, "ServerConnections", connect))
+            stack.enter_context(patch.object(Session, "server", lambda session, member: connect(member.host)))
             agreement = _LeaderAgreement(SimulatedCoordinator(self._wire, range(self.size), 0), "join", self)
             with self._timed("start"):
                 session = join_job("job", agreement, MemoryOptions(1 << 30))
@@ -159,7 +159,8 @@ class MemoryJob:
         member = self._members[rank]
         if stage == "servers":
             is_spare = member.id not in self._before.by_id
-            return list(Report(*member[:4], *((0, 0) if is_spare else (1, 1)), _TOKEN.hex()))
+            number = 0 if is_spare else 1  # of the incarnation that fenced it, and whose view it has
+            return [list(member), number, number, 0, _TOKEN.hex()]
         if stage == "fence":
             return []
         return dict(self._missing.get(member.id, {})) if stage == "install" else None
@@ -205,11 +206,11 @@ class MemoryJob:
 class _Server:
     """Connections to a server, with the methods of `ServerConnections`."""
 
-    def __init__(self, job: MemoryJob, host: str) -> None:
+    def __init__(self, job: MemoryJob, host: str, port: int = 0, token: bytes = b"") -> None:
         self.place = host
         self._job = job
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import pytest
-from ckptcore_recovery.peers import joining, session
+from ckptcore_recovery.peers import discovery, joining, session
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -69,7 +69,8 @@ class CountedHosts:
             return CountedConnections(self, host, host)
 
         monkeypatch.setattr(joining, "ensure_server", ensure)
-        monkeypatch.setattr(joining, "ServerConnections", connect)
+        for module in (joining, discovery):
+            monkeypatch.setattr(module, "ServerConnections", connect)
         monkeypatch.setattr(session.Session, "server", server)
 
     def join(

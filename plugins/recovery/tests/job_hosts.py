@@ -41,12 +41,13 @@ class Hosts:
         """Return the directory of a host's memory servers."""
         return str(self._directory / host)
 
-    def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({})) -> Sequence[Session]:
+    def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({}), least: int = 1) -> Sequence[Session]:
         """Start the job on some hosts, with one process on each. Return the session of each process.
 
         Args:
             hosts: the host of each process.
             domains: the failure domain of each host; a host without one is a domain by itself.
+            least: see `join_job`.
         """
         self._joined += 1
         threads = ThreadJob(len(hosts))
@@ -54,7 +55,7 @@ class Hosts:
         def join(coordinator: Coordinator) -> Session:
             host = hosts[coordinator.rank]
             options = replace(self.options, base=self.base(host), domain=domains.get(host))
-            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options)
+            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options, least=least)
 
         sessions = threads.run(join)
         self._sessions.extend(sessions)
@@ -81,10 +82,15 @@ class Hosts:
         server = self.server(host)
         return [] if server is None else [_pid(server.directory / "server.json")]
 
-    def close(self) -> None:
-        """Kill all servers that this object started, and close the connections to them."""
+    def forget(self) -> None:
+        """Close the connections of all sessions, as if their processes were killed."""
         for session in self._sessions:
             session.close()
+        self._sessions.clear()
+
+    def close(self) -> None:
+        """Kill all servers that this object started, and close the connections to them."""
+        self.forget()
         for path in self._directory.glob("*/*/server.json"):
             with contextlib.suppress(ProcessLookupError):  # it was killed before, or has ended
                 os.kill(_pid(path), signal.SIGKILL)

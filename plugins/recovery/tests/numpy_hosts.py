@@ -2,92 +2,154 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
+import random
+import threading
+import time
 import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers import ErasureCode, PeerMemory, messages
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
-from ckptcore_torch.store_coordinator import StoreCoordinator
-from torch._C._distributed_c10d import TCPStore
 
 from ckptcore import Checkpointer, Context, ShardedArray
 from ckptcore.context import JobOptions
 from ckptcore.model import HostArray
 from ckptcore.policies import SpecificSteps
+from plugins.recovery.tests.networks import enter
+from plugins.recovery.tests.socket_job import join_job, serve_job
 
 JOB: Final = "numpy-hosts"
-_SHAPE: Final = (240, 5000)
+_SHAPE: Final = (48, 60_000)
+_SECONDS: Final = 120.0
+
+
+class Moment(NamedTuple):
+    """A moment in the work of a process: before it sends a message to a memory server.
+
+    Attributes:
+        message: the number of the message, from 1.
+        stops: True if the process stops there until it is killed.
+    """
+
+    message: int
+    stops: bool
 
 
 class Process(NamedTuple):
     """A process of a job.
 
     Attributes:
-        directory: the directory of the test.
-        host: the name of its host.
+        control: the file at which rank 0 serves the job.
+        far: the directory of the run.
+        memory: the directory for the memory of its host.
+        namespace: the network namespace of its host; None: that of the test.
+        address: the address of its host.
         rank, size: its rank, and the number of processes.
-        port: the port of the job's store on 127.0.0.1.
         layout: the layout of steps.
-        copies: the copies of each step on other hosts.
+        copies: the copies of each step on other hosts, or the parity fragments.
+        needed: the fragments that are needed to read an object; 1 for copies.
+        latency: the longest delay of a message, in seconds.
+        moment: when to report that a failure may happen; None: never.
+        seed: decides about the delays.
     """
 
-    directory: Path
-    host: str
+    control: Path
+    far: Path
+    memory: Path
+    namespace: Path | None
+    address: str
     rank: int
     size: int
-    port: int
     layout: str
     copies: int
-
-    @property
-    def output(self) -> Path:
-        """The file with the lines that the process wrote."""
-        return self.directory / f"{self.port}-{self.rank}.out"
-
-
-def array(step: int) -> HostArray:
-    """Return the whole array of a step."""
-    return np.random.default_rng(step).integers(0, 1 << 31, _SHAPE, np.int64).astype(np.float32)
+    needed: int
+    latency: float
+    moment: Moment | None
+    seed: int
 
 
-def rows(process: Process) -> slice:
-    """Return the rows of a process."""
-    return slice(_SHAPE[0] * process.rank // process.size, _SHAPE[0] * (process.rank + 1) // process.size)
+def _rows(process: Process) -> tuple[int, int]:
+    return _SHAPE[0] * process.rank // process.size, _SHAPE[0] * (process.rank + 1) // process.size
+
+
+def part(process: Process, step: int) -> HostArray:
+    """Return the rows of a process at a step. All elements of all steps differ from their neighbours."""
+    start, stop = _rows(process)
+    numbers = np.arange(start * _SHAPE[1], stop * _SHAPE[1], dtype=np.uint32)
+    return (numbers * np.uint32(2_654_435_761) + np.uint32(step * 40_503 % (1 << 32))).reshape(-1, _SHAPE[1])
 
 
 def state(process: Process, step: int) -> dict[str, object]:
-    """Return the state of a process at a step."""
-    mine = rows(process)
+    """Return the state of a process at a step: an array in parts, a small one that all processes have, and the step."""
+    start, _ = _rows(process)
     cuts = [[_SHAPE[0] * rank // process.size for rank in range(1, process.size)], []]
-    part = ShardedArray.part(np.ascontiguousarray(array(step)[mine]), (mine.start, 0), _SHAPE, cuts=cuts)
-    return {"w": part, "step": step}
+    return {
+        "w": ShardedArray.part(part(process, step), (start, 0), _SHAPE, cuts=cuts),
+        "bias": np.full(100, step, np.int64),
+        "step": step,
+    }
 
 
-def run(process: Process) -> None:
-    """Run a process until it is killed, and write its errors to a file."""
-    with process.output.open("w") as output:
-        try:
-            os.environ[DIRECTORY_VARIABLE] = str(process.directory / process.host)
-            _train(process, lambda line: print(line, file=output, flush=True))
-        except BaseException:  # noqa: BLE001  # the test reads it; another process may have been killed
-            output.write(traceback.format_exc())
-            output.flush()
-            os._exit(1)
+def run(process: Process, events: Pipe) -> None:
+    """Run a process until it is killed, and send what happens: ("loaded", step), ("saved", step), ("failed", error)."""
+    lock = threading.Lock()
+
+    def say(*event: object) -> None:
+        with lock:
+            events.send(event)
+
+    try:
+        if process.namespace is not None:
+            enter(process.namespace)
+        _delay_messages(process, say)
+        _train(process, say)
+    except BaseException:  # noqa: BLE001  # the test reads it; another process may have been killed
+        say("failed", traceback.format_exc())
+        threading.Event().wait()  # until it is killed, as by a launcher
 
 
-def _train(process: Process, say: object) -> None:
-    assert callable(say)
-    store = TCPStore("127.0.0.1", process.port, process.size, process.rank == 0, wait_for_workers=False)
-    coordinator = StoreCoordinator(store, process.rank, process.size, timeout_seconds=60)
+def _delay_messages(process: Process, say: Callable[..., None]) -> None:
+    """Add latency to each message that this process sends, and report the moment."""
+    delays = random.Random(process.seed)
+    numbers = itertools.count(1)
+    send = messages.Connection.send
+
+    def delayed(self: messages.Connection, header: messages.Header, payload: memoryview | bytes = b"") -> None:
+        if process.latency:
+            time.sleep(delays.uniform(0.0, process.latency))
+        number = next(numbers)
+        if process.moment is not None and number == process.moment.message:
+            say("moment", number)
+            if process.moment.stops:
+                threading.Event().wait()
+        send(self, header, payload)
+
+    messages.Connection.send = delayed  # type: ignore[method-assign]
+
+
+def _train(process: Process, say: Callable[..., None]) -> None:
+    if process.rank == 0:
+        coordinator = serve_job(process.control, process.size)
+    else:
+        deadline = time.monotonic() + _SECONDS
+        while not process.control.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        coordinator = join_job(process.control, process.rank, process.size)
+    os.environ[DIRECTORY_VARIABLE] = str(process.memory)
     memory = PeerMemory(
-        process.directory / "far",
+        process.far,
         job=JOB,
+        interface=process.address,
         memory_bytes=1 << 28,
         copies=process.copies,
+        erasure_code=None if process.needed == 1 else ErasureCode(process.needed, process.copies),
         upload_policy=SpecificSteps([]),
     )
     context = Context(job=JobOptions(coordinator=coordinator))
@@ -100,10 +162,11 @@ def _train(process: Process, say: object) -> None:
         assert loaded["step"] == step
         (shard,) = loaded["w"].shards
         assert shard.elements is not None
-        np.testing.assert_array_equal(shard.elements, array(step)[rows(process)])
+        np.testing.assert_array_equal(shard.elements, part(process, step))
+        np.testing.assert_array_equal(loaded["bias"], np.full(100, step))
     memory.wait_for_copies()  # from now on, hosts can be lost again
-    say(f"loaded {step}")
-    for number in range((step or 0) + 1, sys.maxsize):
+    say("loaded", step or 0)
+    for number in itertools.count((step or 0) + 1):
         checkpointer.save(number, state(process, number))
         checkpointer.wait()
-        say(f"saved {number}")
+        say("saved", number)

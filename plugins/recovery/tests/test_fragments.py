@@ -94,15 +94,20 @@ def test_any_fragments_give_an_object_back(needed: int, count: int) -> None:
         data = (LARGE * (size // len(LARGE) + 1))[:size]
         fragments = Fragments(size, needed, count)
         read = bytearray(size)
-        for number, of_segment, of_data in fragments.overlapping(0, size):
+        files = [bytearray(fragments.nbytes) for _ in range(count)]
+        for number in fragments.segments:
             pieces = fragments.encode(memoryview(data)[fragments.segment(number)])
-            assert {len(piece) for piece in pieces} == {fragments.piece_bytes(number)}
+            for file, piece in zip(files, pieces, strict=True):
+                file[number * PIECE_BYTES : number * PIECE_BYTES + len(piece)] = piece
+                assert len(piece) == fragments.piece_bytes(number)
             choices = list(itertools.combinations(range(count), needed))
             for places in choices if size < 2000 else choices[-1:]:
-                read[of_data] = fragments.decode([pieces[place] for place in places])[of_segment]
-                assert read[of_data] == data[of_data]
+                assert fragments.decode([pieces[place] for place in places]) == data[fragments.segment(number)]
                 lost = next(place for place in range(count) if place not in places)
                 assert fragments.rebuild([pieces[place] for place in places], lost) == pieces[lost]
+        for part in fragments.parts(0, size):
+            nbytes = part.of_range.stop - part.of_range.start
+            read[part.of_range] = files[part.place][part.offset : part.offset + nbytes]
         assert read == data
         assert fragments.nbytes <= size / needed + 160 + size / segment * 80
 
@@ -204,3 +209,15 @@ def test_the_memory_of_a_run_can_have_fragments() -> None:
         "run", memory_bytes=1, erasure_code=ErasureCode(4, 2), upload_policy=FixedInterval(1), domain="rack"
     )
     assert memory._options == replace(TWO_AND_TWO, limit=1, needed=4, domain="rack")
+
+
+def test_a_read_of_a_part_moves_only_this_part(hosts: CountedHosts) -> None:
+    first, *_, last = hosts.join("a", "b", "c", "d", options=TWO_AND_ONE)
+    write(first, "data", LARGE)
+    assert last.local is not None and last.local.id not in last.find("data").holders
+    hosts.most()
+    part = 100_000
+    for start in range(0, len(LARGE), part):
+        assert storage(last).get("data", start, start + part) == LARGE[start : start + part]
+    requests = -(-len(LARGE) // part)
+    assert hosts.nbytes["d"] < len(LARGE) + 1000 * requests

@@ -74,9 +74,9 @@ def test_a_wrong_token_is_refused(session: Session, server: LocalServer) -> None
 )
 def test_a_stranger_is_refused(session: Session, connected: socket.socket, sent: bytes) -> None:
     connected.sendall(sent)
-    connected.shutdown(socket.SHUT_WR)
     received = b""
-    with contextlib.suppress(ConnectionResetError):  # the server closed it before it had read everything
+    with contextlib.suppress(OSError):  # the server closed it before it had read everything
+        connected.shutdown(socket.SHUT_WR)
         while data := connected.recv(1 << 16):
             received += data
     assert len(received) <= 48, "a greeting and a random number, nothing else"

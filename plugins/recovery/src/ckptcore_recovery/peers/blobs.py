@@ -176,9 +176,12 @@ class FragmentReader(BlobReader):
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """See `BlobReader.fill`."""
-        for number, of_segment, of_buffer in self._fragments.overlapping(offset, len(buffer)):
-            segment = self._fragments.decode(self._pieces(number))
-            buffer[of_buffer] = segment[of_segment]
+        for part in self._fragments.parts(offset, len(buffer)):
+            name = self._entry.holders[part.place]
+            member = self._session.view.by_id.get(name)
+            if member is None or name in self._avoided or self._try(member, part.offset, buffer[part.of_range]):
+                segment = self._fragments.decode(self._pieces(part.segment))
+                buffer[part.of_range] = segment[part.of_segment]
 
     @property
     def fragment_bytes(self) -> int:

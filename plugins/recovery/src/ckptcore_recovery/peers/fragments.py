@@ -1,13 +1,14 @@
 """Fragments: objects in pieces of an erasure code, of which any `needed` give the object back.
 
-An object is divided into segments. Each segment becomes one piece of each fragment, so that a piece is a message.
+An object is divided into segments. Each segment becomes one piece of each fragment, so that a piece is a message. The
+pieces of the first fragments have the bytes of the segment themselves, each after a header.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckptcore.errors import MissingDistributionError, StorageError
 from ckptcore_recovery.peers.messages import PIECE_BYTES
@@ -45,6 +46,24 @@ class ErasureCode:
                 f"{self}: expected at least 2 fragments of data, 1 of parity, and at most {_MAX_FRAGMENTS} in all"
             )
         Fragments(1, self.data, self.data + self.parity)
+
+
+class FragmentPart(NamedTuple):
+    """Consecutive bytes of an object in one fragment.
+
+    Attributes:
+        segment: the number of the segment.
+        place: the number of the fragment.
+        offset: where the bytes begin in the fragment.
+        of_segment: the bytes of the segment that they are.
+        of_range: the bytes of the requested range that they are.
+    """
+
+    segment: int
+    place: int
+    offset: int
+    of_segment: slice
+    of_range: slice
 
 
 class Fragments:
@@ -98,15 +117,20 @@ class Fragments:
         nbytes = min(self._size - number * self._segment_bytes, self._segment_bytes)
         return _HEADER_BYTES + -(-nbytes // self.needed)
 
-    def overlapping(self, offset: int, nbytes: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the segments of a range of bytes, with the part in the segment, and the part in the range."""
-        if not nbytes:
-            return
-        stop = offset + nbytes
-        for number in range(offset // self._segment_bytes, -(-stop // self._segment_bytes)):
-            place = self.segment(number)
-            first, last = max(offset, place.start), min(stop, place.stop)
-            yield number, slice(first - place.start, last - place.start), slice(first - offset, last - offset)
+    def parts(self, offset: int, nbytes: int) -> Iterator[FragmentPart]:
+        """Yield where the bytes of a range of the object are: one after the other in the first `needed` fragments."""
+        begin, stop = offset, offset + nbytes
+        while begin < stop:
+            segment = begin // self._segment_bytes
+            inside = begin - segment * self._segment_bytes
+            payload = self.piece_bytes(segment) - _HEADER_BYTES
+            place, skipped = divmod(inside, payload)
+            last = min(stop, begin + payload - skipped, self.segment(segment).stop)
+            yield FragmentPart(
+                segment, place, segment * PIECE_BYTES + _HEADER_BYTES + skipped,
+                slice(inside, inside + last - begin), slice(begin - offset, last - offset),
+            )  # fmt: skip
+            begin = last
 
     def encode(self, segment: memoryview) -> Sequence[bytes]:
         """Return the piece of each fragment for a segment."""

@@ -30,6 +30,7 @@ from ckptcore.errors import (
     ConditionFailedError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    SaveLostError,
     StorageError,
     StorageFullError,
 )
@@ -47,6 +48,10 @@ _DELETED_SECONDS: Final = 300.0
 
 _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
+
+
+_ROOM_BYTES: Final = 1 << 20
+"""Room in a full memory file system for a start of the job: for its view, and for the entries of lost hosts."""
 
 
 class Entry(NamedTuple):
@@ -235,11 +240,14 @@ class HostMemory:
         """A block for each thread that receives pieces."""
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
+        self.release_room()
+        # Versions are higher than those of earlier servers of this memory, which may have forgotten some of them.
+        self._starts = _read_number(directory / "starts") + 1
+        _write_number(directory / "starts", self._starts)
         self._read_files()
 
     def _read_files(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            self.epoch = int((self.directory / "epoch").read_text())
+        self.epoch = _read_number(self.directory / "epoch")
         for path in list((self.directory / "blobs").iterdir()):
             if path.suffix:
                 if path.suffix != ".json" or not path.with_suffix("").exists():
@@ -260,6 +268,19 @@ class HostMemory:
             self._entries[key] = entry
             self._used += _entry_bytes(entry)
 
+    def keep_room(self) -> None:
+        """Keep room for the next start of the job, as far as the memory file system has any."""
+        with contextlib.suppress(OSError), open(self._room, "wb", opener=_open_private) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+
+    def release_room(self) -> None:
+        """Let a start of the job use the room that is kept for it."""
+        _unlink(self._room)
+
+    @property
+    def _room(self) -> Path:
+        return self.directory / "room"
+
     @property
     def used(self) -> int:
         """The bytes of all files."""
@@ -276,12 +297,35 @@ class HostMemory:
         with self._changed:
             if epoch <= self.epoch:
                 raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
+            self.release_room()
+            _write_number(self.directory / "epoch", epoch)
             self.epoch = epoch
-            _write_file(self.directory / "epoch", str(epoch).encode())
             self._pending.clear()
             for name in list(self._unfinished):
                 self._discard(name)
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self, epoch: int) -> Iterator[None]:
+        """Let an incarnation of the job write. `fence` waits until the write has ended.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
+        with self._changed:
+            self.expect_epoch(epoch)
+            yield
+
+    def expect_epoch(self, epoch: int) -> None:
+        """Check that an incarnation of the job may write.
+
+        Raises:
+            SaveLostError: another incarnation has taken over.
+        """
+        if epoch != self.epoch:
+            raise SaveLostError(
+                f"this process belongs to incarnation {epoch} of the job; incarnation {self.epoch} has taken over"
+            )
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
@@ -472,13 +516,16 @@ class HostMemory:
 
         Raises:
             ConditionFailedError: the object does not match.
+            SaveLostError: another incarnation of the job has taken over meanwhile.
         """
         with self._changed:
+            epoch = self.epoch
             while (pending := self._pending.get(key)) is not None:
                 left = pending.since + _PENDING_SECONDS - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
+                self.expect_epoch(epoch)
             entry = self._entries.get(key)
             present = None if entry is None or entry.is_deleted else entry
             if condition == "" and present is not None:
@@ -486,7 +533,7 @@ class HostMemory:
             if condition and (present is None or str(present.version) != condition):
                 tag = "no object" if present is None else f"tag {present.version}"
                 raise ConditionFailedError(f"cannot replace {key!r}: expected tag {condition}, found {tag}")
-            self._counter = max(self._counter + 1, self.epoch << 40)
+            self._counter = max(self._counter + 1, (self.epoch << 64) + (self._starts << 40))
             version = max(self._counter, 1 if entry is None else entry.version + 1)
             self._counter = version
             self._pending[key] = _Pending(version)
@@ -504,13 +551,15 @@ class HostMemory:
         """Store a version of a key. A later version stays.
 
         Raises:
-            ConditionFailedError: a later version is stored already.
+            ConditionFailedError: a later version is stored already, or reserved because this one took too long.
             StorageFullError: it does not fit.
         """
         with self._changed:
             present = self._entries.get(key)
-            if present is not None and present.version > entry.version:
-                raise ConditionFailedError(f"a later version of the object {key!r} is stored already")
+            pending = self._pending.get(key)
+            later = max(present.version if present is not None else 0, pending.version if pending is not None else 0)
+            if later > entry.version:
+                raise ConditionFailedError(f"a later version of the object {key!r} is stored already, or under way")
             more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
             if more > 0 and self._used + more > self.limit and not entry.is_deleted:
                 raise StorageFullError(
@@ -526,8 +575,7 @@ class HostMemory:
                 _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
             self._entries[key] = entry
             self._used += more
-            pending = self._pending.get(key)
-            if pending is not None and pending.version <= entry.version:
+            if pending is not None:
                 del self._pending[key]
                 self._changed.notify_all()
 
@@ -596,6 +644,35 @@ def _unlink(*paths: Path) -> None:
             path.unlink()
 
 
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def _write_number(path: Path, number: int) -> None:
+    """Store a number in place, so that a full memory file system still has room for it.
+
+    Raises:
+        StorageFullError: the file is new, and the memory file system is full.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        os.pwrite(descriptor, f"{number:020}".encode(), 0)
+    except OSError as error:
+        raise _full(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _full(path: Path, error: OSError) -> Exception:
+    """Return the error of the memory of a host for an error of its file system."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return StorageFullError(f"{path.parent} is full: {error.strerror}")
+    return error
+
+
 def _write_file(path: Path, data: bytes) -> None:
     """Replace a file by one rename.
 
@@ -609,6 +686,4 @@ def _write_file(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         _unlink(temporary)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise StorageFullError(f"{path.parent} is full: {error.strerror}") from error
-        raise
+        raise _full(path, error) from error

@@ -7,18 +7,19 @@ the view; hosts do everything else at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
-from ckptcore_recovery.peers.connections import Pace, ServerConnections
+from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.copies import missing_blobs, restore_blobs
+from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session
@@ -28,11 +29,8 @@ from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
 
-_REACH_SECONDS: Final = 1.5
-"""A host that left the job counts as lost if it cannot be reached in this time. The system tries twice."""
-
 _FENCES: Final = 32
-"""The maximum number of hosts that a process tries to reach at a time."""
+"""The maximum number of hosts that a process fences at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +58,14 @@ class MemoryOptions:
     base: str | None = None
 
 
-class Report(NamedTuple):
-    """What a process reports about the server of its host, before the job has a view.
-
-    Attributes:
-        id, host, port, domain: see `Member`.
-        epoch: the last incarnation that fenced the server.
-        view: the incarnation whose view the server has; 0 for none.
-        token: its token, in hexadecimal digits.
-    """
-
-    id: str
-    host: str
-    port: int
-    domain: str
-    epoch: int
-    view: int
-    token: str
-
-    @property
-    def member(self) -> Member:
-        """The server as a member."""
-        return Member(self.id, self.host, self.port, self.domain)
-
-
-def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
+def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: int = 1) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
     Args:
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
+        least: on the leader, the lowest number that the incarnation may get.
 
     Raises:
         StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
@@ -108,13 +83,10 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         local = start()
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
-        domain = options.domain or local.id
-        report = Report(
-            local.id, local.interface, local.port, domain, status["epoch"], status["view"], local.token.hex()
-        )
-        stage.payload = list(report)
-    reports = [Report(*payload) for payload in _gathered(stage)]
-    plan: Any = agreement.lead("plan", lambda: plan_takeover(reports))
+        member = Member(local.id, local.interface, local.port, options.domain or local.id)
+        stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
+    reported = read_reports(_gathered(stage))
+    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, least))
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
     with agreement.stage("fence") as stage, own:
@@ -129,19 +101,19 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     local = local._replace(token=token)
 
     def prepare() -> None:
-        view = make_view(epoch, reports, reached, options)
+        view = make_view(epoch, reported, reached, options)
         with Session(job, local, view, token, Pace(None), start) as leading:
             spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
 
     agreement.lead("view", prepare)
     with ServerConnections(local.interface, local.port, token) as own:
-        _, encoded = own.call({"op": "view", "next": True})
-        session = Session(job, local, View.decode(bytes(encoded)), token, Pace(options.bytes_per_second), start)
         with agreement.stage("entries"):
+            _, encoded = own.call({"op": "view", "next": True})
+            session = Session(job, local, View.decode(bytes(encoded)), token, Pace(options.bytes_per_second), start)
             if acts:
                 own.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
-                session.server(member).call({"op": "hand_over", "epoch": epoch}, encoded)
+                _hand_over(session, member, bytes(encoded))
         with agreement.stage("install") as stage:  # all entries are where the new view expects them
             if acts:
                 own.call({"op": "install", "epoch": epoch})
@@ -157,50 +129,66 @@ def _gathered(stage: Stage) -> Sequence[Any]:
     return stage.payloads or [stage.payload]
 
 
-def plan_takeover(reports: Sequence[Report]) -> JSON:
+def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
+    """Return the servers that processes reported, by id, in the order of their first ranks."""
+    return {
+        member[0]: Server(Member(*member), epoch, view, following, bytes.fromhex(token))
+        for member, epoch, view, following, token in payloads
+    }
+
+
+def plan_takeover(reported: Mapping[str, Server], least: int) -> JSON:
     """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job.
 
-    The newest view is that of the last incarnation that has completed its start.
+    Args:
+        reported: the servers of the job's hosts.
+        least: the lowest number that the incarnation may get.
     """
-    newest = max(reports, key=lambda report: report.view)
-    members: list[JSON] = []
-    if newest.view:
-        with ServerConnections(newest.host, newest.port, bytes.fromhex(newest.token)) as server:
-            _, encoded = server.call({"op": "view"})
-        present = {report.id for report in reports}
-        members = [list(member) for member in View.decode(bytes(encoded)).members if member.id not in present]
-    epoch = max(report.epoch for report in reports) + 1
-    return {"epoch": epoch, "before": newest.view, "token": newest.token, "left": members}
+    found, before = discover(reported)
+    servers = found.values()
+    having = [server for server in servers if before is None or server.view == before.epoch]
+    members = [] if before is None else before.members
+    return {
+        "epoch": max(least, *[server.epoch + 1 for server in servers]),
+        "before": 0 if before is None else before.epoch,
+        "token": having[0].token.hex(),
+        "left": [list(member) for member in members if member.id in found and member.id not in reported],
+    }
 
 
 def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
     """Fence a server that left the job. Return False if it is lost."""
     try:
-        with ServerConnections(member.host, member.port, token, connect_seconds=_REACH_SECONDS) as server:
-            status, _ = server.call({"op": "status"})
-            if status["id"] == member.id:  # otherwise another server has its address now
-                server.call(fence)
-                return True
-    except StorageError as error:
+        with ServerConnections(member.host, member.port, token) as server:
+            server.call(fence)
+    except ServerLostError as error:
         logger.warning("the memory of a host that left the job is lost: %s", error)
-    return False
+        return False
+    return True
 
 
-def make_view(epoch: int, reports: Sequence[Report], left: Sequence[Member], options: MemoryOptions) -> View:
+def _hand_over(session: Session, member: Member, encoded: bytes) -> None:
+    """Let the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
+    try:
+        session.server(member).call({"op": "hand_over", "epoch": session.view.epoch}, encoded)
+    except StorageError as error:
+        logger.warning("a host that left the job cannot hand over what it knows: %s", error)
+
+
+def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member], options: MemoryOptions) -> View:
     """Return the view of a new incarnation.
 
     Args:
         epoch: its number.
-        reports: the reports of its processes.
+        reported: the servers of its hosts.
         left: the servers on hosts that left the job.
         options: the options of the leader.
 
     Raises:
         StorageError: the fragments of an object need more failure domains.
     """
-    members = {report.id: report.member for report in reversed(reports)}
-    ordered = [members.pop(report.id) for report in reports if report.id in members]
-    domains, wanted = len({member.domain for member in ordered}), options.needed + options.copies
+    members = [server.member for server in reported.values()]
+    domains, wanted = len({member.domain for member in members}), options.needed + options.copies
     if domains < wanted and options.needed > 1:
         raise StorageError(
             f"ErasureCode(data={options.needed}, parity={options.copies}) needs {wanted} failure domains, and the job "
@@ -213,4 +201,4 @@ def make_view(epoch: int, reports: Sequence[Report], left: Sequence[Member], opt
             options.copies, domains,
         )  # fmt: skip
     readers = [member._replace(is_reader=True) for member in left]
-    return View(epoch, [*ordered, *readers], options.copies, options.needed)
+    return View(epoch, [*members, *readers], options.copies, options.needed)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from functools import partial
 
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
 from ckptcore_tiers.tiered_steps import TieredSteps
 
 from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted
@@ -99,8 +101,14 @@ class PeerMemory:
 
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
-        session = join_job(self.job, ownership.agreement.part("memory"), self._options)
-        self._run = PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
+        steps = self._tiers.open(names, context)
+        # First, because a job that joins the memory ends the one that uses it. The number orders incarnations, also if
+        # their hosts do not know of each other.
+        number: int = ownership.agreement.part("directory").lead(
+            "number", partial(_own_for_a_moment, steps.directories[1], ownership.if_in_use)
+        )
+        session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=number)
+        self._run = PeerRun(session, self._near, steps, context, ownership)
         return self._run
 
     @property
@@ -121,6 +129,19 @@ class PeerMemory:
         """
         if self._run is not None:
             self._run.session.wait_for_copies(timeout)
+
+
+def _own_for_a_moment(directory: StepDirectory, if_in_use: IfInUse) -> int:
+    """Return a number that is higher than the numbers of all earlier owners of a directory.
+
+    Raises:
+        DirectoryInUseError: another job owns it.
+        StorageError: it cannot be written.
+    """
+    directory.expect_directory()
+    lock = directory.commit_method(directory.open_to_write()).locks(directory.display).own(if_in_use)
+    lock.close()
+    return lock.number
 
 
 class PeerRun(TieredRun):

@@ -7,6 +7,7 @@ if no process of the job has been connected for some time, or when the job ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import logging
@@ -140,12 +141,11 @@ class MemoryServer:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
                 raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
-            if operation in _WRITES and _integer(header, "epoch") != self.memory.epoch:
-                raise SaveLostError(
-                    f"this process belongs to incarnation {header['epoch']} of the job; incarnation "
-                    f"{self.memory.epoch} has taken over"
-                )
-            return operation(self, {**header, "connection": number}, payload)
+            if operation in _ACTS:
+                self.memory.expect_epoch(_integer(header, "epoch"))
+            is_write = operation in _WRITES
+            with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
+                return operation(self, {**header, "connection": number}, payload)
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             return error_header(error), _NO_PAYLOAD
 
@@ -163,8 +163,14 @@ class MemoryServer:
     def status(self, header: Header, payload: memoryview) -> Answer:
         """Return the id, the incarnation, that of the view, and the used memory."""
         memory = self.memory
-        view = 0 if self._view is None else self._view.epoch
-        stated = {"id": self.member_id, "epoch": memory.epoch, "view": view, "used": memory.used, "limit": memory.limit}
+        stated: dict[str, JSON] = {
+            "id": self.member_id,
+            "epoch": memory.epoch,
+            "view": 0 if self._view is None else self._view.epoch,
+            "next": 0 if self._next is None else self._next.epoch,
+            "used": memory.used,
+            "limit": memory.limit,
+        }
         return stated, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
@@ -235,12 +241,14 @@ class MemoryServer:
         os.replace(self.memory.directory / "next", self.memory.directory / "view")
         self._view, self._next = view, None
         self.memory.keep_entries(lambda key: self.member_id in view.home(key) and not _is_lease_of_owner(key))
+        self.memory.keep_room()
 
     def sweep(self, header: Header, payload: memoryview) -> Answer:
         """Free the blobs that no object refers to, such as those of saves that were killed."""
         with self._session(self._expect(self._view)) as session:
-            blobs = self.memory.blobs().items()
-            self.memory.drop([name for name, key in blobs if not self._is_used(session, name, key)])
+            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
+        with self.memory.writing(_integer(header, "epoch")):  # a later incarnation moves the entries
+            self.memory.drop(unused)
         return {}, _NO_PAYLOAD
 
     def _is_used(self, session: Session, name: str, key: str) -> bool:
@@ -403,12 +411,14 @@ _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Ans
 
 _WRITES: Final = frozenset(
     {
-        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.sweep, MemoryServer.end,
-        MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.delete,
-        MemoryServer.reserve, MemoryServer.apply, MemoryServer.hand_over,
+        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.end, MemoryServer.begin,
+        MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.reserve, MemoryServer.apply,
     }
 )  # fmt: skip
-"""Operations that only the current incarnation of the job may do."""
+"""Operations that only the current incarnation of the job may do. It does not change while they run."""
+
+_ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
+"""Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
 _SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
 """Requests that servers pass on."""
@@ -456,6 +466,14 @@ def _write_private(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Return True if the file of a descriptor still has its name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> int:
     """Serve the memory in a directory until the job ends. Return the exit status.
 
@@ -466,6 +484,9 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        print("already running", flush=True)
+        return 0
+    if not _is_file(directory / "lock", lock):  # the last server removed the directory meanwhile
         print("already running", flush=True)
         return 0
     described = directory / "server.json"
@@ -492,6 +513,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float) -> 
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)
+    memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,6 +19,7 @@ DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _START_SECONDS: Final = 60.0
+_FIRST_PAUSE_SECONDS: Final = 0.05
 
 
 class LocalServer(NamedTuple):
@@ -86,31 +88,47 @@ def ensure_server(job: str, *, limit: int, interface: str, idle_seconds: float, 
     Raises:
         StorageError: it cannot be started.
     """
-    running = find_server(job, base)
-    if running is not None:
-        try:
-            with ServerConnections(running.interface, running.port, running.token) as server:
-                status, _ = server.call({"op": "status"})
-        except StorageError:
-            pass  # it was killed; the next server continues with its files
-        else:
-            if status["id"] == running.id:
-                return running
-    directory = server_directory(job, base)
+    deadline = time.monotonic() + _START_SECONDS
+    pause = _FIRST_PAUSE_SECONDS
+    while (running := _running_server(job, base)) is None:
+        line, errors = _start_server(server_directory(job, base), limit, interface, idle_seconds)
+        if line == "ready":
+            continue
+        if line != "already running" or time.monotonic() > deadline:
+            reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or [line or "no message"]
+            raise StorageError(
+                f"the memory server in {server_directory(job, base)} cannot be started: {reason[0]}; see {errors}"
+            )
+        time.sleep(pause)  # another process starts it, or it is about to end
+        pause *= 2
+    return running
+
+
+def _running_server(job: str, base: str | None) -> LocalServer | None:
+    """Return the memory server of this host if it answers."""
+    described = find_server(job, base)
+    if described is None:
+        return None
+    try:
+        with ServerConnections(described.interface, described.port, described.token) as server:
+            status, _ = server.call({"op": "status"})
+    except StorageError:
+        return None  # it was killed; the next server continues with its files
+    return described if status["id"] == described.id else None
+
+
+def _start_server(directory: Path, limit: int, interface: str, idle_seconds: float) -> tuple[str, Path]:
+    """Start a server in a session of its own. Return the line that it printed, and the file with its errors."""
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds),
     ]  # fmt: skip
-    errors = directory.parent / f"{job}.log"
+    errors = directory.parent / f"{directory.name}.log"
     with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         assert started.stdout is not None  # a pipe
         with started.stdout:
             line = started.stdout.readline().decode().strip()  # the server itself prints it; the process ends earlier
         started.wait(_START_SECONDS)
-    started_server = find_server(job, base)
-    if line not in ("ready", "already running") or started_server is None:
-        reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise StorageError(f"the memory server in {directory} cannot be started: {reason[0]}; see {errors}")
-    return started_server
+    return line, errors

@@ -159,22 +159,22 @@ def place(members: Sequence[Member], count: int) -> dict[str, tuple[str, ...]]:
     # In turns between domains, so that neighbours in this order are in different domains.
     rounds = itertools.zip_longest(*by_domain.values())
     order = [member for members_of_round in rounds for member in members_of_round if member is not None]
-    loads = [(0, number) for number in range(len(order))]
+    loads: dict[str, list[tuple[int, int]]] = {}
+    """For each domain a heap of its members, by what they hold for others and by their place in the order."""
+    for number, member in enumerate(order):
+        loads.setdefault(member.domain, []).append((0, number))
+    least = [(*heap[0], domain) for domain, heap in loads.items()]
+    heapq.heapify(least)
     placed: dict[str, tuple[str, ...]] = {}
     for member in order:
-        chosen = [member]
-        domains = {member.domain}
-        passed: list[tuple[int, int]] = []
-        while len(chosen) < min(count, len(by_domain)) and loads:
-            load, number = heapq.heappop(loads)
-            candidate = order[number]
-            if candidate.domain in domains:
-                passed.append((load, number))
-                continue
-            domains.add(candidate.domain)
-            chosen.append(candidate)
-            passed.append((load + 1, number))
-        for item in passed:
-            heapq.heappush(loads, item)
-        placed[member.id] = tuple([other.id for other in chosen])
+        chosen, domains = [member.id], []
+        while len(chosen) < min(count, len(by_domain)):
+            load, number, domain = heapq.heappop(least)
+            domains.append(domain)
+            if domain != member.domain:
+                chosen.append(order[number].id)
+                heapq.heapreplace(loads[domain], (load + 1, number))
+        for domain in domains:
+            heapq.heappush(least, (*loads[domain][0], domain))
+        placed[member.id] = tuple(chosen)
     return placed

@@ -1,0 +1,137 @@
+"""A run with steps in memory and in a directory: the newest one is loaded; a memory file system that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
+
+from ckptcore import Checkpointer
+from ckptcore.errors import DirectoryInUseError, StorageFullError
+from ckptcore.policies import SpecificSteps
+
+pytestmark = pytest.mark.system
+
+JOB = "memory-and-storage"
+ELEMENTS = 1 << 19
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the directory of the memory of this host. Its server is killed at the end."""
+    path = tmp_path / "memory"
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(path))
+    yield path
+    kill_server(path)
+
+
+def kill_server(memory: Path) -> None:
+    """Kill the memory server. Its files stay."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(json.loads((memory / JOB / "server.json").read_bytes())["pid"], signal.SIGKILL)
+
+
+def state(step: int) -> dict[str, object]:
+    """Return the state of a step."""
+    return {"w": np.full(ELEMENTS, step, np.float32), "step": step}
+
+
+def open_run(far: Path, *uploaded: int) -> Checkpointer:
+    """Open the run. Some steps are uploaded to the directory."""
+    memory = PeerMemory(far, job=JOB, memory_bytes=1 << 28, copies=0, upload_policy=SpecificSteps(uploaded))
+    return Checkpointer(memory)
+
+
+def expect(run: Checkpointer, step: int) -> None:
+    """Check that the newest step is loaded."""
+    assert run.latest == step
+    loaded = run.load()
+    assert loaded["step"] == step
+    np.testing.assert_array_equal(loaded["w"], step)
+
+
+def test_a_step_that_is_newer_in_memory_is_loaded(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far", 1) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+    with Checkpointer(tmp_path / "far") as directory:
+        expect(directory, 1)
+    kill_server(memory)
+    with open_run(tmp_path / "far") as run:
+        expect(run, 2)
+
+
+def test_a_step_that_is_newer_in_the_directory_is_loaded(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far", 1) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+    with Checkpointer(tmp_path / "far") as directory:  # the job ran for a while without the memory of its hosts
+        directory.save(5, state(5))
+    with open_run(tmp_path / "far") as run:
+        expect(run, 5)
+        run.save(6, state(6))
+    with open_run(tmp_path / "far") as run:
+        expect(run, 6)
+
+
+def test_a_second_start_by_mistake_does_not_end_the_first(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far") as run:
+        run.save(1, state(1))
+        run.wait()
+        with pytest.raises(DirectoryInUseError):
+            open_run(tmp_path / "far")
+        run.save(2, state(2))
+        run.wait()
+        expect(run, 2)
+
+
+@pytest.fixture
+def small_memory(memory: Path) -> Iterator[Path]:
+    """Mount a file system of 8 MiB in place of the directory of the memory."""
+    memory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(memory)]
+    if os.getuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a memory file system can only be mounted by root")
+    yield memory
+    kill_server(memory)
+    subprocess.run(["umount", "-l", str(memory)], check=True)
+
+
+def test_a_full_memory_file_system_refuses_a_step_and_keeps_the_older_one(tmp_path: Path, small_memory: Path) -> None:
+    with open_run(tmp_path / "far") as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+            run.wait()
+        fill(small_memory / "of another program")
+        with pytest.raises(StorageFullError, match=str(small_memory)):
+            run.save(3, state(3))
+            run.wait()
+        expect(run, 2)
+    kill_server(small_memory)
+    with open_run(tmp_path / "far") as run:  # it is still full
+        expect(run, 2)
+        (small_memory / "of another program").unlink()
+        run.save(4, state(4))
+        run.wait()
+        expect(run, 4)
+
+
+def fill(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC  # the loop ends here
