@@ -105,7 +105,7 @@ class MemoryJob:
 
     @cached_property
     def _missing(self) -> Mapping[str, Mapping[str, JSON]]:
-        """What the process on each host finds missing, by the id of its server."""
+        """The blobs that the process on each host finds missing, by the id of its server."""
         missing: dict[str, dict[str, list[JSON]]] = {}
         for key, entry in self._entries.items():
             for repair in repairs(self._view, key, entry):

@@ -159,7 +159,7 @@ _FRAMEWORKS: Final = Part(
         "ckptcore-jax[test]",
         "ckptcore-orbax",
         "ckptcore-ray",
-        "ckptcore-recovery",
+        "ckptcore-recovery[erasure]",
         "ckptcore-s3[test]",
         "ckptcore-testing",
         "ckptcore-tiers",

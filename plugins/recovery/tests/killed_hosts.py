@@ -24,8 +24,8 @@ from plugins.recovery.tests.networks import LoopbackNetwork
 from plugins.recovery.tests.numpy_hosts import JOB, Moment, Process
 
 _SECONDS: Final = 120.0
-_MESSAGES: Final = 150
-"""The failure begins before one of the first messages of a process: about four saves after the load."""
+_MESSAGES: Final = {"start": 40, "loaded": 60}
+"""A failure begins before one of so many messages of a process, by what they follow: the load, or some saves."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Incarnation:
             self.saved = max(self.saved, value)
         elif kind == "moment":
             self.has_moment = True
-        else:
+        elif kind == "failed":
             self.failures[rank] = str(value)
 
     def kill(self) -> None:
@@ -172,7 +172,10 @@ class KilledHosts:
         is_early = not is_last and self.loaded and choose.random() < 0.2
         lives_on = not is_early and self._network.can_cut and choose.random() < 0.3
         stops = not lives_on and choose.random() < 0.5
-        moment = None if is_last else Moment(choose.randint(1, 40 if is_early else _MESSAGES), stops)
+        moment = None
+        if not is_last:
+            after = "start" if is_early else "loaded"
+            moment = Moment(choose.randint(1, _MESSAGES[after]), after, stops)
         job = self._start(self._choose_hosts(size), choose.randrange(size), moment)
         try:
             self._check(job, is_last=is_last)
@@ -205,6 +208,8 @@ class KilledHosts:
     def _start(self, hosts: Sequence[Host], rank_of_moment: int, moment: Moment | None) -> Incarnation:
         self._starts += 1
         layout = self._random.choice(["safetensors", "zarr3"])
+        clock_jumps = self._random.random() < 0.3
+        self.counts["starts with clocks that jump"] += clock_jumps
         if self._old is not None:
             self._far = self._directory / f"far-{self._starts}"  # the old one owns the present directory
             if self._away:
@@ -229,6 +234,7 @@ class KilledHosts:
                 latency=self._random.choice([0.0, 0.001, 0.005]),
                 moment=moment if rank == rank_of_moment else None,
                 seed=self._random.randrange(1 << 30),
+                clock_jumps=clock_jumps,
             )
             process = context.Process(target=numpy_hosts.run, args=(member, events))
             process.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import runpy
 import threading
 import time
 import traceback
@@ -34,10 +35,12 @@ class Moment(NamedTuple):
 
     Attributes:
         message: the number of the message, from 1.
+        after: the event after which messages are counted: "start" or "loaded".
         stops: True if the process stops there until it is killed.
     """
 
     message: int
+    after: str
     stops: bool
 
 
@@ -57,6 +60,7 @@ class Process(NamedTuple):
         latency: the longest delay of a message, in seconds.
         moment: when to report that a failure may happen; None: never.
         seed: decides about the delays.
+        clock_jumps: True if the wall clocks of this process and of the server that it starts jump.
     """
 
     control: Path
@@ -72,6 +76,7 @@ class Process(NamedTuple):
     latency: float
     moment: Moment | None
     seed: int
+    clock_jumps: bool
 
 
 def _rows(process: Process) -> tuple[int, int]:
@@ -99,23 +104,37 @@ def state(process: Process, step: int) -> dict[str, object]:
 def run(process: Process, events: Pipe) -> None:
     """Run a process until it is killed, and send what happens: ("loaded", step), ("saved", step), ("failed", error)."""
     lock = threading.Lock()
+    counted = threading.Event()
 
-    def say(*event: object) -> None:
+    def say(kind: str, value: object) -> None:
         with lock:
-            events.send(event)
+            events.send((kind, value))
+        if process.moment is not None and kind == process.moment.after:
+            counted.set()
 
     try:
         if process.namespace is not None:
             enter(process.namespace)
-        _delay_messages(process, say)
+        if process.clock_jumps:
+            clock = Path(__file__).with_name("jumping_clock")
+            os.environ["PYTHONPATH"] = f"{clock}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+            runpy.run_path(str(clock / "sitecustomize.py"))
+        _delay_messages(process, say, counted)
+        say("start", process.rank)
         _train(process, say)
     except BaseException:  # noqa: BLE001  # the test reads it; another process may have been killed
         say("failed", traceback.format_exc())
         threading.Event().wait()  # until it is killed, as by a launcher
 
 
-def _delay_messages(process: Process, say: Callable[..., None]) -> None:
-    """Add latency to each message that this process sends, and report the moment."""
+def _delay_messages(process: Process, say: Callable[[str, object], None], counted: threading.Event) -> None:
+    """Add latency to each message that this process sends, and report the moment.
+
+    Args:
+        process: the process.
+        say: sends an event.
+        counted: set once messages are counted.
+    """
     delays = random.Random(process.seed)
     numbers = itertools.count(1)
     send = messages.Connection.send
@@ -123,9 +142,8 @@ def _delay_messages(process: Process, say: Callable[..., None]) -> None:
     def delayed(self: messages.Connection, header: messages.Header, payload: memoryview | bytes = b"") -> None:
         if process.latency:
             time.sleep(delays.uniform(0.0, process.latency))
-        number = next(numbers)
-        if process.moment is not None and number == process.moment.message:
-            say("moment", number)
+        if process.moment is not None and counted.is_set() and next(numbers) == process.moment.message:
+            say("moment", process.moment.message)
             if process.moment.stops:
                 threading.Event().wait()
         send(self, header, payload)
@@ -133,7 +151,7 @@ def _delay_messages(process: Process, say: Callable[..., None]) -> None:
     messages.Connection.send = delayed  # type: ignore[method-assign]
 
 
-def _train(process: Process, say: Callable[..., None]) -> None:
+def _train(process: Process, say: Callable[[str, object], None]) -> None:
     if process.rank == 0:
         coordinator = serve_job(process.control, process.size)
     else:

@@ -274,7 +274,7 @@ class HostMemory:
             os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
 
     def release_room(self) -> None:
-        """Let a start of the job use the room that is kept for it."""
+        """Release the room that is kept for a start of the job."""
         _unlink(self._room)
 
     @property
@@ -307,7 +307,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def writing(self, epoch: int) -> Iterator[None]:
-        """Let an incarnation of the job write. `fence` waits until the write has ended.
+        """Hold off `fence` while an incarnation of the job writes.
 
         Raises:
             SaveLostError: another incarnation has taken over.

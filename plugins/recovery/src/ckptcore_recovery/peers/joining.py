@@ -168,7 +168,7 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
 
 
 def _hand_over(session: Session, member: Member, encoded: bytes) -> None:
-    """Let the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
+    """Make the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
     try:
         session.server(member).call({"op": "hand_over", "epoch": session.view.epoch}, encoded)
     except StorageError as error:

@@ -122,12 +122,10 @@ def _keys_of(session: Session, payload: bytes, part: Part) -> bytes:
 
 
 def _merge(answers: Sequence[Reached]) -> Reached:
-    """Put answers together. Items after the end of an answer that has more are left out."""
-    ends = [answer.items[-1][0] for answer in answers if answer.more]
+    """Put answers together. An answer that has more is a whole page, so the result does not go beyond its end."""
     items = sorted([item for answer in answers for item in answer.items])
-    if ends:
-        items = [item for item in items if item[0] <= min(ends)]
-    return page_of(items, [name for answer in answers for name in answer.lost], more=bool(ends))
+    lost = [name for answer in answers for name in answer.lost]
+    return page_of(items, lost, more=any(answer.more for answer in answers))
 
 
 def page_of(items: Sequence[tuple[str, int]], lost: Sequence[str] = (), *, more: bool = False) -> Reached:
