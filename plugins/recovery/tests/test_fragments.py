@@ -155,6 +155,15 @@ def test_fragments_are_read_by_a_job_of_fewer_hosts(hosts: CountedHosts) -> None
             assert len({member.domain for member in holders if not member.is_reader}) == 4
 
 
+def test_fragments_of_hosts_that_left_the_job_are_copied(hosts: CountedHosts) -> None:
+    write(hosts.join("a", "b", "c", "d", options=TWO_AND_TWO)[0], "data", LARGE)
+    del hosts.servers["c"], hosts.servers["d"]
+    hosts.join("a", "e", "f", "g", options=TWO_AND_TWO)  # b is needed once more
+    del hosts.servers["b"], hosts.servers["f"], hosts.servers["g"]
+    for session in hosts.join("a", "e", "h", "i", options=TWO_AND_TWO):
+        assert storage(session).get("data") == LARGE
+
+
 def test_a_corrupt_fragment_is_named_and_passed_over(hosts: CountedHosts, caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = hosts.join("a", "b", "c", options=TWO_AND_ONE)
     write(first, "step/data", LARGE)

@@ -189,8 +189,13 @@ class FragmentReader(BlobReader):
         return self._fragments.nbytes
 
     def rebuild(self, number: int, place: int) -> memoryview:
-        """Return a piece of a fragment, made from those of other fragments."""
-        return memoryview(self._fragments.rebuild(self._pieces(number, without=place), place))
+        """Return a piece of a fragment: from its holder, if that has left the job, or made from other fragments."""
+        name = self._entry.holders[place]
+        holder = self._session.view.by_id.get(name)
+        piece = memoryview(bytearray(self._fragments.piece_bytes(number)))
+        if holder is None or name in self._avoided or self._try(holder, number * PIECE_BYTES, piece):
+            return memoryview(self._fragments.rebuild(self._pieces(number, without=place), place))
+        return piece
 
     def _pieces(self, number: int, without: int | None = None) -> Sequence[bytes]:
         """Return the pieces of a segment: from the fragments of the data, and from others if some of them fail."""
