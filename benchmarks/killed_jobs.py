@@ -71,7 +71,7 @@ class Forker:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What one recovery took.
+    """Measurements of one recovery.
 
     Attributes:
         seconds: by phase.

@@ -112,7 +112,7 @@ class Member:
 
 
 class _Method(Protocol):
-    """How a library saves and recovers."""
+    """The calls with which a library saves and recovers."""
 
     def save(self, state: Mapping[str, DTensor]) -> None:
         """Save a step so that it survives the kill."""
@@ -431,7 +431,7 @@ def _train(member: Member) -> Mapping[str, Any]:
 
 _TASKS: Final = {"prepare": _prepare, "hold": _hold, "recover": _recover, "train": _train}
 _KEPT: Final[list[object]] = []
-"""What must live as long as the process."""
+"""Objects that live as long as the process."""
 
 
 def _count_messages() -> dict[str, list[int]]:
