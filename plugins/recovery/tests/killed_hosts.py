@@ -153,6 +153,7 @@ class KilledHosts:
         self._far = directory / "far"
         self._hosts = [self._new_host(number) for number in range(max(sizes) + copies)]
         self._away: list[Host] = []  # hosts that cannot be reached now, with their memory
+        self._without_server: list[Host] = []
         self._can_lose = 0  # hosts that can be lost before the job has made its copies again
         self._old: Incarnation | None = None  # one that was not killed
 
@@ -194,15 +195,18 @@ class KilledHosts:
 
     def _choose_hosts(self, size: int) -> Sequence[Host]:
         """Choose hosts, so that the job finds its memory: one of them was in the last incarnation."""
-        hosts = self._random.sample(self._hosts, size)
-        known = [host for host in self._hosts if host.is_known]
+        choose = self._random
+        hosts = [host for host in self._hosts if host in self._without_server]
+        others = [host for host in self._hosts if host not in hosts]
+        known = [host for host in others if host.is_known]
         if known and not any(host.is_known for host in hosts):
-            hosts[self._random.randrange(size)] = self._random.choice(known)
-        if self._old is not None and self._away:
+            hosts.append(choose.choice(known))
+        old = [] if self._old is None else self._old.hosts
+        if self._away and (outside := [host for host in others if host not in [*old, *hosts]]):
             # One process cannot reach hosts that others still reach. None of the old incarnation runs on its host.
-            others = [host for host in self._hosts if host not in self._old.hosts]
-            if others and others[0] not in hosts:
-                hosts[self._random.choice([0, 0, size - 1])] = others[0]
+            hosts.append(outside[0])
+        hosts += choose.sample([host for host in others if host not in hosts], size - len(hosts))
+        choose.shuffle(hosts)
         return hosts
 
     def _start(self, hosts: Sequence[Host], rank_of_moment: int, moment: Moment | None) -> Incarnation:
@@ -256,6 +260,7 @@ class KilledHosts:
             assert step >= self.reported, f"step {self.reported} was reported as saved, and step {step} was loaded"
             self.loaded.append(step)
             self._can_lose = self._copies
+            self._without_server.clear()
             self.counts[f"restarts with {len(job.hosts)} processes"] += 1
             self._network.heal()
             self._hosts.extend(self._away)
@@ -274,8 +279,10 @@ class KilledHosts:
         choose = self._random
         self.counts["kills" if job.is_ready else "kills while joining"] += 1
         self._kill_old()
-        if choose.random() < 0.3:
-            self._kill_server(choose.choice(job.hosts))  # its host lives, with its memory
+        if choose.random() < 0.3 and not self._without_server:
+            host = choose.choice(job.hosts)  # it lives, with its memory, and the next job starts its server again
+            self._kill_server(host)
+            self._without_server.append(host)
             self.counts["servers killed"] += 1
         if self._network.can_cut and choose.random() < 0.4:
             for host in choose.sample(job.hosts, choose.randint(1, len(job.hosts) // 2)):

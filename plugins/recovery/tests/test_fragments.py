@@ -112,6 +112,20 @@ def test_any_fragments_give_an_object_back(needed: int, count: int) -> None:
         assert fragments.nbytes <= size / needed + 160 + size / segment * 80
 
 
+def test_pieces_that_do_not_belong_together_are_errors() -> None:
+    fragments = Fragments(100_000, 2, 4)
+    pieces = fragments.encode(memoryview(LARGE)[:100_000])
+    wrong = bytes(len(pieces[0]))
+    for given in ([wrong, wrong], [pieces[1], wrong], [pieces[1], pieces[1]], [pieces[2], pieces[2]], [pieces[1]], []):
+        with pytest.raises(StorageError, match="cannot be decoded"):
+            fragments.decode(given)
+        with pytest.raises(StorageError, match="cannot be made again"):
+            fragments.rebuild(given, 0)
+    for needed, count in ((0, 2), (3, 2), (2, 2), (-1, 3), (30, 40)):
+        with pytest.raises(StorageError, match="no erasure code"):
+            Fragments(1, needed, count)
+
+
 @pytest.mark.parametrize("size", [0, 1, 600_001, 2 * (PIECE_BYTES - 80), len(LARGE)])
 def test_objects_of_any_size_survive_the_loss_of_any_two_hosts(hosts: CountedHosts, size: int) -> None:
     names = ["a", "b", "c", "d"]

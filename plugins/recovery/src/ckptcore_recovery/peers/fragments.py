@@ -87,19 +87,18 @@ class Fragments:
             StorageError: there is no such code.
         """
         try:
-            from pyeclib.ec_iface import ECDriver, ECDriverError  # an optional distribution, which loads a library
+            from pyeclib.ec_iface import ECDriver  # an optional distribution, which loads a library
         except ImportError as error:
             raise MissingDistributionError(
                 "fragments of steps in memory need pyeclib: run pip install 'ckptcore-recovery[erasure]'"
             ) from error
+        if not 2 <= needed < count <= _MAX_FRAGMENTS:
+            raise StorageError(f"no erasure code has {needed} of {count} fragments")
         self.needed = needed
         self.count = count
         self._size = size
         self._segment_bytes = needed * (PIECE_BYTES - _HEADER_BYTES)
-        try:
-            self._driver = ECDriver(k=needed, m=count - needed, ec_type="isa_l_rs_cauchy")
-        except (ECDriverError, TypeError, ValueError) as error:
-            raise StorageError(f"no erasure code has {needed} of {count} fragments: {error}") from error
+        self._driver = ECDriver(k=needed, m=count - needed, ec_type="isa_l_rs_cauchy")
         last = len(self.segments) - 1
         self.nbytes = last * PIECE_BYTES + self.piece_bytes(last) if size else 0
 
