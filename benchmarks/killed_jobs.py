@@ -49,7 +49,9 @@ class Forker:
     def _ask(self, request: str) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(request, file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError("the process that forks others has ended: run python -m benchmarks.recovery_processes")
+        return int(answer)
 
     def fork(self, member: Member) -> int:
         """Fork a process. Return its id."""
