@@ -7,6 +7,7 @@ joining         how a job takes over the memory that its previous incarnation le
 copies          makes copies and fragments again whose hosts were lost
 spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
+joined_jobs     the jobs whose memory this process uses
 views           the members of a job's memory, and which of them hold entries and blobs
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
 messages        frames on an authenticated connection
