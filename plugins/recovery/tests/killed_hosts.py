@@ -250,7 +250,7 @@ class KilledHosts:
         """Wait until the job has loaded the newest step, or until the moment of the failure."""
         old = self._old
         while not job.is_ready and not job.has_moment:
-            assert not job.failures, f"seed gives {job.failures}"
+            assert not job.failures, job.failures
             job.receive(None)
             if old is not None:
                 old.receive(0)

@@ -102,7 +102,10 @@ def state(process: Process, step: int) -> dict[str, object]:
 
 
 def run(process: Process, events: Pipe) -> None:
-    """Run a process until it is killed, and send what happens: ("loaded", step), ("saved", step), ("failed", error)."""
+    """Run a process until it is killed, and send what happens.
+
+    Events are ("start", rank), ("loaded", step), ("saved", step), ("moment", message) and ("failed", error).
+    """
     lock = threading.Lock()
     counted = threading.Event()
 
