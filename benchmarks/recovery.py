@@ -10,10 +10,10 @@ load the same bytes: the state is sharded over the processes. The phases are:
 - building: the rest: the memory of the state before, and until all processes have finished a step.
 
 Each contender has its best configuration. ckptcore verifies all bytes, lm-resiliency those that TorchDistTransfer
-sends; DCP and torchft verify nothing. Files on disk are in the page cache, because they were written before. torchft
-keeps a second, healthy replica group of as many processes, which send from their own memory; its address is known
-without its manager. lm-resiliency writes what survived to files when its processes get SIGTERM, and reads them in new
-processes; here these files are in memory, and hosts share them.
+sends; DCP and torchft verify nothing. Files on disk are removed from the page cache, in which a spare host would not
+have them either. torchft keeps a second, healthy replica group of as many processes, which send from their own memory;
+its address is known without its manager. lm-resiliency writes what survived to files when its processes get SIGTERM,
+and reads them in new processes; here these files are in memory, and hosts share them.
 
 Further rows: the transfer alone, between two network namespaces with a limited rate and on the loopback interface; the
 time for which a save into memory blocks the training; the slowdown of the steps of training by copies.
