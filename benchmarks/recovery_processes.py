@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.connections import ServerConnections
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -328,15 +328,15 @@ class _Socket:
             connection, _ = self._listener.accept()
             start = time.monotonic()
             for array in self._copy:
-                connection.sendall(array)
+                connection.sendall(array.data)
             connection.recv(1)
             stop = time.monotonic()
             _fill(state, {name: _local(self._member, number) for number, name in enumerate(state)})
             return stop - start
         connection = socket.create_connection((self._member.address, self._member.port + 1))
         start = time.monotonic()
-        for array in state.values():
-            buffer = memoryview(array.to_local().numpy()).cast("B")
+        for tensor in state.values():
+            buffer = tensor.to_local().numpy().data.cast("B")
             while len(buffer):
                 buffer = buffer[connection.recv_into(buffer) :]
         stop = time.monotonic()
@@ -448,7 +448,7 @@ def _count_messages() -> dict[str, list[int]]:
         count[1] += len(payload) + (int(header["nbytes"]) if header["op"] == "read" else len(data))
         return answer, data
 
-    ServerConnections.call = counted  # type: ignore[method-assign]
+    ServerConnections.call = counted  # type: ignore[method-assign, assignment]
     return counts
 
 
