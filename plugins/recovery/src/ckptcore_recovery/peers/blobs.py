@@ -237,6 +237,7 @@ class BlobWriter:
         self._is_finished = False
         self._is_sent = False
         self._holders = session.holders()
+        session.reads.hurry()  # the load is over: while this step is saved, older ones get their copies
         self._fragments: Fragments | None = None
         nbytes = size
         if session.view.needed > 1:

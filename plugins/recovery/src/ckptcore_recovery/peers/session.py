@@ -25,7 +25,6 @@ INLINE_BYTES: Final = 1 << 19
 _MAX_CONNECTED: Final = 64
 """The maximum number of servers to which a process keeps idle connections."""
 
-
 _QUIET_SECONDS: Final = 1.0
 """Work in the background begins when this process has read nothing for this time. Other processes may still load."""
 
