@@ -29,5 +29,6 @@ BENCHMARKS: Final = (
     "broadcast",
     "object_stores",
     "scale",
+    "recovery",
 )
 """Modules with benchmarks, in the order in which they run."""

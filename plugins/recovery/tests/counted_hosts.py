@@ -12,12 +12,11 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import pytest
-import xxhash
 from ckptcore_recovery.peers import discovery, joining, session
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
-from ckptcore_recovery.peers.messages import Header, raise_error
+from ckptcore_recovery.peers.messages import Header, PayloadError, Place, checksums_of, raise_error
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import LocalServer
@@ -66,7 +65,7 @@ class CountedHosts:
             sender = None if user.local is None else user.local.id.removeprefix("id of ")
             return CountedConnections(self, sender, member.host)
 
-        def connect(host: str, port: int, token: bytes) -> CountedConnections:
+        def connect(host: str, port: int, token: bytes, **options: object) -> CountedConnections:
             return CountedConnections(self, host, host)
 
         monkeypatch.setattr(joining, "ensure_server", ensure)
@@ -91,7 +90,10 @@ class CountedHosts:
             own = replace(options, base=host, domain=domains.get(host))
             return join_job("job", Agreement(coordinator, f"join {self._joined}"), own)
 
-        return list(ThreadJob(len(hosts)).run(join))
+        sessions = list(ThreadJob(len(hosts)).run(join))
+        for joined in sessions:
+            joined.wait_for_copies()
+        return sessions
 
     def run(self, hosts: Sequence[str], job: Callable[[int, ckptcore.Context], T], options: MemoryOptions) -> list[T]:
         """Start a job with one process on each host: a function of the rank and of a Context that has its memory.
@@ -121,6 +123,21 @@ class CountedHosts:
                 if host is not None:
                     self.messages[host] += 1
                     self.nbytes[host] += nbytes
+
+
+def _received(payload: memoryview | bytes, place: Place | None, header: Header) -> memoryview:
+    """Return a payload as `Connection.receive` does."""
+    if header.get("checksums", checksums_of(memoryview(payload))) != checksums_of(memoryview(payload)):
+        raise PayloadError("the payload was changed before it was sent")
+    blocks = None if place is None or not len(payload) else place(header, len(payload))
+    if blocks is None:
+        return memoryview(bytearray(payload))
+    begin = 0
+    for block in blocks:
+        block[:] = payload[begin : begin + len(block)]
+        begin += len(block)
+    assert begin == len(payload)
+    return memoryview(b"")
 
 
 class _Plugin:
@@ -156,7 +173,7 @@ class CountedConnections:
         self,
         header: Header,
         payload: memoryview | bytes = b"",
-        place: Callable[[Header, int], memoryview] | None = None,
+        place: Place | None = None,
     ) -> tuple[dict[str, Any], memoryview]:
         """See `ServerConnections.call`."""
         server = self._hosts.servers.get(self.place)
@@ -164,21 +181,11 @@ class CountedConnections:
             raise ServerLostError(f"host {self.place} is lost")
         sent = json.dumps(dict(header)).encode()
         request = json.loads(sent)
-        if request["op"] == "piece":
-            placed = server._place(1, request, len(payload))
-            placed[:] = payload
-            request["checksum"] = xxhash.xxh3_64_intdigest(placed)
-            payload = placed
-        answer, data = server.answer(1, request, memoryview(payload))
+        answer, data = server.answer(1, request, _received(payload, server._place, request))
         answered = json.dumps(dict(answer)).encode()
         self._hosts.count(self._sender, self.place, len(sent) + len(payload) + len(answered) + len(data))
         raise_error(answer, self.place)
-        received = memoryview(bytearray(data))
-        if place is not None and len(data):
-            memory = place(answer, len(data))
-            memory[:] = received
-            received = memory
-        return json.loads(answered), received
+        return json.loads(answered), _received(data, place, answer)
 
     def close(self) -> None:
         """Do nothing."""

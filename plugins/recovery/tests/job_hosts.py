@@ -42,6 +42,15 @@ class Hosts:
         return str(self._directory / host)
 
     def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({}), least: int = 1) -> Sequence[Session]:
+        """Start the job, and wait until lost copies have been made again. See `start`."""
+        sessions = self.start(*hosts, domains=domains, least=least)
+        for session in sessions:
+            session.wait_for_copies()
+        return sessions
+
+    def start(
+        self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({}), least: int = 1
+    ) -> Sequence[Session]:
         """Start the job on some hosts, with one process on each. Return the session of each process.
 
         Args:

@@ -185,6 +185,7 @@ def _train(process: Process, say: Callable[[str, object], None]) -> None:
         assert shard.elements is not None
         np.testing.assert_array_equal(shard.elements, part(process, step))
         np.testing.assert_array_equal(loaded["bias"], np.full(100, step))
+    memory.wait_for_copies()  # from now on, hosts can be lost again
     say("loaded", step or 0)
     for number in itertools.count((step or 0) + 1):
         checkpointer.save(number, state(process, number))

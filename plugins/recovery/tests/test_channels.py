@@ -6,16 +6,15 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import xxhash
 from ckptcore_recovery.peers.connections import ServerConnections
 from ckptcore_recovery.peers.host_memory import HostMemory
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Channel, Connection, Header
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Channel, Connection, Header, PayloadError, Place, checksums_of
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_testing import ChannelTests
 
@@ -46,15 +45,16 @@ class QueueChannel:
 
     def send(self, header: Header, payload: memoryview | bytes = b"") -> None:
         """See `Channel`."""
-        checksum = {"checksum": xxhash.xxh3_64_intdigest(payload)} if len(payload) else {}
-        encoded = json.dumps({**header, **checksum})
+        if len(payload) and "checksums" not in header:
+            header = {**header, "checksums": checksums_of(memoryview(payload))}
+        encoded = json.dumps(header)
         if len(encoded) > 1 << 20 or len(payload) > PIECE_BYTES:
             raise ValueError("the message is too large")
         if self._is_closed:
             raise BrokenPipeError("closed")
         self._sent.put((encoded, bytes(payload)))
 
-    def receive(self, place: Callable[[Header, int], memoryview] | None = None) -> tuple[Header, memoryview]:
+    def receive(self, place: Place | None = None) -> tuple[Header, memoryview]:
         """See `Channel`."""
         try:
             message = self._received.get(timeout=self._seconds)
@@ -64,11 +64,16 @@ class QueueChannel:
             self._received.put(None)
             raise ConnectionResetError("closed")
         header, payload = json.loads(message[0]), message[1]
-        if place is None or not payload:
+        blocks = place(header, len(payload)) if payload and place is not None else None
+        if payload and header["checksums"] != checksums_of(memoryview(payload)):
+            raise PayloadError("the payload is damaged")
+        if blocks is None:
             return header, memoryview(payload)
-        memory = place(header, len(payload))
-        memory[:] = payload
-        return header, memory
+        offset = 0
+        for block in blocks:
+            block[:] = payload[offset : offset + len(block)]
+            offset += len(block)
+        return header, memoryview(b"")
 
     def close(self) -> None:
         """See `Channel`."""
@@ -116,7 +121,7 @@ def test_a_server_and_its_clients_work_over_another_transport(tmp_path: Path) ->
     tokens: list[bytes] = []
     server = MemoryServer(HostMemory(tmp_path, 1 << 24), "member", _TOKEN, 60.0)
 
-    def connect(host: str, port: int, token: bytes) -> Channel:
+    def connect(host: str, port: int, token: bytes, seconds: float) -> Channel:
         client, other = QueueChannel.pair()
 
         def begin(token: bytes) -> Channel:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from ckptcore_recovery.peers.connections import ServerConnections, ServerLostError
+from ckptcore_recovery.peers.joined_jobs import session_of
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, MessageError
-from ckptcore_recovery.peers.session import Session, session_of
+from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import LocalServer, find_server, server_directory
 from ckptcore_recovery.peers.storage import PeerStorage, open_storage
 

@@ -181,8 +181,8 @@ def test_what_killed_saves_left_is_freed(hosts: Hosts) -> None:
     # A complete blob whose entry was never written: the process was killed between the two.
     orphan = storage(first).open_writer("lost", len(LARGE))
     orphan.write_at(0, LARGE)
-    orphan._send()  # type: ignore[attr-defined]
-    assert len(blobs(hosts, "b")) == 2
+    orphan._complete_copies()  # type: ignore[attr-defined]
+    assert len(blobs(hosts, "b")) == 3
     session, _ = hosts.join("a", "b")
     assert len(blobs(hosts, "a")) == len(blobs(hosts, "b")) == 1
     assert storage(session).get("kept") == LARGE

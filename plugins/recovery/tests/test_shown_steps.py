@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from ckptcore_recovery.peers import session as sessions
+from ckptcore_recovery.peers import joined_jobs
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 from ckptcore_recovery.peers.storage import PeerStorage, open_storage
 from ckptcore_view.documents.request import Request
@@ -89,14 +89,14 @@ def test_the_viewer_shows_steps_in_memory_and_follows_a_job_that_starts_again(di
 def test_a_reader_follows_a_job_to_other_hosts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_ = hosts.join("a", "b", "reader")
     PeerStorage(first.job, "", first).put("before", b"")
-    monkeypatch.setattr(sessions, "JOINED", sessions.JoinedJobs())  # this process belongs to no job
+    monkeypatch.setattr(joined_jobs, "JOINED", joined_jobs.JoinedJobs())  # this process belongs to no job
     monkeypatch.setenv(DIRECTORY_VARIABLE, hosts.base("reader"))
     storage = open_storage(f"peers://{hosts.job}", StorageOptions())
     assert list(storage.list()) == ["before"]
     second, *_ = hosts.join("c", "d", "reader")
     elsewhere = next(key for key in map(str, count()) if hosts.member("reader") not in second.view.home(key))
     PeerStorage(second.job, "", second).put(elsewhere, b"2")
-    monkeypatch.setattr(sessions, "JOINED", sessions.JoinedJobs())
+    monkeypatch.setattr(joined_jobs, "JOINED", joined_jobs.JoinedJobs())
     assert list(storage.list()) == [elsewhere, "before"]
     assert storage.get(elsewhere) == b"2"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,16 +18,18 @@ class ChannelTests:
 
     Attributes:
         piece_bytes: the maximum bytes of a payload.
+        block_bytes: the bytes of a block, which has a checksum.
     """
 
     piece_bytes = 1 << 22
+    block_bytes = 1 << 20
 
     def connect(self) -> AbstractContextManager[tuple[Any, Any]]:
         """Return both sides of a new connection, that of the client first. Close them at the end of the block."""
         raise NotImplementedError
 
     def test_messages_arrive_in_order_on_both_sides(self) -> None:
-        """Headers are JSON. Payloads may be empty; others have a checksum in the header."""
+        """Headers are JSON. Payloads may be empty; others have a checksum of each block in the header."""
         sent: list[tuple[Mapping[str, Any], bytes]] = [
             ({"op": "first", "number": 1 << 60, "nested": [None, True, {"name": "\u00e9\ud800"}]}, b"payload"),
             ({}, b""),
@@ -41,7 +43,7 @@ class ChannelTests:
                     received, data = receiver.receive()
                     assert {name: received[name] for name in header} == header
                     assert bytes(data) == payload
-                    assert received.get("checksum") == (xxhash.xxh3_64_intdigest(payload) if payload else None)
+                    assert received.get("checksums") == ([xxhash.xxh3_64_intdigest(payload)] if payload else None)
 
     def test_the_largest_payload_goes_into_the_memory_that_the_receiver_chose(self) -> None:
         """The sender may change its memory once it has sent it."""
@@ -49,9 +51,12 @@ class ChannelTests:
             buffer = bytearray(self.piece_bytes)
             asked: list[tuple[Mapping[str, Any], int]] = []
 
-            def place(header: Mapping[str, Any], nbytes: int) -> memoryview:
+            def place(header: Mapping[str, Any], nbytes: int) -> Iterator[memoryview]:
                 asked.append((header, nbytes))
-                return memoryview(buffer)[:nbytes]
+                for start in range(0, nbytes, self.block_bytes):
+                    block = memoryview(buffer)[start : start + self.block_bytes]
+                    yield block
+                    assert bytes(block) == b"\x5a" * len(block)  # it has arrived when the next one is asked for
 
             def send() -> None:
                 memory = bytearray(b"\x5a" * self.piece_bytes)
@@ -65,8 +70,21 @@ class ChannelTests:
             _, nothing = server.receive(place)
             sender.join()
             assert [(header["op"], nbytes) for header, nbytes in asked] == [("piece", self.piece_bytes)]
-            assert bytes(data) == bytes(buffer) == b"\x5a" * self.piece_bytes
-            assert not len(nothing)
+            assert bytes(buffer) == b"\x5a" * self.piece_bytes
+            assert not len(data) and not len(nothing)
+
+    def test_a_payload_goes_into_new_memory_if_the_receiver_chooses_none(self) -> None:
+        """The receiver may choose by the header."""
+        with self.connect() as (client, server):
+            client.send({"op": "piece"}, b"payload")
+            assert bytes(server.receive(lambda header, nbytes: None)[1]) == b"payload"
+
+    def test_a_payload_that_does_not_have_its_checksums_is_refused(self) -> None:
+        """The checksums of the sender are those of the memory that the payload was written to."""
+        with self.connect() as (client, server):
+            client.send({"op": "read", "checksums": [xxhash.xxh3_64_intdigest(b"payload")]}, b"Payload")
+            with pytest.raises(OSError):  # or an error that is one
+                server.receive()
 
     @pytest.mark.parametrize("part", ["header", "payload"])
     def test_a_message_that_is_too_large_is_refused_and_the_next_one_arrives(self, part: str) -> None:

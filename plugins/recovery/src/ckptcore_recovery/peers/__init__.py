@@ -7,12 +7,29 @@ joining         how a job takes over the memory that its previous incarnation le
 copies          makes copies and fragments again whose hosts were lost
 spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
+joined_jobs     the jobs whose memory this process uses
 views           the members of a job's memory, and which of them hold entries and blobs
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
 messages        frames on an authenticated connection
 """
 
-from ckptcore_recovery.peers.fragments import ErasureCode
-from ckptcore_recovery.peers.peer_memory import PeerMemory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptcore_recovery.peers.fragments import ErasureCode
+    from ckptcore_recovery.peers.peer_memory import PeerMemory
 
 __all__ = ["ErasureCode", "PeerMemory"]
+
+
+def __getattr__(name: str) -> object:
+    """Import names at their first use: the server of a spare host, which jobs wait for, needs none of it."""
+    if name == "ErasureCode":
+        from ckptcore_recovery.peers.fragments import ErasureCode
+
+        return ErasureCode
+    if name == "PeerMemory":
+        from ckptcore_recovery.peers.peer_memory import PeerMemory
+
+        return PeerMemory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

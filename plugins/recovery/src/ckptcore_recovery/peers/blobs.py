@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import mmap
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import Final
 
 import numpy as np
-import xxhash
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Buffer, IfAbsent, PutCondition
 from ckptcore_recovery.peers.fragments import Fragments
-from ckptcore_recovery.peers.host_memory import Blob, Entry
-from ckptcore_recovery.peers.messages import PIECE_BYTES
+from ckptcore_recovery.peers.host_memory import Blob, Entry, write_at
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES, PayloadError, blocks_of, checksums_of
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.views import Member
 
 logger = logger_named("ckptcore.recovery")
+
+_FETCHES: Final = 4
+"""The number of pieces of a blob that are fetched at a time."""
 
 
 def put_entry(session: Session, key: str, entry: Entry, condition: PutCondition | None) -> str:
@@ -73,9 +77,11 @@ class BlobReader:
             if self._entry.data is not None:
                 buffer[:] = self._entry.data[offset : offset + len(buffer)]
                 continue
-            self._fill(offset, buffer)
+            with self._session.reads.running():
+                self.fill(offset, buffer)
 
-    def _fill(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer. Unlike `get_into`, work in the background does not wait for it."""
         for begin in range(0, len(buffer), PIECE_BYTES):
             self._read(offset + begin, buffer[begin : begin + PIECE_BYTES])
 
@@ -136,21 +142,27 @@ class BlobReader:
     def _read_from(self, member: Member, offset: int, buffer: memoryview) -> bool:
         """Read from one member. Return False if it does not have the blob."""
         if self._local is not None and self._session.is_local(member):
-            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(self._local.read(offset, len(buffer)), np.uint8))
+            _read_local(self._local, offset, buffer)
             return True
         self._session.pace.wait(len(buffer))
         request = {"op": "read", "blob": self._entry.blob, "offset": offset, "nbytes": len(buffer)}
 
-        def place(header: object, nbytes: int) -> memoryview:
-            return buffer if nbytes == len(buffer) else memoryview(bytearray(nbytes))
+        placed = False
+
+        def place(header: object, nbytes: int) -> list[memoryview] | None:
+            nonlocal placed
+            placed = nbytes == len(buffer)
+            return blocks_of(buffer) if placed else None
 
         try:
-            answer, data = self._session.server(member).call(request, place=place)
+            answer, _ = self._session.server(member).call(request, place=place)
         except ObjectNotFoundError:
             return False
+        except PayloadError as error:
+            raise CorruptCheckpointError(str(error)) from error
         if "corrupt" in answer:
             raise CorruptCheckpointError(str(answer["corrupt"]))
-        return len(data) == len(buffer)
+        return placed
 
 
 class FragmentReader(BlobReader):
@@ -162,7 +174,8 @@ class FragmentReader(BlobReader):
     def _fragments(self) -> Fragments:
         return Fragments(self._entry.size, self._entry.needed, len(self._entry.holders))
 
-    def _fill(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """See `BlobReader.fill`."""
         for part in self._fragments.parts(offset, len(buffer)):
             name = self._entry.holders[part.place]
             member = self._session.view.by_id.get(name)
@@ -170,15 +183,19 @@ class FragmentReader(BlobReader):
                 segment = self._fragments.decode(self._pieces(part.segment))
                 buffer[part.of_range] = segment[part.of_segment]
 
-    def rebuild(self, place: int, memory: memoryview) -> None:
-        """Fill the memory of a fragment: from its holder, if that has left the job, or from other fragments."""
+    @property
+    def fragment_bytes(self) -> int:
+        """The size of each fragment in bytes."""
+        return self._fragments.nbytes
+
+    def rebuild(self, number: int, place: int) -> memoryview:
+        """Return a piece of a fragment: from its holder, if that has left the job, or made from other fragments."""
         name = self._entry.holders[place]
         holder = self._session.view.by_id.get(name)
-        for number in self._fragments.segments:
-            begin = number * PIECE_BYTES
-            piece = memory[begin : begin + self._fragments.piece_bytes(number)]
-            if holder is None or name in self._avoided or self._try(holder, begin, piece):
-                piece[:] = self._fragments.rebuild(self._pieces(number, without=place), place)
+        piece = memoryview(bytearray(self._fragments.piece_bytes(number)))
+        if holder is None or name in self._avoided or self._try(holder, number * PIECE_BYTES, piece):
+            return memoryview(self._fragments.rebuild(self._pieces(number, without=place), place))
+        return piece
 
     def _pieces(self, number: int, without: int | None = None) -> Sequence[bytes]:
         """Return the pieces of a segment: from the fragments of the data, and from others if some of them fail."""
@@ -202,9 +219,9 @@ class FragmentReader(BlobReader):
 
 
 class BlobWriter:
-    """Collects an object in memory, and sends its copies or fragments when it is complete. Thread-safe.
+    """Writes an object into the memory of this host, and sends each piece to the other hosts at once. Thread-safe.
 
-    The memory of a copy is that of the server of this host.
+    An object in fragments is collected in the memory of this process, and sent when it is complete.
     """
 
     def __init__(self, session: Session, key: str, size: int, condition: PutCondition | None) -> None:
@@ -215,14 +232,31 @@ class BlobWriter:
         self._name = os.urandom(16).hex()
         self._lock = threading.Lock()
         self._written = 0
+        self._checksums: dict[int, list[int]] = {}
+        """The checksums of the pieces that were written whole, and sent, by offset."""
         self._is_finished = False
         self._is_sent = False
         self._holders = session.holders()
-        self._needed = session.view.needed
-        self._is_shared = self._needed == 1 and session.is_local(self._holders[0])
-        self._memory = (
-            begin_local_blob(session, self._name, key, size) if self._is_shared else memoryview(bytearray(size))
-        )
+        session.reads.hurry()  # the load is over: while this step is saved, older ones get their copies
+        self._fragments: Fragments | None = None
+        nbytes = size
+        if session.view.needed > 1:
+            self._fragments = Fragments(size, session.view.needed, len(self._holders))
+            nbytes = self._fragments.nbytes
+        self._others = [member for member in self._holders if not session.is_local(member)]
+        self._descriptor: int | None = None
+        self._memory = bytearray()
+        try:
+            for member in self._holders:
+                path = session.begin_blob(member, self._name, key, nbytes)
+                if self._fragments is None and session.is_local(member):  # the memory of the server of this host
+                    self._descriptor = os.open(path, os.O_RDWR)
+                    self._close = weakref.finalize(self, os.close, self._descriptor)
+        except BaseException:
+            self.abort()
+            raise
+        if self._descriptor is None:
+            self._memory = bytearray(size)
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """See `ObjectWriter`."""
@@ -231,17 +265,30 @@ class BlobWriter:
             raise ValueError(f"cannot write bytes {offset} to {stop} of {self._key!r}: its size is {self._size} bytes")
         if self._is_finished:
             raise ValueError(f"{self._key!r} is complete or was aborted; nothing more can be written")
-        if len(data):
-            np.copyto(np.frombuffer(self._memory, np.uint8)[offset:stop], np.frombuffer(data, np.uint8))
+        view = memoryview(data)
+        if self._descriptor is None:
+            self._memory[offset:stop] = view
+        else:
+            write_at(self._descriptor, offset, view)
+        if self._fragments is None and offset % PIECE_BYTES == 0 and (stop % PIECE_BYTES == 0 or stop == self._size):
+            for begin in range(0, len(view), PIECE_BYTES):
+                self._send_copies(offset + begin, view[begin : begin + PIECE_BYTES])
         with self._lock:
             self._written += len(data)
+
+    def _send_copies(self, offset: int, piece: memoryview) -> None:
+        """Send a piece to the other hosts. Several threads send several pieces, on connections of their own."""
+        checksums = checksums_of(piece)
+        for member in self._others:
+            self._session.send_piece(member, self._name, offset, piece, checksums)
+        self._checksums[offset] = checksums
 
     def finish(self) -> None:
         """See `ObjectWriter`."""
         self.complete()
 
     def complete(self) -> str:
-        """Send the copies, and make the object visible. Return its tag."""
+        """Complete the copies or fragments, and make the object visible. Return its tag."""
         if self._is_finished:
             raise ValueError(f"{self._key!r} is complete or was aborted already")
         if self._written != self._size:
@@ -249,49 +296,58 @@ class BlobWriter:
                 f"cannot complete {self._key!r}: expected {self._size} bytes, found {self._written} written"
             )
         if not self._is_sent:  # a retry after a condition failed sends nothing again
-            self._send()
+            self._complete_copies() if self._fragments is None else self._send_fragments(self._fragments)
             self._is_sent = True
         holders = tuple([member.id for member in self._holders])
-        entry = Entry(0, self._size, None, self._name, holders, needed=self._needed)
+        entry = Entry(0, self._size, None, self._name, holders, needed=self._session.view.needed)
         tag = put_entry(self._session, self._key, entry, self._condition)
         self._is_finished = True
-        self._memory = memoryview(b"")
+        self._release()
         return tag
 
-    def _send(self) -> None:
-        session, memory = self._session, self._memory
-        if self._needed > 1:
-            self._send_fragments()
-            return
+    def _complete_copies(self) -> None:
+        offsets = range(0, self._size, PIECE_BYTES)
+        for offset in offsets:
+            if offset not in self._checksums:  # it was written in parts
+                self._send_copies(offset, self._written_piece(offset))
+        checksums = list(itertools.chain.from_iterable([self._checksums[offset] for offset in offsets]))
         for member in self._holders:
-            if self._is_shared and session.is_local(member):
-                finish_local_blob(session, self._name, memory)
-            else:
-                with session.sending(member, self._name, self._key, len(memory)) as send:
-                    for offset in range(0, len(memory), PIECE_BYTES):
-                        send(offset, memory[offset : offset + PIECE_BYTES])
+            is_local = self._session.is_local(member)
+            self._session.finish_blob(member, self._name, checksums if is_local else None)
 
-    def _send_fragments(self) -> None:
-        fragments = Fragments(self._size, self._needed, len(self._holders))
-        with ExitStack() as stack:
-            sends = [
-                stack.enter_context(self._session.sending(member, self._name, self._key, fragments.nbytes))
-                for member in self._holders
-            ]
-            for number in fragments.segments:
-                pieces = fragments.encode(self._memory[fragments.segment(number)])
-                for send, piece in zip(sends, pieces, strict=True):
-                    send(number * PIECE_BYTES, memoryview(piece))
+    def _written_piece(self, offset: int) -> memoryview:
+        nbytes = min(PIECE_BYTES, self._size - offset)
+        if self._descriptor is None:
+            return memoryview(self._memory)[offset : offset + nbytes]
+        piece = os.pread(self._descriptor, nbytes, offset)
+        if len(piece) != nbytes:
+            raise StorageError(f"the memory of {self._key!r} was truncated: found {len(piece)} of {nbytes} bytes")
+        return memoryview(piece)
+
+    def _send_fragments(self, fragments: Fragments) -> None:
+        memory = memoryview(self._memory)
+        for number in fragments.segments:
+            pieces = fragments.encode(memory[fragments.segment(number)])
+            for member, encoded in zip(self._holders, pieces, strict=True):
+                piece = memoryview(encoded)
+                self._session.send_piece(member, self._name, number * PIECE_BYTES, piece, checksums_of(piece))
+        for member in self._holders:
+            self._session.finish_blob(member, self._name)
 
     def abort(self) -> None:
         """See `ObjectWriter`."""
         if not self._is_finished:
             self._is_finished = True
-            self._memory = memoryview(b"")
+            self._release()
             for member in self._holders:
                 self._session.try_to_call(member, {"op": "abort", "blob": self._name})
             holders = tuple([member.id for member in self._holders])
             self._session.drop_blob(Entry(0, blob=self._name, holders=holders))
+
+    def _release(self) -> None:
+        self._memory = bytearray()
+        if self._descriptor is not None:
+            self._close()
 
 
 def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
@@ -306,39 +362,45 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
     Raises:
         StorageFullError: it does not fit.
         CorruptCheckpointError: the other hosts do not have the object.
-        StorageError: the server of this host failed.
+        StorageError: the server of this host failed, or the session was closed.
     """
+    assert session.local is not None
+    member = session.view.by_id[session.local.id]
     reader = reader_of(session, "", key, entry)
-    if isinstance(reader, FragmentReader):
-        nbytes = Fragments(entry.size, entry.needed, len(entry.holders)).nbytes
-        memory = begin_local_blob(session, entry.blob, key, nbytes)
-        reader.rebuild(place, memory)
-    else:
-        memory = begin_local_blob(session, entry.blob, key, entry.size)
-        reader.get_into([(0, memory)])
-    finish_local_blob(session, entry.blob, memory)
+    nbytes = reader.fragment_bytes if isinstance(reader, FragmentReader) else entry.size
+
+    def fetch(offset: int) -> list[int]:
+        if not session.reads.wait_for_end():
+            raise StorageError("this process closed the memory of the job")
+        if isinstance(reader, FragmentReader):
+            piece = reader.rebuild(offset // PIECE_BYTES, place)
+        else:
+            piece = memoryview(bytearray(min(PIECE_BYTES, nbytes - offset)))
+            reader.fill(offset, piece)
+        write_at(file.fileno(), offset, piece)
+        return checksums_of(piece)
+
+    path = session.begin_blob(member, entry.blob, key, nbytes)
+    try:
+        with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(_FETCHES) as threads:
+            checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, nbytes, PIECE_BYTES))))
+        session.finish_blob(member, entry.blob, checksums)
+    except BaseException:
+        session.try_to_call(member, {"op": "abort", "blob": entry.blob})
+        raise
 
 
-def begin_local_blob(session: Session, name: str, key: str, size: int) -> memoryview:
-    """Reserve a blob in the memory of the server of this host. Return the memory.
-
-    Raises:
-        StorageFullError: it does not fit.
-        StorageError: the server failed.
-    """
-    request = {"op": "begin", "epoch": session.view.epoch, "blob": name, "key": key, "size": size}
-    answer, _ = session.local_server().call(request)
-    with open(answer["path"], "r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
+def _read_local(blob: Blob, offset: int, buffer: memoryview) -> None:
+    """Copy bytes of a blob of this host, and verify the copy, which is in the cache of the processor."""
+    if blob.checksums(offset, len(buffer)) is None:
+        _copy(buffer, blob.read(offset, len(buffer)))
+        return
+    for begin in range(0, len(buffer), BLOCK_BYTES):
+        block = buffer[begin : begin + BLOCK_BYTES]
+        _copy(block, blob.memory[offset + begin : offset + begin + len(block)])
+        blob.verify((offset + begin) // BLOCK_BYTES, block)
 
 
-def finish_local_blob(session: Session, name: str, memory: memoryview) -> None:
-    """Make a blob in the memory of the server of this host visible."""
-    epoch = session.view.epoch
-    session.local_server().call({"op": "finish", "epoch": epoch, "blob": name, "checksums": checksums_of(memory)})
-
-
-def checksums_of(memory: memoryview) -> list[int]:
-    """Return the checksum of each piece of a blob."""
-    pieces = range(0, len(memory), PIECE_BYTES)
-    return [xxhash.xxh3_64_intdigest(memory[offset : offset + PIECE_BYTES]) for offset in pieces]
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes, without the lock of the interpreter."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
-from ckptcore.io.threads import reset_in_children
-from ckptcore_recovery.peers.messages import Channel, Connection, Header, MessageError, raise_error
+from ckptcore_recovery.peers.messages import Channel, Connection, Header, MessageError, Place, raise_error
 
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 60.0
@@ -44,14 +43,20 @@ class Pace:
             time.sleep(begin - now)
 
 
-def connect_by_tcp(host: str, port: int, token: bytes) -> Channel:
+def connect_by_tcp(host: str, port: int, token: bytes, seconds: float) -> Channel:
     """Connect to a memory server.
+
+    Args:
+        host: the host name or address of the server.
+        port: its port.
+        token: the secret of the job.
+        seconds: the maximum time to reach the host.
 
     Raises:
         MessageError: it is no memory server of this job.
         OSError: it does not answer.
     """
-    connected = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+    connected = socket.create_connection((host, port), timeout=seconds)
     try:
         return Connection(connected, token, is_server=False)
     except BaseException:
@@ -72,8 +77,9 @@ class ServerConnections:
         port: int,
         token: bytes,
         *,
+        connect_seconds: float = _CONNECT_SECONDS,
         start_again: Callable[[], object] | None = None,
-        connect: Callable[[str, int, bytes], Channel] = connect_by_tcp,
+        connect: Callable[[str, int, bytes, float], Channel] = connect_by_tcp,
     ) -> None:
         """Connect at the first request.
 
@@ -81,16 +87,16 @@ class ServerConnections:
             host: the host name or address of the server.
             port: its port.
             token: the secret of the job.
+            connect_seconds: the maximum time to reach the host, in seconds.
             start_again: starts the server again if it does not answer; None if this process cannot.
             connect: makes a connection. See `connect_by_tcp`.
         """
         self.place = f"{host}:{port}"
-        self._connect_channel = partial(connect, host, port, token)
+        self._connect_channel = partial(connect, host, port, token, connect_seconds)
         self._start_again = start_again
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
-        reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Forget the connections in a forked child, because the parent uses them."""
@@ -107,14 +113,14 @@ class ServerConnections:
         self,
         header: Header,
         payload: memoryview | bytes = b"",
-        place: Callable[[Header, int], memoryview] | None = None,
+        place: Place | None = None,
     ) -> tuple[dict[str, Any], memoryview]:
         """Send a request, and return the answer. A request must have the same effect if it is sent twice.
 
         Args:
             header: the request.
             payload: its bytes.
-            place: see `Channel.receive`.
+            place: see `Place`.
 
         Raises:
             ServerLostError: the server does not answer.
@@ -150,7 +156,7 @@ class ServerConnections:
         connection: Channel,
         header: Header,
         payload: memoryview | bytes,
-        place: Callable[[Header, int], memoryview] | None,
+        place: Place | None,
     ) -> tuple[dict[str, Any], memoryview]:
         try:
             connection.set_timeout(_ANSWER_SECONDS)

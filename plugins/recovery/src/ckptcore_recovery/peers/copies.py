@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
@@ -43,10 +44,8 @@ def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any]
         acts: True in the process that acts for its host.
     """
     plan: Any = agreement.lead("missing", lambda: merge_plans(missing))
-    with agreement.stage("fetched"):
-        if acts and session.local is not None:
-            for key, place in plan.get(session.local.id, ()):
-                _fetch(session, str(key), int(place))
+    if acts and session.local is not None and (keys := plan.get(session.local.id)):
+        session.start_copying(partial(_fetch_all, session, keys))
 
 
 def missing_blobs(session: Session) -> dict[str, JSON]:
@@ -98,6 +97,13 @@ def repairs(view: View, key: str, entry: Entry) -> Sequence[Repair]:
     return made
 
 
+def _fetch_all(session: Session, keys: Sequence[tuple[str, int]]) -> None:
+    for key, place in keys:
+        if not session.reads.wait_for_end():
+            return
+        _fetch(session, str(key), int(place))
+
+
 def _fetch(session: Session, key: str, place: int) -> None:
     """Make a blob again on this host, and add this host to the holders of its entry."""
     try:
@@ -112,6 +118,8 @@ def _fetch(session: Session, key: str, place: int) -> None:
     except ObjectNotFoundError:
         logger.debug("%s was deleted meanwhile", key)
     except CheckpointError as error:
+        if session.reads.are_stopped:
+            return
         logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
 
 

@@ -19,6 +19,8 @@ from ckptcore_recovery.peers.views import Member, View
 logger = logger_named("ckptcore.recovery")
 
 _THREADS: Final = 32
+_REACH_SECONDS: Final = 1.5
+"""A host that left the job counts as lost if it cannot be reached in this time. The system tries twice."""
 
 
 class Server(NamedTuple):
@@ -88,7 +90,7 @@ def _may_be_used(view: View, servers: Mapping[str, Server]) -> bool:
 def _ask(member: Member, token: bytes) -> Server | None:
     """Return the server of a host that is not in the job; None if it is lost."""
     try:
-        with ServerConnections(member.host, member.port, token) as connections:
+        with ServerConnections(member.host, member.port, token, connect_seconds=_REACH_SECONDS) as connections:
             status, _ = connections.call({"op": "status"})
     except StorageError as error:
         logger.warning("the memory of a host that left the job is lost: %s", error)

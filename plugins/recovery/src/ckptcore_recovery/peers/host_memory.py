@@ -20,8 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import xxhash
 
@@ -33,8 +34,10 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from ckptcore.model.tree import JSON
-from ckptcore_recovery.peers.messages import PIECE_BYTES
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
+
+if TYPE_CHECKING:
+    from ckptcore.model.tree import JSON  # the server starts faster without NumPy
 
 _BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _PENDING_SECONDS: Final = 10.0
@@ -108,15 +111,15 @@ def check_blob_name(name: object) -> str:
 
 
 class Blob:
-    """A blob in the memory of this host, mapped. Reads are verified; each piece once. Thread-safe.
+    """A blob in the memory of this host, mapped. Thread-safe.
 
     Attributes:
-        memory: its bytes.
+        memory: its bytes, not verified.
         key: the key of the object that it belongs to.
     """
 
     def __init__(self, memory: memoryview, key: str, checksums: Sequence[int]) -> None:
-        """Take mapped memory, and the checksum of each piece of `PIECE_BYTES`."""
+        """Take mapped memory, and the checksum of each block of `BLOCK_BYTES`."""
         self.memory = memory
         self.key = key
         self._checksums = checksums
@@ -141,25 +144,39 @@ class Blob:
             return None
         return cls(memory, stated["key"], stated["checksums"])
 
+    def checksums(self, offset: int, nbytes: int) -> list[int] | None:
+        """Return the checksums that whole blocks had when they were written; None for other ranges."""
+        stop = offset + nbytes
+        if offset < 0 or nbytes <= 0 or offset % BLOCK_BYTES or stop > len(self.memory):
+            return None
+        if stop % BLOCK_BYTES and stop != len(self.memory):
+            return None
+        return list(self._checksums[offset // BLOCK_BYTES : -(-stop // BLOCK_BYTES)])
+
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the blob; fewer if it ends earlier.
+        """Return bytes of the blob, verified; fewer if it ends earlier. Each block is verified once.
 
         Raises:
-            CorruptCheckpointError: a piece does not have the checksum that it had when it was written.
+            CorruptCheckpointError: a block does not have the checksum that it had when it was written.
         """
         stop = min(offset + nbytes, len(self.memory))
-        for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES)):
-            if self._verified[number]:
-                continue
-            piece = self.memory[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-            if xxhash.xxh3_64_intdigest(piece) != self._checksums[number]:
-                raise CorruptCheckpointError(
-                    f"bytes {number * PIECE_BYTES} to {number * PIECE_BYTES + len(piece)} changed in memory",
-                    start=number * PIECE_BYTES,
-                    stop=number * PIECE_BYTES + len(piece),
-                )
-            self._verified[number] = 1
+        for number in range(offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            if not self._verified[number]:
+                self.verify(number, self.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+                self._verified[number] = 1
         return self.memory[offset : max(offset, stop)]
+
+    def verify(self, number: int, block: memoryview) -> None:
+        """Compare a block, or a copy of it, with its checksum.
+
+        Raises:
+            CorruptCheckpointError: see `read`.
+        """
+        if xxhash.xxh3_64_intdigest(block) != self._checksums[number]:
+            start = number * BLOCK_BYTES
+            raise CorruptCheckpointError(
+                f"bytes {start} to {start + len(block)} changed in memory", start=start, stop=start + len(block)
+            )
 
 
 @dataclass
@@ -169,16 +186,18 @@ class _UnfinishedBlob:
     Attributes:
         key: the key of the object that it belongs to.
         size: its bytes.
-        memory: its memory, writable.
-        checksums: the checksum of each piece; None for one that is missing.
+        file: its file, open for writing.
+        checksums: the checksum of each block; None for one that is missing.
         owner: identifies the connection that writes it.
+        failure: the first error of a write.
     """
 
     key: str
     size: int
-    memory: memoryview
+    file: FileIO
     checksums: list[int | None]
     owner: int
+    failure: Exception | None = None
 
 
 @dataclass
@@ -217,6 +236,8 @@ class HostMemory:
         """The keys of deleted objects, with the time of their deletion, oldest first."""
         self._counter = 0
         self._used = 0
+        self._buffers = threading.local()
+        """A block for each thread that receives pieces."""
         for name in ("blobs", "entries"):
             (directory / name).mkdir(exist_ok=True, mode=0o700)
         self.release_room()
@@ -325,49 +346,70 @@ class HostMemory:
                     f"{size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit of the "
                     "memory servers, or keep fewer steps in memory"
                 )
-            with open(path, "w+b", opener=_open_private) as file:
-                try:
-                    if size:
-                        os.posix_fallocate(file.fileno(), 0, size)
-                except OSError as error:
-                    _unlink(path)
-                    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                        raise StorageFullError(
-                            f"{size} bytes do not fit into {self.directory}: {error.strerror}; {self._used} bytes are "
-                            "used by memory servers"
-                        ) from error
-                    raise
-                memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
-            self._unfinished[name] = _UnfinishedBlob(key, size, memory, [None] * _pieces(size), owner)
+            free = os.statvfs(path.parent)
+            if free.f_blocks and size > free.f_bavail * free.f_frsize:  # no blocks: no limit
+                raise StorageFullError(
+                    f"{size} bytes do not fit into {self.directory}: {free.f_bavail * free.f_frsize} bytes are free; "
+                    f"{self._used} bytes are used by memory servers"
+                )
+            file = open(path, "w+b", buffering=0, opener=_open_private)  # noqa: SIM115  # closed with the blob
+            file.truncate(size)
+            self._unfinished[name] = _UnfinishedBlob(key, size, file, [None] * _blocks(size), owner)
             self._used += size + _FILE_BYTES
         return path
 
-    def place_piece(self, name: str, offset: int, nbytes: int) -> memoryview:
-        """Return the memory of a piece that is about to arrive.
+    def receive_piece(self, name: str, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield memory for each block of a piece, and write the block to the blob when the next one is asked for.
 
         Raises:
             StorageError: the blob is not being written, or has no such piece.
         """
+        blob = self._unfinished_blob(name)
+        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
+            raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
+        if not hasattr(self._buffers, "block"):
+            self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
+        memory: memoryview = self._buffers.block
+
+        def blocks() -> Iterator[memoryview]:
+            for begin in range(0, nbytes, BLOCK_BYTES):
+                block = memory[: min(BLOCK_BYTES, nbytes - begin)]
+                yield block
+                try:
+                    write_at(blob.file.fileno(), offset + begin, block)
+                except (OSError, ValueError, StorageFullError) as error:  # ValueError: the blob was given up meanwhile
+                    blob.failure = error
+
+        return blocks()
+
+    def add_piece(self, name: str, offset: int, checksums: Sequence[int]) -> None:
+        """Record the checksums of the blocks of a piece that `receive_piece` has written.
+
+        Raises:
+            StorageFullError: a block did not fit.
+            StorageError: the blob is not being written.
+        """
+        blob = self._unfinished_blob(name)
+        if blob.failure is not None:
+            raise blob.failure
+        first = offset // BLOCK_BYTES
+        with self._changed:
+            for number, checksum in enumerate(checksums, first):
+                blob.checksums[number] = checksum
+
+    def _unfinished_blob(self, name: str) -> _UnfinishedBlob:
         with self._changed:
             blob = self._unfinished.get(name)
         if blob is None:
             raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
-        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
-            raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
-        return blob.memory[offset : offset + nbytes]
-
-    def set_checksum(self, name: str, offset: int, checksum: int) -> None:
-        """Record the checksum of a piece that has arrived."""
-        with self._changed:
-            if (blob := self._unfinished.get(name)) is not None:
-                blob.checksums[offset // PIECE_BYTES] = checksum
+        return blob
 
     def finish_blob(self, name: str, checksums: Sequence[int] | None) -> None:
         """Make a blob visible.
 
         Args:
             name: the blob.
-            checksums: the checksum of each piece, if a process of this host has written the file; None if the pieces
+            checksums: the checksum of each block, if a process of this host has written the file; None if the pieces
                 were sent.
 
         Raises:
@@ -376,18 +418,18 @@ class HostMemory:
         with self._changed:
             if name in self._blobs:
                 return  # a repeated request
-            blob = self._unfinished.get(name)
-            if blob is None:
-                raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
+            blob = self._unfinished_blob(name)
             stated = blob.checksums if checksums is None else checksums
             known = [checksum for checksum in stated if checksum is not None]
-            if len(known) != _pieces(blob.size):
-                raise StorageError(f"blob {name} lacks {_pieces(blob.size) - len(known)} of its pieces")
+            if len(known) != _blocks(blob.size):
+                raise StorageError(f"blob {name} lacks {_blocks(blob.size) - len(known)} of its blocks")
             path = self.directory / "blobs" / name
             described = {"size": blob.size, "key": blob.key, "checksums": known}
             _write_file(path.with_suffix(".json"), json.dumps(described).encode())
-            self._blobs[name] = Blob(blob.memory.toreadonly(), blob.key, known)
+            memory = mmap.mmap(blob.file.fileno(), blob.size, prot=mmap.PROT_READ) if blob.size else b""
+            self._blobs[name] = Blob(memoryview(memory), blob.key, known)
             del self._unfinished[name]
+            blob.file.close()
 
     def abort_blobs(self, owner: int) -> None:
         """Remove the unfinished blobs of a connection that has ended."""
@@ -403,6 +445,7 @@ class HostMemory:
 
     def _discard(self, name: str) -> None:
         blob = self._unfinished.pop(name)
+        blob.file.close()
         self._used -= blob.size + _FILE_BYTES
         _unlink(self.directory / "blobs" / name)
 
@@ -420,13 +463,17 @@ class HostMemory:
 
     def drop(self, names: Iterable[str]) -> None:
         """Free blobs. Missing ones are no error. Running reads of them can end."""
-        with self._changed:
-            for name in names:
+        for name in names:
+            with self._changed:
                 blob = self._blobs.pop(check_blob_name(name), None)
-                if blob is not None:
-                    self._used -= len(blob.memory) + _FILE_BYTES
-                    path = self.directory / "blobs" / name
-                    _unlink(path.with_suffix(".json"), path)
+            if blob is None:
+                continue
+            path = self.directory / "blobs" / name
+            _unlink(path.with_suffix(".json"), path)
+            nbytes = len(blob.memory) + _FILE_BYTES
+            del blob  # unless it is being read, its memory is free now
+            with self._changed:
+                self._used -= nbytes
 
     def blobs(self) -> Mapping[str, str]:
         """Return the names of all complete blobs, with the keys of their objects."""
@@ -563,8 +610,8 @@ class HostMemory:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _pieces(size: int) -> int:
-    return -(-size // PIECE_BYTES)
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
 
 
 def _entry_bytes(entry: Entry) -> int:
@@ -573,6 +620,22 @@ def _entry_bytes(entry: Entry) -> int:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)
+
+
+def write_at(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write to a file in a memory file system. A mapping takes twice the time: its pages are cleared before.
+
+    Raises:
+        StorageFullError: the file system is full.
+    """
+    while len(data):
+        try:
+            written = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise StorageFullError(f"the memory file system of this host is full: {error.strerror}") from error
+            raise
+        offset, data = offset + written, data[written:]
 
 
 def _unlink(*paths: Path) -> None:

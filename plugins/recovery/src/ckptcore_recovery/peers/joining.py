@@ -8,9 +8,10 @@ the view; hosts do everything else at the same time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
@@ -19,13 +20,17 @@ from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.copies import missing_blobs, restore_blobs
 from ckptcore_recovery.peers.discovery import Server, discover
+from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.messages import Header
-from ckptcore_recovery.peers.session import JOINED, Session
+from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_recovery.peers.views import Member, View
 
 logger = logger_named("ckptcore.recovery")
+
+_FENCES: Final = 32
+"""The maximum number of hosts that a process fences at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,9 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: i
         answer, _ = own.call(fence)
         acts = answer["acts"]
         left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
-        readers = [member for member in left if _is_fenced(member, token, fence)]
+        with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
+            fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
+        readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
         stage.payload = [list(member) for member in readers]
     reached = [Member(*member) for members in _gathered(stage) for member in members]
     local = local._replace(token=token)

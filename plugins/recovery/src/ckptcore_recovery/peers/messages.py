@@ -2,8 +2,8 @@
 
 Both sides prove that they know the token of the job, without sending it. A connection has a key that is derived from
 the token and from random numbers of both sides. Each header has a number and a code that is made with that key, so that
-a recorded message is refused on another connection, and also if it is repeated on the same one. Payloads have a
-checksum. Nothing is encrypted.
+a recorded message is refused on another connection, and also if it is repeated on the same one. Payloads have
+checksums. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
 import xxhash
@@ -34,6 +34,9 @@ Header: TypeAlias = Mapping[str, Any]
 
 PIECE_BYTES: Final = 1 << 22
 """The maximum bytes of a payload. Objects are sent in pieces of this size."""
+
+BLOCK_BYTES: Final = 1 << 20
+"""The bytes that a checksum covers."""
 
 _HEADER_BYTES: Final = 1 << 20
 _NONCE_BYTES: Final = 32
@@ -59,6 +62,27 @@ class MessageError(StorageError):
     """The other side is no memory server of this job, or broke the protocol. The connection is closed."""
 
 
+class PayloadError(MessageError):
+    """A payload does not have its checksums: it was changed on its way, or in the memory that it was read from."""
+
+
+Place: TypeAlias = Callable[[Header, int], Iterable[memoryview] | None]
+"""Returns the memory for each block of a payload, given the header and the bytes of the payload; None: new memory.
+
+A block has been received and verified when the next one is asked for.
+"""
+
+
+def blocks_of(payload: memoryview) -> list[memoryview]:
+    """Return the blocks of `BLOCK_BYTES` of a payload. The last one may be shorter."""
+    return [payload[offset : offset + BLOCK_BYTES] for offset in range(0, len(payload), BLOCK_BYTES)]
+
+
+def checksums_of(payload: memoryview) -> list[int]:
+    """Return the checksum of each block of a payload."""
+    return [xxhash.xxh3_64_intdigest(block) for block in blocks_of(payload)]
+
+
 class Channel(Protocol):
     """One side of a connection between two that know the token of the job. Used by one thread at a time.
 
@@ -74,7 +98,7 @@ class Channel(Protocol):
         """Send a message. Afterwards the memory of the payload may change.
 
         Args:
-            header: JSON of at most 1 MiB.
+            header: JSON of at most 1 MiB. If it has ``checksums``, they are those of the payload.
             payload: at most `PIECE_BYTES`.
 
         Raises:
@@ -83,15 +107,18 @@ class Channel(Protocol):
         """
         ...
 
-    def receive(self, place: Callable[[Header, int], memoryview] | None = None) -> tuple[Header, memoryview]:
-        """Receive the next message. The header of a payload has its ``checksum`` (XXH3), which the sender computed.
+    def receive(self, place: Place | None = None) -> tuple[Header, memoryview]:
+        """Receive the next message. Its header has ``checksums``, that of each block of its payload (XXH3).
 
         Args:
-            place: returns the memory for the payload, given the header and the number of bytes; None: new memory. Not
-                called without a payload.
+            place: see `Place`. Not called without a payload.
+
+        Returns:
+            The header, and the payload; an empty one if `place` took it.
 
         Raises:
             MessageError: the message is invalid.
+            PayloadError: the payload is damaged.
             OSError: the connection failed, the other side closed it, or the time is over.
         """
         ...
@@ -169,8 +196,9 @@ class Connection:
 
     def send(self, header: Header, payload: memoryview | bytes = b"") -> None:
         """See `Channel`."""
-        checksum = {"checksum": xxhash.xxh3_64_intdigest(payload)} if len(payload) else {}
-        encoded = json.dumps({**header, **checksum}).encode("ascii")
+        if len(payload) and "checksums" not in header:
+            header = {**header, "checksums": checksums_of(memoryview(payload))}
+        encoded = json.dumps(header).encode("ascii")
         if len(encoded) > _HEADER_BYTES or len(payload) > PIECE_BYTES:
             raise ValueError(f"a message of {len(encoded)} and {len(payload)} bytes is too large")
         frame = _FRAME.pack(self._sent, len(encoded), len(payload))
@@ -179,7 +207,7 @@ class Connection:
         if len(payload):
             self._socket.sendall(payload)
 
-    def receive(self, place: Callable[[Header, int], memoryview] | None = None) -> tuple[Header, memoryview]:
+    def receive(self, place: Place | None = None) -> tuple[Header, memoryview]:
         """See `Channel`. Allocates nothing before the header was authenticated."""
         start = self._receive_exactly(_FRAME.size + _CODE_BYTES)
         frame, code = start[: _FRAME.size], start[_FRAME.size :]
@@ -195,10 +223,18 @@ class Connection:
             raise MessageError(f"the header of message {number} is a {type(header).__name__} instead of an object")
         if not payload_bytes:
             return header, memoryview(b"")
-        payload = memoryview(bytearray(payload_bytes)) if place is None else place(header, payload_bytes)
-        self._receive_into(payload)
-        if xxhash.xxh3_64_intdigest(payload) != header.get("checksum"):
-            raise MessageError(f"the payload of message {number} was changed on its way")
+        payload = memoryview(b"")
+        blocks = None if place is None else place(header, payload_bytes)
+        if blocks is None:
+            payload = memoryview(bytearray(payload_bytes))
+            blocks = blocks_of(payload)
+        checksums = header.get("checksums")
+        if not isinstance(checksums, list) or len(checksums) != -(-payload_bytes // BLOCK_BYTES):
+            raise MessageError(f"message {number} has no checksum for each block of its payload")
+        for block, checksum in zip(blocks, checksums, strict=True):
+            self._receive_into(block)
+            if xxhash.xxh3_64_intdigest(block) != checksum:
+                raise PayloadError(f"the payload of message {number} was changed on its way, or before it was sent")
         return header, payload
 
     def _receive_exactly(self, nbytes: int) -> bytes:

@@ -121,6 +121,15 @@ class PeerMemory:
         if self._run is not None:
             self._run.wait_for_uploads(timeout)
 
+    def wait_for_copies(self, timeout: float | None = None) -> None:
+        """Wait until this process has made copies again that were on lost hosts, which it does in the background.
+
+        Args:
+            timeout: the maximum time in seconds; None for no limit.
+        """
+        if self._run is not None:
+            self._run.session.wait_for_copies(timeout)
+
 
 def _own_for_a_moment(directory: StepDirectory, if_in_use: IfInUse) -> int:
     """Return a number that is higher than the numbers of all earlier owners of a directory.
@@ -142,13 +151,13 @@ class PeerRun(TieredRun):
         self, session: Session, near: NearTier, steps: TieredSteps, context: Context, ownership: Ownership
     ) -> None:
         """See `RunDirectory.own`."""
-        self._session = session
+        self.session = session
         super().__init__(near, steps, context, ownership)
 
     def close(self) -> None:
         """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again."""
         super().close()
-        session = self._session
+        session = self.session
         if session.local is not None and sys.exc_info()[1] is None:
             member = session.view.by_id[session.local.id]
             session.try_to_call(member, {"op": "end", "epoch": session.view.epoch})
@@ -156,4 +165,4 @@ class PeerRun(TieredRun):
     def release(self) -> None:
         """See `OwnedRun`."""
         super().release()
-        self._session.close()
+        self.session.close()

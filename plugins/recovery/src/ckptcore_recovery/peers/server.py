@@ -16,17 +16,16 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.commit.locks import OWNER
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
-from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -41,11 +40,17 @@ from ckptcore_recovery.peers.messages import (
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
 from ckptcore_recovery.peers.starting import LocalServer
-from ckptcore_recovery.peers.views import View
+from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
+
+if TYPE_CHECKING:
+    from ckptcore.model.tree import JSON
 
 logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
+OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
+"""`ckptcore.commit.locks.OWNER`."""
+
 _ENDING_SECONDS: Final = 60.0
 """A server whose job has ended waits so long for another start of the job."""
 
@@ -141,7 +146,7 @@ class MemoryServer:
                 connection.close()
 
     def _serve_request(self, number: int, connection: Channel) -> None:
-        header, payload = connection.receive(partial(self._place, number))
+        header, payload = connection.receive(self._place)
         connection.send(*self.answer(number, header, payload))
 
     def answer(self, number: int, header: Header, payload: memoryview) -> Answer:
@@ -163,14 +168,14 @@ class MemoryServer:
         except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
             return error_header(error), _NO_PAYLOAD
 
-    def _place(self, number: int, header: Header, nbytes: int) -> memoryview:
-        """Return the memory for a payload: that of its blob, so that pieces are not copied."""
+    def _place(self, header: Header, nbytes: int) -> Iterator[memoryview] | None:
+        """Write pieces to their blob while they arrive."""
         if header.get("op") == "piece" and header.get("epoch") == self.memory.epoch:
             try:
-                return self.memory.place_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
+                return self.memory.receive_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
             except (StorageError, KeyError, TypeError):
                 pass  # received elsewhere, and refused
-        return memoryview(bytearray(nbytes))
+        return None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -337,13 +342,16 @@ class MemoryServer:
     def piece(self, header: Header, payload: memoryview) -> Answer:
         """Record a piece of a blob, which is in its place already."""
         name, offset = str(header["blob"]), _integer(header, "offset")
-        self.memory.place_piece(name, offset, len(payload))  # raises if it was not placed
-        self.memory.set_checksum(name, offset, header["checksum"])
+        if len(payload):
+            self.memory.receive_piece(name, offset, len(payload))  # raises the error for which it was not placed
+            raise StorageError(f"a piece of blob {name[:80]} arrived before the blob was begun")
+        self.memory.add_piece(name, offset, header["checksums"])
         return {}, _NO_PAYLOAD
 
     def finish(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.finish_blob`."""
-        self.memory.finish_blob(header["blob"], header.get("checksums"))
+        checksums = [checksum for (checksum,) in struct.iter_unpack("<Q", payload)] if len(payload) else None
+        self.memory.finish_blob(header["blob"], checksums)
         return {}, _NO_PAYLOAD
 
     def abort(self, header: Header, payload: memoryview) -> Answer:
@@ -352,10 +360,13 @@ class MemoryServer:
         return {}, _NO_PAYLOAD
 
     def read(self, header: Header, payload: memoryview) -> Answer:
-        """Return bytes of a blob, verified."""
+        """Return bytes of a blob. Those of whole blocks have the checksums with which they were written."""
         blob = self.memory.blob(str(header["blob"]))
+        offset, nbytes = _integer(header, "offset"), min(_integer(header, "nbytes"), PIECE_BYTES)
         try:
-            return {}, blob.read(_integer(header, "offset"), min(_integer(header, "nbytes"), PIECE_BYTES))
+            if (checksums := blob.checksums(offset, nbytes)) is not None:
+                return {"checksums": checksums}, blob.memory[offset : offset + nbytes]
+            return {}, blob.read(offset, nbytes)
         except CorruptCheckpointError as error:
             return {"corrupt": str(error)}, _NO_PAYLOAD
 

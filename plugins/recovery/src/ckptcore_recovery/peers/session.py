@@ -2,28 +2,81 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
-from ckptcore.events import logger_named
-from ckptcore.io.threads import reset_in_children
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Blob, Entry
 from ckptcore_recovery.peers.messages import Header
-from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, LocalServer, find_server, server_directory
+from ckptcore_recovery.peers.starting import LocalServer
 from ckptcore_recovery.peers.views import Member, View
 
-logger = logger_named("ckptcore.recovery")
+logger = logging.getLogger("ckptcore.recovery")
 
 INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
 
 _MAX_CONNECTED: Final = 64
 """The maximum number of servers to which a process keeps idle connections."""
+
+_QUIET_SECONDS: Final = 1.0
+"""Work in the background begins when this process has read nothing for this time. Other processes may still load."""
+
+
+class Reads:
+    """The reads of a process. Work in the background waits for their end, so that a load is fast. Thread-safe.
+
+    Attributes:
+        are_stopped: True if work in the background has to end.
+    """
+
+    def __init__(self) -> None:
+        self.are_stopped = False
+        self._changed = threading.Condition()
+        self._running = 0
+        self._quiet_since = time.monotonic()
+        self._pause = _QUIET_SECONDS
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a read while the body runs."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._quiet_since = time.monotonic()
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the work in the background."""
+        with self._changed:
+            self.are_stopped = True
+            self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Begin the work in the background as soon as no read is running."""
+        with self._changed:
+            self._pause = 0.0
+            self._changed.notify_all()
+
+    def wait_for_end(self) -> bool:
+        """Wait until there was no read for some time. Return False if the work has to end."""
+        with self._changed:
+            while not self.are_stopped:
+                left = self._quiet_since + self._pause - time.monotonic()
+                if not self._running and left <= 0:
+                    return True
+                self._changed.wait(None if self._running else left)
+            return False
 
 
 class Session:
@@ -62,12 +115,17 @@ class Session:
         self._start_again = start_again
         self._servers: dict[str, ServerConnections] = {}
         self._lost: set[str] = set()
-        self.reset_after_fork()
-        reset_in_children(self)
+        self._lock = threading.Lock()
+        self._reads = Reads()
+        self._copying: threading.Thread | None = None
 
     def reset_after_fork(self) -> None:
-        """Replace the lock in a forked child, because a thread of the parent may have held it during the fork."""
+        """Replace the locks and the connections in a forked child, because threads of the parent use them."""
         self._lock = threading.Lock()
+        self._reads = Reads()
+        self._copying = None
+        for server in self._servers.values():
+            server.reset_after_fork()
 
     def server(self, member: Member) -> ServerConnections:
         """Return the connections to a member. Closes idle ones to the member that was not used for the longest time."""
@@ -94,11 +152,31 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Close all idle connections."""
+        """Stop to make copies, and close all idle connections."""
+        self._reads.stop()
+        self.wait_for_copies()
         with self._lock:
             servers = list(self._servers.values())
         for server in servers:
             server.close()
+
+    # --- copies that are made again in the background -----------------------------------------------------------------
+
+    @property
+    def reads(self) -> Reads:
+        """The reads of this process, which copies wait for."""
+        return self._reads
+
+    def start_copying(self, work: Callable[[], None]) -> None:
+        """Make copies in the background."""
+        self._copying = threading.Thread(target=work, name="ckptcore copies in memory", daemon=True)
+        self._copying.start()
+
+    def wait_for_copies(self, timeout: float | None = None) -> None:
+        """Wait until this process has made copies again that were on lost hosts, or `timeout` in seconds."""
+        self._reads.hurry()
+        if self._copying is not None:
+            self._copying.join(timeout)
 
     # --- blobs --------------------------------------------------------------------------------------------------------
 
@@ -120,27 +198,42 @@ class Session:
         assert self.local is not None
         return self.server(self.view.by_id[self.local.id])
 
-    @contextmanager
-    def sending(self, member: Member, name: str, key: str, size: int) -> Iterator[Callable[[int, memoryview], object]]:
-        """Send a blob to a member: return a function that sends a piece, given its offset. Complete at the end.
+    def begin_blob(self, member: Member, name: str, key: str, size: int) -> str:
+        """Reserve memory for a blob of an object on a member. Return its file, for processes of the same host.
 
         Raises:
             StorageFullError: it does not fit there.
             StorageError: the member failed.
         """
-        server, epoch = self.server(member), self.view.epoch
-        server.call({"op": "begin", "epoch": epoch, "blob": name, "key": key, "size": size})
+        header = {"op": "begin", "epoch": self.view.epoch, "blob": name, "key": key, "size": size}
+        answer, _ = self.server(member).call(header)
+        return str(answer["path"])
 
-        def send(offset: int, piece: memoryview) -> None:
-            self.pace.wait(len(piece))
-            server.call({"op": "piece", "epoch": epoch, "blob": name, "offset": offset}, piece)
+    def send_piece(self, member: Member, name: str, offset: int, piece: memoryview, checksums: Sequence[int]) -> None:
+        """Send a piece of a blob to another member.
 
-        try:
-            yield send
-            server.call({"op": "finish", "epoch": epoch, "blob": name})
-        except BaseException:
-            self.try_to_call(member, {"op": "abort", "blob": name})
-            raise
+        Args:
+            member: the member.
+            name: the blob.
+            offset: a multiple of `PIECE_BYTES`.
+            piece: `PIECE_BYTES`, or the rest of the blob.
+            checksums: the checksums of its blocks.
+
+        Raises:
+            StorageError: the member failed.
+        """
+        self.pace.wait(len(piece))
+        header = {"op": "piece", "epoch": self.view.epoch, "blob": name, "offset": offset, "checksums": checksums}
+        self.server(member).call(header, piece)
+
+    def finish_blob(self, member: Member, name: str, checksums: Sequence[int] | None = None) -> None:
+        """Make a blob visible on a member. See `HostMemory.finish_blob`.
+
+        Raises:
+            StorageError: the member failed.
+        """
+        packed = b"" if checksums is None else struct.pack(f"<{len(checksums)}Q", *checksums)
+        self.server(member).call({"op": "finish", "epoch": self.view.epoch, "blob": name}, packed)
 
     def drop_blob(self, entry: Entry) -> None:
         """Free the memory of a blob that no object refers to any more. Members that do not answer keep it for now."""
@@ -233,49 +326,3 @@ def lost_memory(job: str, failure: BaseException | None) -> StorageError:
     return StorageError(
         f"the memory of job {job} is lost: none of the servers that know some of its objects answers; {failure}"
     )
-
-
-class JoinedJobs:
-    """The sessions of this process, by the name of the job that it joined. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def join(self, session: Session) -> None:
-        """Use a session for all later operations of this process on its job."""
-        self._sessions[session.job] = session
-
-    def find(self, job: str) -> Session | None:
-        """Return the session of a job that this process joined, or None."""
-        return self._sessions.get(job)
-
-
-JOINED: Final = JoinedJobs()
-"""The jobs of this process."""
-
-
-def session_of(job: str) -> Session:
-    """Return the session of a job: the one that this process joined, or one to read with the view of this host.
-
-    Raises:
-        StorageError: this host has no memory server of the job, or it does not answer. So its steps are unknown.
-    """
-    joined = JOINED.find(job)
-    if joined is not None:
-        return joined
-    local = find_server(job)
-    if local is None:
-        raise StorageError(
-            f"host {os.uname().nodename} has no memory server of job {job} in {server_directory(job).parent}: run this "
-            f"on a host of the job, with the {DIRECTORY_VARIABLE} of the job"
-        )
-    try:
-        with ServerConnections(local.interface, local.port, local.token) as server:
-            _, encoded = server.call({"op": "view"})
-    except ServerLostError as error:
-        raise ServerLostError(
-            f"the memory server of job {job} on host {os.uname().nodename} has ended; its steps are still in "
-            f"{local.directory}: start the job again, or its server: python -m ckptcore_recovery.peers.server "
-            f"{local.directory} --limit BYTES --interface {local.interface} ({error})"
-        ) from error
-    return Session(job, local, View.decode(bytes(encoded)), local.token, Pace(None))

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from ckptcore.errors import ObjectNotFoundError, StorageError
-from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session, lost_memory
 from ckptcore_recovery.peers.views import is_internal
+
+if TYPE_CHECKING:
+    from ckptcore.model.tree import JSON
 
 PAGE_BYTES: Final = 1 << 20
 """Items are sent in pages of about this size."""

@@ -26,8 +26,9 @@ from ckptcore.protocols import (
 from ckptcore_recovery.peers import spreading
 from ckptcore_recovery.peers.blobs import BlobWriter, put_entry, reader_of
 from ckptcore_recovery.peers.host_memory import Entry
+from ckptcore_recovery.peers.joined_jobs import session_of
 from ckptcore_recovery.peers.messages import PIECE_BYTES
-from ckptcore_recovery.peers.session import INLINE_BYTES, Session, session_of
+from ckptcore_recovery.peers.session import INLINE_BYTES, Session
 
 SCHEME: Final = "peers"
 
@@ -48,7 +49,7 @@ def open_storage(url: str, options: StorageOptions) -> PeerStorage:
 class PeerStorage(StorageBackend):
     """The objects below a prefix in the memory of a job. Thread-safe."""
 
-    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, concurrency=8)
+    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, concurrency=8, part_bytes=PIECE_BYTES)
 
     def __init__(self, job: str, prefix: str, session: Session | None = None) -> None:
         """Open a directory.

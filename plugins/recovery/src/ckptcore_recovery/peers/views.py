@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, Self
 
 import xxhash
 
-from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
 
 _VIEW_BYTES: Final = 1 << 28
@@ -133,6 +132,10 @@ class View:
             return cls(int(stated["epoch"]), members, int(stated["copies"]), int(stated["needed"]))
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise StorageError(f"invalid view of a job's memory: {error}") from error
+
+
+INTERNAL_DIRECTORY: Final = ".ckptcore"
+"""`ckptcore.commit.names.INTERNAL_DIRECTORY`. Servers do not import NumPy: jobs wait for the server of a spare host."""
 
 
 def is_internal(key: str) -> bool:

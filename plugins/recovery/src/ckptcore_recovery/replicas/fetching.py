@@ -21,6 +21,7 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection
 from ckptcore_recovery.replicas.job_state import NoReplicaError
+from ckptcore_recovery.replicas.listening import receive_into
 from ckptcore_recovery.replicas.sending import digest_of
 from ckptcore_recovery.replicas.transfers import Parcel, Piece
 
@@ -337,7 +338,7 @@ class _Round:
             if not pending:
                 return
             number, parcel = pending[0], wanted.parcels[pending[0]]
-            header, data = connection.receive(lambda header, nbytes: memory[:nbytes])
+            header, data = receive_into(connection, memory)
             if (reason := header.get("message")) is not None:
                 raise RefusedError(f"rank {holder} failed: {reason}")
             with self._changed:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
-from ckptcore_recovery.peers.messages import Connection, MessageError
+from ckptcore_recovery.peers.messages import Connection, Header, MessageError, blocks_of
 
 logger = logger_named("ckptcore.recovery")
 
@@ -102,6 +102,26 @@ class Listener:
             self._room.release()
 
 
-def no_payload(header: Any, nbytes: int) -> memoryview:
-    """Refuse the payload of a message that has none; see `Connection.receive`."""
+def no_payload(header: Any, nbytes: int) -> None:
+    """Refuse the payload of a message that has none; see `Place`."""
     raise MessageError(f"received {nbytes} bytes where none are expected")
+
+
+def receive_into(connection: Connection, memory: memoryview) -> tuple[Header, memoryview]:
+    """Receive a message whose payload goes to the start of the given memory. Return its header and its payload.
+
+    Raises:
+        MessageError: the message is invalid, or its payload is larger than the memory.
+        OSError: the connection failed.
+    """
+    payload = memory[:0]
+
+    def place(header: Header, nbytes: int) -> list[memoryview]:
+        nonlocal payload
+        if nbytes > len(memory):
+            raise MessageError(f"received {nbytes} bytes where at most {len(memory)} are expected")
+        payload = memory[:nbytes]
+        return blocks_of(payload)
+
+    header, _ = connection.receive(place)
+    return header, payload

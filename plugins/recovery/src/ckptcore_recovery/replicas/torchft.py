@@ -27,8 +27,8 @@ from torchft.checkpointing.transport import CheckpointTransport
 from ckptcore.errors import CorruptCheckpointError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import BackgroundThreads
-from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, MessageError, error_header, raise_error
-from ckptcore_recovery.replicas.listening import Listener, no_payload
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, Header, error_header, raise_error
+from ckptcore_recovery.replicas.listening import Listener, no_payload, receive_into
 from ckptcore_recovery.replicas.sending import digest_of
 
 T = TypeVar("T")
@@ -307,8 +307,8 @@ class _Receiver:
                     number = numbers.popleft()
                     piece, digest = pieces[number]
                     place = memoryview(cast(Any, memory[piece.storage][piece.start : piece.stop]))
-                    self._ask(connection, {"op": "piece", "number": number}, place)
-                    if digest_of(place) != digest:
+                    data = self._ask(connection, {"op": "piece", "number": number}, place)
+                    if len(data) != len(place) or digest_of(data) != digest:
                         raise CorruptCheckpointError(
                             f"bytes {piece.start} to {piece.stop} of storage {piece.storage} differ from those of the "
                             "state that was given to send_checkpoint: the state changed, or memory is corrupt"
@@ -356,13 +356,7 @@ class _Receiver:
 
     def _ask(self, connection: Connection, request: Header, place: memoryview | None = None) -> memoryview:
         connection.send(request)
-        return connection.receive(None if place is None else partial(_place, place))[1]
-
-
-def _place(memory: memoryview, header: Any, nbytes: int) -> memoryview:
-    if nbytes != len(memory):
-        raise MessageError(f"received {nbytes} bytes instead of {len(memory)}")
-    return memory
+        return connection.receive()[1] if place is None else receive_into(connection, place)[1]
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[_Piece]:
