@@ -6,9 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from ckptcore_recovery.peers import copies
 from ckptcore_recovery.peers import session as session_module
+from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.joining import MemoryOptions
-from ckptcore_recovery.peers.session import Reads
+from ckptcore_recovery.peers.session import Reads, Session
 from ckptcore_recovery.peers.storage import PeerStorage
 
 from plugins.recovery.tests.job_hosts import Hosts
@@ -58,3 +60,41 @@ def test_a_session_that_is_closed_makes_no_more_copies(tmp_path: Path, monkeypat
         assert len(again.find("large").holders) == 2
     finally:
         hosts.close()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("change", ["replace", "replace by a small one", "delete"])
+def test_a_copy_of_an_object_that_changes_meanwhile_is_freed(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    first, _ = hosts.join("a", "b")
+    PeerStorage(first.job, "", first).put("large", LARGE)
+    hosts.lose("b")
+    copied, fetch = list[str](), copies.fetch_blob
+
+    def fetch_and_change(session: Session, key: str, entry: Entry, place: int) -> None:
+        fetch(session, key, entry, place)
+        copied.append(entry.blob)
+        storage = PeerStorage(session.job, "", session)
+        if change == "delete":
+            storage.delete(["large"])
+        else:
+            storage.put("large", LARGE[::-1] if change == "replace" else b"small")
+
+    monkeypatch.setattr(copies, "fetch_blob", fetch_and_change)
+    (session, _) = hosts.join("a", "c")
+    assert len(copied) == 1
+    left = {path.name for name in "ac" for path in blob_files(hosts, name)}
+    assert left == ({session.find("large").blob} if change == "replace" else set())
+    if change == "replace":
+        assert all(len(blob_files(hosts, name)) == 1 for name in "ac")
+        hosts.lose("a")
+        (alone,) = hosts.join("c")
+        assert PeerStorage(alone.job, "", alone).get("large") == LARGE[::-1]
+
+
+def blob_files(hosts: Hosts, host: str) -> list[Path]:
+    """Return the files of the complete blobs of a host."""
+    server = hosts.server(host)
+    assert server is not None
+    return [path for path in (server.directory / "blobs").iterdir() if not path.suffix]

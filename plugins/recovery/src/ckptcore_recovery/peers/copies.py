@@ -109,18 +109,29 @@ def _fetch(session: Session, key: str, place: int) -> None:
     try:
         entry = session.find(key)
         fetch_blob(session, key, entry, place)
-        while True:
-            try:
-                session.replace(key, _with_holder(session, entry, place), str(entry.version))
-                return
-            except ConditionFailedError:  # another host was added meanwhile
-                entry = session.find(key)
+        _add_holder(session, key, entry, place)
     except ObjectNotFoundError:
-        logger.debug("%s was deleted meanwhile", key)
+        logger.debug("%s was deleted or replaced meanwhile", key)
     except CheckpointError as error:
         if session.reads.are_stopped:
             return
         logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
+
+
+def _add_holder(session: Session, key: str, fetched: Entry, place: int) -> None:
+    """Add this host to the holders of an object. Free its blob if the object was deleted or replaced meanwhile."""
+    assert session.local is not None
+    entry = fetched
+    while entry.blob == fetched.blob:
+        try:
+            session.replace(key, _with_holder(session, entry, place), str(entry.version))
+            return
+        except ConditionFailedError:  # it was deleted or replaced, or has another holder more
+            try:
+                entry = session.find(key)
+            except ObjectNotFoundError:
+                break
+    session.drop_blob(fetched._replace(holders=(session.local.id,)))
 
 
 def _with_holder(session: Session, entry: Entry, place: int) -> Entry:

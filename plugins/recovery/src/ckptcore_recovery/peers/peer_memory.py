@@ -74,8 +74,10 @@ class PeerMemory:
         if erasure_code is not None:
             needed, copies = erasure_code.data, erasure_code.parity
         if copies < 0 or memory_bytes <= 0:
-            raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
-        if interface in ("", "0.0.0.0", "::"):  # refused
+            raise ValueError(
+                f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected copies >= 0 and bytes > 0"
+            )
+        if interface in ("", "0.0.0.0", "::"):
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
         self.location = directory

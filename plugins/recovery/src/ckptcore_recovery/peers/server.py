@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -165,7 +165,7 @@ class MemoryServer:
             is_write = operation in _WRITES
             with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
                 return operation(self, {**header, "connection": number}, payload)
-        except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # a request may have anything; the peer raises the error
             return error_header(error), _NO_PAYLOAD
 
     def _place(self, header: Header, nbytes: int) -> Iterator[memoryview] | None:
@@ -393,7 +393,10 @@ class MemoryServer:
 
     def delete(self, header: Header, payload: memoryview) -> Answer:
         """Delete objects that this server decides about."""
-        with self._session(self._expect(self._view)) as session:
+        view = self._expect(self._view)
+        if view.epoch != _integer(header, "epoch"):
+            raise SaveLostError(f"incarnation {view.epoch} of the job has taken over")
+        with self._session(view) as session:
             delete_each(session, json.loads(bytes(payload)))
         return {}, Reached().encode()
 

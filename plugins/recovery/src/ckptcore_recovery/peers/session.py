@@ -23,7 +23,7 @@ INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
 
 _MAX_CONNECTED: Final = 64
-"""The maximum number of servers to which a process keeps idle connections."""
+"""The maximum number of servers to which a process keeps idle connections, besides those that hold its blobs."""
 
 _QUIET_SECONDS: Final = 1.0
 """Work in the background begins when this process has read nothing for this time. Other processes may still load."""
@@ -128,7 +128,12 @@ class Session:
             server.reset_after_fork()
 
     def server(self, member: Member) -> ServerConnections:
-        """Return the connections to a member. Closes idle ones to the member that was not used for the longest time."""
+        """Return the connections to a member. Closes idle ones to the member that was not used for the longest time.
+
+        Those to members that hold the blobs of this process stay: a server gives up the unfinished blobs of a
+        connection that ends.
+        """
+        holders = self.view.holders(None if self.local is None else self.local.id)
         with self._lock:
             server = self._servers.pop(member.id, None)
             if server is None:
@@ -139,8 +144,8 @@ class Session:
                     start_again=self._start_again if self.is_local(member) else None,
                 )
             self._servers[member.id] = server
-            unused = next(iter(self._servers))
-            idle = self._servers.pop(unused) if len(self._servers) > _MAX_CONNECTED else None
+            unused = next((name for name in self._servers if name not in holders), None)
+            idle = self._servers.pop(unused) if unused and len(self._servers) > _MAX_CONNECTED + len(holders) else None
         if idle is not None:
             idle.close()
         return server
