@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from ckptcore_recovery.peers import copies
+from ckptcore_recovery.peers import blobs, copies
 from ckptcore_recovery.peers import session as session_module
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.joining import MemoryOptions
@@ -70,7 +70,7 @@ def test_a_copy_of_an_object_that_changes_meanwhile_is_freed(
     first, _ = hosts.join("a", "b")
     PeerStorage(first.job, "", first).put("large", LARGE)
     hosts.lose("b")
-    copied, fetch = list[str](), copies.fetch_blob
+    copied, fetch = list[str](), blobs.fetch_blob
 
     def fetch_and_change(session: Session, key: str, entry: Entry, place: int) -> None:
         fetch(session, key, entry, place)

@@ -42,6 +42,19 @@ def put_entry(session: Session, key: str, entry: Entry, condition: PutCondition 
     return str(version)
 
 
+def withdraw(session: Session, key: str) -> bool:
+    """Delete the entry that a failed put may have left on some members. Return False if it may still be there.
+
+    That is so if a member does not answer, and if the first one shows an older object of this key.
+    """
+    try:
+        session.replace(key, Entry(0, is_deleted=True), "")
+    except CheckpointError as error:
+        logger.debug("%s may be stored: %s", key, error)
+        return False
+    return True
+
+
 def reader_of(session: Session, prefix: str, key: str, entry: Entry) -> BlobReader:
     """Open an object.
 
@@ -352,24 +365,12 @@ class BlobWriter:
         if not self._is_finished:
             self._is_finished = True
             self._release()
-            if self._may_be_visible and not self._is_made_invisible():
+            if self._may_be_visible and not withdraw(self._session, self._key):
                 return  # the next start of the job frees the blobs, unless their entry is the latest
             for member in self._holders:
                 self._session.try_to_call(member, {"op": "abort", "blob": self._name})
             holders = tuple([member.id for member in self._holders])
             self._session.drop_blob(Entry(0, blob=self._name, holders=holders))
-
-    def _is_made_invisible(self) -> bool:
-        """Delete an entry that some members may have stored. Return False if that is not possible.
-
-        An older object of the same name stays.
-        """
-        try:
-            self._session.replace(self._key, Entry(0, is_deleted=True), "")
-        except CheckpointError as error:
-            logger.debug("%s may be stored: %s", self._key, error)
-            return False
-        return True
 
     def _release(self) -> None:
         self._memory = bytearray()
