@@ -14,6 +14,8 @@ from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore.commit.location import LocationLike, absolute_location
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointError
+from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
@@ -22,8 +24,11 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import find_server
 from ckptcore_recovery.peers.storage import SCHEME
+
+logger = logger_named("ckptcore.recovery")
 
 
 class PeerMemory:
@@ -157,12 +162,16 @@ class PeerRun(TieredRun):
         super().__init__(near, steps, context, ownership)
 
     def close(self) -> None:
-        """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again."""
+        """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.
+
+        The leader says so to all of them, because it reads their memory until the last upload is done.
+        """
         super().close()
-        session = self.session
-        if session.local is not None and sys.exc_info()[1] is None:
-            member = session.view.by_id[session.local.id]
-            session.try_to_call(member, {"op": "end", "epoch": session.view.epoch})
+        if self._leads and sys.exc_info()[1] is None:
+            try:
+                spread(self.session, {"op": "end", "epoch": self.session.view.epoch}, b"")
+            except CheckpointError as error:
+                logger.debug("a memory server ends later: %s", error)
 
     def release(self) -> None:
         """See `OwnedRun`."""

@@ -331,7 +331,7 @@ class MemoryServer:
     def end(self, header: Header, payload: memoryview) -> Answer:
         """End soon after the last connection is closed: the job has ended. If it starts again, go on."""
         self._is_ending = True
-        return {}, _NO_PAYLOAD
+        return {}, Reached().encode()
 
     def begin(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.begin_blob`."""
@@ -442,7 +442,7 @@ _WRITES: Final = frozenset(
 _ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
 """Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
-_SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
+_SPREAD: Final = frozenset({"prepare", "sizes", "delete", "end"})
 """Requests that servers pass on."""
 
 
