@@ -156,6 +156,18 @@ def test_an_object_that_was_put_in_part_does_not_lose_an_older_one(
     assert len(blobs(hosts, "a")) == len(blobs(hosts, "b")) == len(present)
 
 
+def test_a_start_with_a_higher_limit_has_more_memory(hosts: Hosts) -> None:
+    hosts.options = replace(hosts.options, limit=12 << 20)
+    (session,) = hosts.join("a")
+    write(session, "first", LARGE)
+    with pytest.raises(StorageFullError):
+        write(session, "second", LARGE)
+    hosts.options = replace(hosts.options, limit=24 << 20)
+    (session,) = hosts.join("a")  # its server runs already
+    write(session, "second", LARGE)
+    assert storage(session).get("first") == storage(session).get("second") == LARGE
+
+
 def test_a_job_whose_memory_is_full_starts_again(hosts: Hosts) -> None:
     hosts.options = replace(hosts.options, limit=1 << 20)
     sessions = hosts.join("a", "b", "c")

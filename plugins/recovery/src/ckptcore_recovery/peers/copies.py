@@ -1,4 +1,4 @@
-"""Copies and fragments whose holders were lost are made again when a job starts, so that it can lose as many again."""
+"""Copies and fragments whose holders were lost are made again after a start, so that the job can lose as many again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Repair(NamedTuple):
 
 
 def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
-    """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
+    """Begin to make blobs again that were on lost hosts. Called on every rank, before anything is written.
 
     Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
     what was lost, not with the job.

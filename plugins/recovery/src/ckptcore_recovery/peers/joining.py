@@ -90,7 +90,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: i
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
     with agreement.stage("fence") as stage, own:  # on the same connection: another process may have changed the token
-        answer, _ = own.call(fence)
+        answer, _ = own.call({**fence, "limit": options.limit})
         acts = answer["acts"]
         left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
         with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:

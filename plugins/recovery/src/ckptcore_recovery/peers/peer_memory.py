@@ -60,7 +60,7 @@ class PeerMemory:
         Args:
             directory: the directory of the run: a path or URL, which all processes see.
             memory_bytes: the maximum bytes in the memory of each host: of its own steps, of copies of other hosts,
-                and of the step that is being saved.
+                and of the step that is being saved. Also holds for a server that runs already.
             copies: the number of copies on other hosts. Any so many failure domains can be lost.
             erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
@@ -130,6 +130,9 @@ class PeerMemory:
 
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Wait until this process has made copies again that were on lost hosts, which it does in the background.
+
+        One process of each host makes the copies of its host, so call this in all of them. A copy that cannot be made
+        is logged.
 
         Args:
             timeout: the maximum time in seconds; None for no limit.

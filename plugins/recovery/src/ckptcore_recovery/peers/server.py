@@ -195,13 +195,15 @@ class MemoryServer:
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
 
-        The server keeps its entries if it has the newest view, and takes the token of that view.
+        The server keeps its entries if it has the newest view, and takes the token of that view, and the limit of the
+        job's memory.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
         token = bytes.fromhex(header["token"]) if "token" in header else self._token
         with self._lock:
             if epoch != self.memory.epoch or self._acting is None:
                 self.memory.fence(epoch)
+                self.memory.limit = _integer(header, "limit") if "limit" in header else self.memory.limit
                 self._acting = rank
                 _write_private(self.memory.directory / "token", token)
                 self._token, self._is_ending = token, False
