@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from ckptcore_recovery.peers import messages
 from ckptcore_recovery.peers import session as session_module
 from ckptcore_recovery.peers.connections import ServerConnections, ServerLostError
 from ckptcore_recovery.peers.joining import MemoryOptions
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.storage import PeerStorage
 
@@ -53,6 +57,26 @@ def test_every_object_survives_the_loss_of_any_one_host(hosts: Hosts) -> None:
                 assert storage(session).get(f"large-{name}") == LARGE + name.encode()
                 assert storage(session).get(f"small-{name}") == name.encode()
         hosts.lose("spare")
+
+
+def test_objects_of_any_size_and_name_that_threads_write_survive_the_loss_of_a_host(hosts: Hosts) -> None:
+    sizes = [0, 1, *[whole + more for whole in (BLOCK_BYTES, PIECE_BYTES, 2 * PIECE_BYTES) for more in (-1, 0, 1)]]
+    objects = {f"d\udce9\u00e9/{size}": random.Random(size).randbytes(size) for size in sizes}
+    session, *_ = hosts.join("a", "b", "c")
+
+    def put(key: str, stride: int) -> None:
+        writer = storage(session).open_writer(key, len(objects[key]))
+        view = memoryview(objects[key])
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda at: writer.write_at(at, view[at : at + stride]), range(0, len(view), stride)))
+        writer.finish()
+
+    with ThreadPoolExecutor(len(objects)) as threads:
+        list(threads.map(put, objects, itertools.cycle([PIECE_BYTES, 2 * PIECE_BYTES, PIECE_BYTES // 3])))
+    hosts.lose("a")
+    for joined in hosts.join("b", "c"):
+        assert {key: storage(joined).get(key) for key in storage(joined).list()} == objects
+        assert all(storage(joined).size(key) == len(data) for key, data in objects.items())
 
 
 def test_hosts_that_left_the_job_can_be_lost(hosts: Hosts) -> None:

@@ -49,7 +49,6 @@ _DELETED_SECONDS: Final = 300.0
 _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
 
-
 _ROOM_BYTES: Final = 1 << 20
 """Room in a full memory file system for a start of the job: for its view, and for the entries of lost hosts."""
 

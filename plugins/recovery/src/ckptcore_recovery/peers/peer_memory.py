@@ -82,6 +82,8 @@ class PeerMemory:
             raise ValueError(
                 f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected copies >= 0 and bytes > 0"
             )
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(f"PeerMemory(bytes_per_second={bytes_per_second!r}): expected a positive number or None")
         if interface in ("", "0.0.0.0", "::"):
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
