@@ -319,8 +319,12 @@ class _Socket:
         """See `_Method`."""
         other = dataclasses.replace(self._member, rank=1)
         self._copy = [_local(other, number).numpy() for number in range(ARRAYS)] if self._member.rank == 0 else []
+        port = torch.zeros(1, dtype=torch.int64)
         if self._member.rank == 0:
-            self._listener = socket.create_server((self._member.interface, self._member.port + 1))
+            self._listener = socket.create_server((self._member.interface, 0))
+            port[0] = self._listener.getsockname()[1]
+        dist.broadcast(port, 0)
+        self._port = int(port)
 
     def load(self, state: Mapping[str, DTensor]) -> float:
         """See `_Method`."""
@@ -333,7 +337,7 @@ class _Socket:
             stop = time.monotonic()
             _fill(state, {name: _local(self._member, number) for number, name in enumerate(state)})
             return stop - start
-        connection = socket.create_connection((self._member.address, self._member.port + 1))
+        connection = socket.create_connection((self._member.address, self._port))
         start = time.monotonic()
         for tensor in state.values():
             buffer = tensor.to_local().numpy().data.cast("B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,8 @@ _SCRIPT: Final = Path(__file__).with_name("stalled_job.py")
 
 def test_the_reports_of_a_job_name_the_rank_that_holds_up_the_others(tmp_path: Path) -> None:
     job = run_script(3, _SCRIPT, "report", tmp_path)
-    assert job.codes == [REPORTED] * 3, job.stderr
+    # When the first process has ended, the launcher ends the others.
+    assert set(job.codes) <= {REPORTED, -signal.SIGTERM}, job.stderr
     (incident,) = read_incidents(tmp_path)
     assert [(report.rank, report.stall.what, report.stall.step) for report in incident.reports] == [
         (0, "step", 3), (1, "step", 3), (2, "step", 3),
