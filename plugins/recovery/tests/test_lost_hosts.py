@@ -130,10 +130,10 @@ def test_a_server_is_started_once_on_a_host(hosts: Hosts) -> None:
 
 
 def test_several_processes_of_each_host_join(hosts: Hosts) -> None:
-    first, *_ = hosts.join("a", "b", "b", "b", "b")  # the server of b gets the token of a
+    first, *_ = hosts.join("a", "b", "b", "b")  # the server of b gets the token of a
     write(first, "large", LARGE)
     hosts.lose("a")
-    for session in hosts.join("spare", "spare", "spare", "spare", "b"):
+    for session in hosts.join("spare", "spare", "spare", "b"):
         assert storage(session).get("large") == LARGE
 
 
