@@ -23,7 +23,7 @@ from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
 from tests.docs.running import page_module, run_program, run_python
 
-SHOWN_ONLY = {"bash", "json", "makefile", "text", "toml"}
+SHOWN_ONLY = {"bash", "json", "makefile", "text", "toml", "yaml"}
 """Languages of blocks that are shown and not run."""
 
 DIRECTIVES = re.compile(r"^\{[a-z:-]+\}$")

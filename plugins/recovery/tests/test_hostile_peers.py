@@ -8,10 +8,12 @@ import resource
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from ckptcore_recovery.peers.connections import ServerConnections, ServerLostError
 from ckptcore_recovery.peers.joined_jobs import session_of
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Connection, MessageError
@@ -201,6 +203,56 @@ def test_invalid_requests_are_errors(session: Session, server: LocalServer, head
     with connect(server) as connections, pytest.raises((CheckpointError, ServerLostError)):
         connections.call({"epoch": session.view.epoch, **header}, b"[1, 2]")
     assert still_serves(session)
+
+
+@pytest.mark.parametrize(
+    ("header", "payload"),
+    [
+        ({"op": "piece", "offset": -PIECE_BYTES, "checksums": [1]}, b""),
+        ({"op": "piece", "offset": 0, "checksums": [1, 2]}, b""),
+        ({"op": "piece", "offset": 0, "checksums": []}, b""),
+        ({"op": "piece", "offset": PIECE_BYTES, "checksums": [1]}, b""),
+        ({"op": "piece", "offset": 0, "checksums": 7}, b""),
+        ({"op": "finish"}, b"abc"),
+        ({"op": "finish"}, b"12345678" * 2),
+        ({"op": "apply", "key": "k", "entry": [1, float("inf"), None, "", [], False, 1]}, b""),
+        ({"op": "prepare"}, zlib.compress(b"[" * 100_000)),
+        ({"op": "prepare"}, zlib.compress(b'{"epoch": 1, "members": [], "copies": 1, "needed": 1}')),
+        ({"op": "prepare"}, zlib.compress(b'{"epoch": 1e999, "members": [["a", "b", 1, "c", 0]], "copies": 1}')),
+        ({"op": "drop", "blobs": [[]]}, b""),
+        ({"op": "spread", "request": "delete"}, b""),
+        ({"op": []}, b""),
+    ],
+    ids=str,
+)
+def test_what_no_peer_would_send_gets_an_error_as_the_answer(
+    session: Session, server: LocalServer, header: dict[str, object], payload: bytes
+) -> None:
+    epoch = session.view.epoch
+    with connect(server) as connections:
+        connections.call({"op": "begin", "epoch": epoch, "blob": "0" * 32, "key": "k", "size": 100})
+        with pytest.raises(StorageError) as caught:
+            connections.call({"epoch": epoch, "blob": "0" * 32, **header}, payload)
+        assert not isinstance(caught.value, ServerLostError), "the connection is kept"
+        with pytest.raises(StorageError, match="lacks 1 of its blocks"):
+            connections.call({"op": "finish", "epoch": epoch, "blob": "0" * 32})
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-(2 << 20), 1 << 20), (0, -1), (-(1 << 62), 1 << 62), (1 << 62, 1)])
+def test_no_bytes_outside_of_a_blob_are_read(session: Session, server: LocalServer, offset: int, nbytes: int) -> None:
+    epoch = session.view.epoch
+    with connect(server) as connections:
+        path = connections.call({"op": "begin", "epoch": epoch, "blob": "2" * 32, "key": "k", "size": 2 << 20})[0][
+            "path"
+        ]
+        Path(path).write_bytes(bytes(2 << 20))
+        packed = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(1 << 20))) * 2
+        connections.call({"op": "finish", "epoch": epoch, "blob": "2" * 32}, packed)
+        received = b""
+        with contextlib.suppress(StorageError):
+            received = bytes(connections.call({"op": "read", "blob": "2" * 32, "offset": offset, "nbytes": nbytes})[1])
+        connections.call({"op": "drop", "epoch": epoch, "blobs": ["2" * 32]})
+    assert received == b""
 
 
 def test_an_old_incarnation_and_a_future_one_are_refused(session: Session, server: LocalServer) -> None:

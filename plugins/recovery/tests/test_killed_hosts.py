@@ -40,7 +40,7 @@ def bridge() -> Iterator[BridgedNetwork]:
 def test_a_few_kills_on_one_interface(tmp_path: Path, memory: Path) -> None:
     job = KilledHosts(tmp_path, memory, LoopbackNetwork(), 0, sizes=[3, 4])
     try:
-        job.run(3)
+        job.run(2)
     finally:
         job.close()
     assert job.reported
@@ -49,7 +49,7 @@ def test_a_few_kills_on_one_interface(tmp_path: Path, memory: Path) -> None:
 def test_a_few_kills_of_namespaces(tmp_path: Path, memory: Path, bridge: BridgedNetwork) -> None:
     job = KilledHosts(tmp_path, memory, bridge, 1, sizes=[3, 4])
     try:
-        job.run(4)
+        job.run(2)
     finally:
         job.close()
     assert job.reported

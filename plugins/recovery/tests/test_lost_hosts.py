@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ckptcore_recovery.peers import messages
+from ckptcore_recovery.peers import session as session_module
+from ckptcore_recovery.peers.connections import ServerConnections, ServerLostError
 from ckptcore_recovery.peers.joining import MemoryOptions
+from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.storage import PeerStorage
 
@@ -50,6 +57,26 @@ def test_every_object_survives_the_loss_of_any_one_host(hosts: Hosts) -> None:
                 assert storage(session).get(f"large-{name}") == LARGE + name.encode()
                 assert storage(session).get(f"small-{name}") == name.encode()
         hosts.lose("spare")
+
+
+def test_objects_of_any_size_and_name_that_threads_write_survive_the_loss_of_a_host(hosts: Hosts) -> None:
+    sizes = [0, 1, *[whole + more for whole in (BLOCK_BYTES, PIECE_BYTES, 2 * PIECE_BYTES) for more in (-1, 0, 1)]]
+    objects = {f"d\udce9\u00e9/{size}": random.Random(size).randbytes(size) for size in sizes}
+    session, *_ = hosts.join("a", "b", "c")
+
+    def put(key: str, stride: int) -> None:
+        writer = storage(session).open_writer(key, len(objects[key]))
+        view = memoryview(objects[key])
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda at: writer.write_at(at, view[at : at + stride]), range(0, len(view), stride)))
+        writer.finish()
+
+    with ThreadPoolExecutor(len(objects)) as threads:
+        list(threads.map(put, objects, itertools.cycle([PIECE_BYTES, 2 * PIECE_BYTES, PIECE_BYTES // 3])))
+    hosts.lose("a")
+    for joined in hosts.join("b", "c"):
+        assert {key: storage(joined).get(key) for key in storage(joined).list()} == objects
+        assert all(storage(joined).size(key) == len(data) for key, data in objects.items())
 
 
 def test_hosts_that_left_the_job_can_be_lost(hosts: Hosts) -> None:
@@ -100,6 +127,102 @@ def test_a_server_is_started_once_on_a_host(hosts: Hosts) -> None:
     before = hosts.pids("a")
     hosts.join("a", "a")
     assert hosts.pids("a") == before
+
+
+def test_several_processes_of_each_host_join(hosts: Hosts) -> None:
+    first, *_ = hosts.join("a", "b", "b", "b")  # the server of b gets the token of a
+    write(first, "large", LARGE)
+    hosts.lose("a")
+    for session in hosts.join("spare", "spare", "spare", "b"):
+        assert storage(session).get("large") == LARGE
+
+
+def test_a_job_of_many_hosts_keeps_the_connections_of_an_unfinished_object(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = hosts.join(*"abcd")
+    monkeypatch.setattr(session_module, "_MAX_CONNECTED", 1)
+    writer = storage(first).open_writer("large", len(LARGE))
+    for number in range(20):  # requests to all hosts
+        storage(first).put(f"{number}", b"1")
+    writer.write_at(0, LARGE)
+    writer.finish()
+    assert storage(first).get("large") == LARGE
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["a member is lost", "a request is lost"])
+@pytest.mark.parametrize("before", [LARGE[::-1], b""], ids=["replaced", "created"])
+def test_an_object_that_was_put_in_part_does_not_lose_an_older_one(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, is_lost: bool, before: bytes
+) -> None:
+    session, _ = hosts.join("a", "b")
+    if before:
+        storage(session).put("large", before)
+    deciding = session.view.by_id[session.view.home("large")[0]]
+    failed, call = list[object](), ServerConnections.call
+
+    def fail(self: ServerConnections, header: messages.Header, payload: memoryview | bytes = b"", place=None):  # type: ignore[no-untyped-def]
+        if self.place == session.server(deciding).place and (failed or header["op"] == "apply"):
+            failed.append(header["op"])
+            if is_lost or len(failed) == 1:
+                raise ServerLostError("it does not answer")
+        return call(self, header, payload, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerConnections, "call", fail)
+        with pytest.raises(StorageError, match="does not answer"):
+            storage(session).put("large", LARGE)
+    if not is_lost and not before:
+        assert blobs(hosts, "a") == blobs(hosts, "b") == []
+    (session, _) = hosts.join("a", "b")
+    present = [storage(session).get(key) for key in storage(session).list()]
+    assert present == ([LARGE] if before or is_lost else [])
+    assert len(blobs(hosts, "a")) == len(blobs(hosts, "b")) == len(present)
+
+
+def test_a_start_with_a_higher_limit_has_more_memory(hosts: Hosts) -> None:
+    hosts.options = replace(hosts.options, limit=12 << 20)
+    (session,) = hosts.join("a")
+    write(session, "first", LARGE)
+    with pytest.raises(StorageFullError):
+        write(session, "second", LARGE)
+    hosts.options = replace(hosts.options, limit=24 << 20)
+    (session,) = hosts.join("a")  # its server runs already
+    write(session, "second", LARGE)
+    assert storage(session).get("first") == storage(session).get("second") == LARGE
+
+
+def test_a_job_whose_memory_is_full_starts_again(hosts: Hosts) -> None:
+    hosts.options = replace(hosts.options, limit=1 << 20)
+    sessions = hosts.join("a", "b", "c")
+    stored = []
+    for number in range(100):  # until no host has room
+        with contextlib.suppress(StorageFullError):
+            storage(sessions[0]).put(f"{number}", bytes(50_000))
+            stored.append(f"{number}")
+    assert len(stored) > 20, "no host keeps what others refused"
+    hosts.lose("c")
+    for session in hosts.join("a", "b"):  # each of them has all entries now
+        assert sorted(stored) == list(storage(session).list())
+        assert all(storage(session).get(key) == bytes(50_000) for key in stored)
+
+
+def test_entries_that_do_not_fit_make_a_start_fail(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = hosts.join("a", "b", "c")
+    storage(first).put("small", b"1")
+    call = ServerConnections.call
+
+    def fail(self: ServerConnections, header: messages.Header, payload: memoryview | bytes = b"", place=None):  # type: ignore[no-untyped-def]
+        if header["op"] == "hand_over" and len(payload):  # from the host that left
+            raise StorageFullError("the memory file system is full")
+        return call(self, header, payload, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerConnections, "call", fail)
+        with pytest.raises(ExceptionGroup, match="failed"):
+            hosts.join("a", "b")
+    for session in hosts.join("a", "b"):
+        assert storage(session).get("small") == b"1"
 
 
 def test_an_earlier_incarnation_cannot_write(hosts: Hosts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptcore_recovery.peers import PeerMemory
@@ -15,6 +16,16 @@ from ckptcore.training import RunDirectory
 from plugins.recovery.tests.host_directories import kill_servers
 
 pytestmark = pytest.mark.system
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"copies": -1}, {"memory_bytes": 0}, {"bytes_per_second": 0.0}, {"bytes_per_second": -1.0}, {"interface": "::"}],
+    ids=str,
+)
+def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.*expected"):
+        PeerMemory("run", **{"memory_bytes": 1, "upload_policy": FixedInterval(1), **arguments})
 
 
 class TestPeerMemory(RunDirectoryTests):

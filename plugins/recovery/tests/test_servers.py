@@ -8,14 +8,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
+from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers.joining import MemoryOptions
+from ckptcore_recovery.peers.messages import Connection, Header
+from ckptcore_recovery.peers.server import MemoryServer
+from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, ensure_server, find_server
+from ckptcore_testing.thread_coordinator import ThreadJob
 
+from ckptcore import Checkpointer, Context
+from ckptcore.context import JobOptions
 from ckptcore.errors import StorageError
+from ckptcore.policies import SpecificSteps
+from ckptcore.protocols import Coordinator
+from plugins.recovery.tests.counted_hosts import CountedHosts
 from plugins.recovery.tests.host_directories import is_running, kill_servers, server_pid
 
 pytestmark = pytest.mark.system
@@ -54,6 +66,42 @@ def test_a_server_survives_the_kill_of_all_processes_of_the_session_that_started
     assert is_running(server)
     assert ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
     assert server_pid(host, JOB) == server, "it still answers"
+
+
+def test_the_leader_ends_the_servers_and_other_processes_do_not(
+    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(host))
+    ended: list[int] = []
+    has_closed = threading.Event()
+    end = MemoryServer.end.__name__
+    send = Connection.send
+
+    def record(self: Connection, header: Header, payload: memoryview | bytes = b"") -> None:
+        if end in (header.get("op"), header.get("request", {}).get("op")):
+            ended.append(int(threading.current_thread().name))
+        send(self, header, payload)
+
+    def run(coordinator: Coordinator) -> None:
+        threading.current_thread().name = str(coordinator.rank)
+        context = Context(job=JobOptions(coordinator=coordinator))
+        memory = PeerMemory(tmp_path / "run", job=JOB, memory_bytes=1 << 26, copies=0, upload_policy=SpecificSteps([1]))
+        with Checkpointer(memory, context=context) as opened:
+            opened.save(1, {"step": 1})
+            if coordinator.rank == 0:
+                assert has_closed.wait(60)
+        has_closed.set()
+
+    monkeypatch.setattr(Connection, "send", record)
+    ThreadJob(2).run(run)
+    assert ended == [0]
+
+
+def test_all_servers_of_a_job_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = CountedHosts(tmp_path, monkeypatch)
+    leader, *_ = hosts.join("a", "b", "c", options=MemoryOptions(1 << 20))
+    spread(leader, {"op": "end", "epoch": leader.view.epoch}, b"")
+    assert [server._is_ending for server in hosts.servers.values()] == [True] * 3
 
 
 def test_processes_use_a_server_that_was_started_by_hand(host: Path) -> None:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ckptcore_recovery.peers import messages
-from ckptcore_recovery.peers.host_memory import Entry, HostMemory
+from ckptcore_recovery.peers import host_memory, messages
+from ckptcore_recovery.peers.host_memory import Entry, HostMemory, write_at
+from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_recovery.peers.storage import PeerStorage
+from ckptcore_recovery.peers.views import Member, View
 
 from ckptcore.errors import ConditionFailedError, SaveLostError
 from plugins.recovery.tests.job_hosts import Hosts, connect
@@ -179,6 +181,46 @@ def test_versions_of_a_server_that_was_started_again_are_higher(tmp_path: Path) 
     again = HostMemory(tmp_path, 1 << 20)
     later, _ = again.reserve("key", "")
     assert later > version
+
+
+def test_the_version_of_an_object_that_was_deleted_twice_is_kept_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(tmp_path, 1 << 20)
+    changes = [(0, Entry(2, is_deleted=True)), (1, Entry(3, 1, b"3")), (299, Entry(4, is_deleted=True))]
+    for now, entry in changes:
+        monkeypatch.setattr("ckptcore_recovery.peers.host_memory.time.monotonic", lambda now=now: now)
+        memory.apply("key", entry)
+    monkeypatch.setattr("ckptcore_recovery.peers.host_memory.time.monotonic", lambda: 301)
+    memory.apply("another", Entry(5, is_deleted=True))  # forgets what was deleted 300 s ago
+    with pytest.raises(ConditionFailedError, match="later version"):
+        memory.apply("key", Entry(3, 1, b"3"))
+
+
+def test_a_piece_of_a_blob_that_was_given_up_is_not_written_to_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(tmp_path, 1 << 20)
+    memory.begin_blob("0" * 32, "old", 5, owner=1)
+    later: list[Path] = []
+
+    def write(descriptor: int, offset: int, data: memoryview) -> None:
+        memory.fence(1)
+        later.append(memory.begin_blob("1" * 32, "new", 5, owner=2))
+        write_at(descriptor, offset, data)
+
+    monkeypatch.setattr(host_memory, "write_at", write)
+    for block in memory.receive_piece("0" * 32, 0, 5):
+        block[:] = b"stale"
+    (path,) = later
+    assert path.read_bytes() == bytes(5)
+
+
+def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Path) -> None:
+    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 60.0)
+    server._view = View(2, [Member("a", "127.0.0.1", 1, "a")], 0)
+    with pytest.raises(SaveLostError, match="taken over"):
+        server.delete({"epoch": 1}, memoryview(b'["key"]'))
 
 
 def test_servers_that_are_started_at_the_same_time_are_one(hosts: Hosts, tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_members_of_equal_racks_hold_nearly_the_same(racks: int, count: int) -> 
     assert max(held.values()) <= min(held.values()) + 3
 
 
+@pytest.mark.parametrize("hosts", [2, 3, 5, 7, 16, 17])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_hosts_that_are_domains_hold_the_same(hosts: int, count: int) -> None:
+    placed = place(members(list(range(hosts))), count)
+    held = Counter([name for holders in placed.values() for name in holders])
+    assert set(held.values()) == {min(count, hosts)}
+
+
 def test_keys_are_spread_over_all_members_but_locks_are_together() -> None:
     view = View(1, members(list(range(50))), copies=1)
     decided = Counter([view.home(f"run/7/part-{number}")[0] for number in range(5000)])

@@ -3,7 +3,7 @@
 peer_memory     `PeerMemory`: saves steps to memory, in front of a directory
 storage         the memory of a job as a storage
 blobs           readers and writers of large objects; `fragments` has the erasure code
-joining         how a job takes over the memory that its previous incarnation left
+joining         how a job takes over the memory that its previous incarnation left; `discovery` finds it
 copies          makes copies and fragments again whose hosts were lost
 spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -13,11 +12,17 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.errors import (
+    CheckpointError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from ckptcore.events import logger_named
 from ckptcore.protocols import Buffer, IfAbsent, PutCondition
 from ckptcore_recovery.peers.fragments import Fragments
-from ckptcore_recovery.peers.host_memory import Blob, Entry, write_at
+from ckptcore_recovery.peers.host_memory import Blob, Entry, OpenFile, write_at
 from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES, PayloadError, blocks_of, checksums_of
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.views import Member
@@ -35,6 +40,19 @@ def put_entry(session: Session, key: str, entry: Entry, condition: PutCondition 
     if present is not None and present.blob:
         session.drop_blob(present)
     return str(version)
+
+
+def withdraw(session: Session, key: str) -> bool:
+    """Delete the entry that a failed put may have left on some members. Return False if it may still be there.
+
+    That is so if a member does not answer, and if the first one shows an older object of this key.
+    """
+    try:
+        session.replace(key, Entry(0, is_deleted=True), "")
+    except CheckpointError as error:
+        logger.debug("%s may be stored: %s", key, error)
+        return False
+    return True
 
 
 def reader_of(session: Session, prefix: str, key: str, entry: Entry) -> BlobReader:
@@ -236,6 +254,8 @@ class BlobWriter:
         """The checksums of the pieces that were written whole, and sent, by offset."""
         self._is_finished = False
         self._is_sent = False
+        self._may_be_visible = False
+        """True if some members may have the entry of this object."""
         self._holders = session.holders()
         session.reads.hurry()  # the load is over: while this step is saved, older ones get their copies
         self._fragments: Fragments | None = None
@@ -244,18 +264,18 @@ class BlobWriter:
             self._fragments = Fragments(size, session.view.needed, len(self._holders))
             nbytes = self._fragments.nbytes
         self._others = [member for member in self._holders if not session.is_local(member)]
-        self._descriptor: int | None = None
+        self._file: OpenFile | None = None
+        """The blob in the memory of the server of this host; None if there is none, or in fragments."""
         self._memory = bytearray()
         try:
             for member in self._holders:
                 path = session.begin_blob(member, self._name, key, nbytes)
-                if self._fragments is None and session.is_local(member):  # the memory of the server of this host
-                    self._descriptor = os.open(path, os.O_RDWR)
-                    self._close = weakref.finalize(self, os.close, self._descriptor)
+                if self._fragments is None and session.is_local(member):
+                    self._file = OpenFile(path)
         except BaseException:
             self.abort()
             raise
-        if self._descriptor is None:
+        if self._file is None:
             self._memory = bytearray(size)
 
     def write_at(self, offset: int, data: Buffer) -> None:
@@ -266,10 +286,10 @@ class BlobWriter:
         if self._is_finished:
             raise ValueError(f"{self._key!r} is complete or was aborted; nothing more can be written")
         view = memoryview(data)
-        if self._descriptor is None:
-            self._memory[offset:stop] = view
+        if (file := self._file) is not None:
+            write_at(file.descriptor, offset, view)
         else:
-            write_at(self._descriptor, offset, view)
+            self._memory[offset:stop] = view
         if self._fragments is None and offset % PIECE_BYTES == 0 and (stop % PIECE_BYTES == 0 or stop == self._size):
             for begin in range(0, len(view), PIECE_BYTES):
                 self._send_copies(offset + begin, view[begin : begin + PIECE_BYTES])
@@ -300,7 +320,13 @@ class BlobWriter:
             self._is_sent = True
         holders = tuple([member.id for member in self._holders])
         entry = Entry(0, self._size, None, self._name, holders, needed=self._session.view.needed)
-        tag = put_entry(self._session, self._key, entry, self._condition)
+        try:
+            tag = put_entry(self._session, self._key, entry, self._condition)
+        except ConditionFailedError:
+            raise  # nothing was stored, or a later version was
+        except BaseException:
+            self._may_be_visible = True
+            raise
         self._is_finished = True
         self._release()
         return tag
@@ -317,9 +343,9 @@ class BlobWriter:
 
     def _written_piece(self, offset: int) -> memoryview:
         nbytes = min(PIECE_BYTES, self._size - offset)
-        if self._descriptor is None:
+        if self._file is None:
             return memoryview(self._memory)[offset : offset + nbytes]
-        piece = os.pread(self._descriptor, nbytes, offset)
+        piece = os.pread(self._file.descriptor, nbytes, offset)
         if len(piece) != nbytes:
             raise StorageError(f"the memory of {self._key!r} was truncated: found {len(piece)} of {nbytes} bytes")
         return memoryview(piece)
@@ -339,6 +365,8 @@ class BlobWriter:
         if not self._is_finished:
             self._is_finished = True
             self._release()
+            if self._may_be_visible and not withdraw(self._session, self._key):
+                return  # the next start of the job frees the blobs, unless their entry is the latest
             for member in self._holders:
                 self._session.try_to_call(member, {"op": "abort", "blob": self._name})
             holders = tuple([member.id for member in self._holders])
@@ -346,8 +374,7 @@ class BlobWriter:
 
     def _release(self) -> None:
         self._memory = bytearray()
-        if self._descriptor is not None:
-            self._close()
+        self._file = None
 
 
 def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
@@ -377,12 +404,13 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
         else:
             piece = memoryview(bytearray(min(PIECE_BYTES, nbytes - offset)))
             reader.fill(offset, piece)
-        write_at(file.fileno(), offset, piece)
+        write_at(file.descriptor, offset, piece)
         return checksums_of(piece)
 
     path = session.begin_blob(member, entry.blob, key, nbytes)
     try:
-        with open(path, "r+b", buffering=0) as file, ThreadPoolExecutor(_FETCHES) as threads:
+        file = OpenFile(path)
+        with ThreadPoolExecutor(_FETCHES) as threads:
             checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, nbytes, PIECE_BYTES))))
         session.finish_blob(member, entry.blob, checksums)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Copies and fragments whose holders were lost are made again when a job starts, so that it can lose as many again."""
+"""Copies and fragments whose holders were lost are made again after a start, so that the job can lose as many again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Repair(NamedTuple):
 
 
 def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
-    """Make blobs again that were on lost hosts. Called on every rank, before anything is written.
+    """Begin to make blobs again that were on lost hosts. Called on every rank, before anything is written.
 
     Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
     what was lost, not with the job.
@@ -109,18 +109,29 @@ def _fetch(session: Session, key: str, place: int) -> None:
     try:
         entry = session.find(key)
         fetch_blob(session, key, entry, place)
-        while True:
-            try:
-                session.replace(key, _with_holder(session, entry, place), str(entry.version))
-                return
-            except ConditionFailedError:  # another host was added meanwhile
-                entry = session.find(key)
+        _add_holder(session, key, entry, place)
     except ObjectNotFoundError:
-        logger.debug("%s was deleted meanwhile", key)
+        logger.debug("%s was deleted or replaced meanwhile", key)
     except CheckpointError as error:
         if session.reads.are_stopped:
             return
         logger.warning("%s has too few copies in memory, and another one cannot be made: %s", key, error)
+
+
+def _add_holder(session: Session, key: str, fetched: Entry, place: int) -> None:
+    """Add this host to the holders of an object. Free its blob if the object was deleted or replaced meanwhile."""
+    assert session.local is not None
+    entry = fetched
+    while entry.blob == fetched.blob:
+        try:
+            session.replace(key, _with_holder(session, entry, place), str(entry.version))
+            return
+        except ConditionFailedError:  # it was deleted or replaced, or has another holder more
+            try:
+                entry = session.find(key)
+            except ObjectNotFoundError:
+                break
+    session.drop_blob(fetched._replace(holders=(session.local.id,)))
 
 
 def _with_holder(session: Session, entry: Entry, place: int) -> Entry:

@@ -17,10 +17,10 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -48,7 +48,6 @@ _DELETED_SECONDS: Final = 300.0
 
 _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
-
 
 _ROOM_BYTES: Final = 1 << 20
 """Room in a full memory file system for a start of the job: for its view, and for the entries of lost hosts."""
@@ -158,7 +157,10 @@ class Blob:
 
         Raises:
             CorruptCheckpointError: a block does not have the checksum that it had when it was written.
+            StorageError: a number is negative.
         """
+        if offset < 0 or nbytes < 0:
+            raise StorageError(f"invalid range of {nbytes} bytes at {offset}")
         stop = min(offset + nbytes, len(self.memory))
         for number in range(offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if not self._verified[number]:
@@ -179,6 +181,20 @@ class Blob:
             )
 
 
+class OpenFile:
+    """A file that is open for reading and writing as long as this object is used.
+
+    It is not closed earlier, because a thread that is about to write would write to another file with its number.
+
+    Attributes:
+        descriptor: its number.
+    """
+
+    def __init__(self, path: str | Path, flags: int = os.O_RDWR) -> None:
+        self.descriptor = os.open(path, flags, 0o600)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+
+
 @dataclass
 class _UnfinishedBlob:
     """A blob that is being written.
@@ -186,7 +202,7 @@ class _UnfinishedBlob:
     Attributes:
         key: the key of the object that it belongs to.
         size: its bytes.
-        file: its file, open for writing.
+        file: its file.
         checksums: the checksum of each block; None for one that is missing.
         owner: identifies the connection that writes it.
         failure: the first error of a write.
@@ -194,7 +210,7 @@ class _UnfinishedBlob:
 
     key: str
     size: int
-    file: FileIO
+    file: OpenFile
     checksums: list[int | None]
     owner: int
     failure: Exception | None = None
@@ -232,8 +248,8 @@ class HostMemory:
         self._blobs: dict[str, Blob] = {}
         self._unfinished: dict[str, _UnfinishedBlob] = {}
         self._pending: dict[str, _Pending] = {}
-        self._deleted: deque[tuple[float, str]] = deque()
-        """The keys of deleted objects, with the time of their deletion, oldest first."""
+        self._deleted: deque[tuple[float, str, int]] = deque()
+        """The time of each deletion, the key and the version, oldest first."""
         self._counter = 0
         self._used = 0
         self._buffers = threading.local()
@@ -352,8 +368,8 @@ class HostMemory:
                     f"{size} bytes do not fit into {self.directory}: {free.f_bavail * free.f_frsize} bytes are free; "
                     f"{self._used} bytes are used by memory servers"
                 )
-            file = open(path, "w+b", buffering=0, opener=_open_private)  # noqa: SIM115  # closed with the blob
-            file.truncate(size)
+            file = OpenFile(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+            os.ftruncate(file.descriptor, size)
             self._unfinished[name] = _UnfinishedBlob(key, size, file, [None] * _blocks(size), owner)
             self._used += size + _FILE_BYTES
         return path
@@ -365,7 +381,7 @@ class HostMemory:
             StorageError: the blob is not being written, or has no such piece.
         """
         blob = self._unfinished_blob(name)
-        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
+        if nbytes != _piece_bytes(blob, offset):
             raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
         if not hasattr(self._buffers, "block"):
             self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
@@ -376,8 +392,8 @@ class HostMemory:
                 block = memory[: min(BLOCK_BYTES, nbytes - begin)]
                 yield block
                 try:
-                    write_at(blob.file.fileno(), offset + begin, block)
-                except (OSError, ValueError, StorageFullError) as error:  # ValueError: the blob was given up meanwhile
+                    write_at(blob.file.descriptor, offset + begin, block)
+                except OSError as error:
                     blob.failure = error
 
         return blocks()
@@ -392,10 +408,12 @@ class HostMemory:
         blob = self._unfinished_blob(name)
         if blob.failure is not None:
             raise blob.failure
+        blocks = _blocks(_piece_bytes(blob, offset))
+        if len(checksums) != blocks:
+            raise StorageError(f"a piece at {offset} of a blob of {blob.size} bytes has {len(checksums)} checksums")
         first = offset // BLOCK_BYTES
         with self._changed:
-            for number, checksum in enumerate(checksums, first):
-                blob.checksums[number] = checksum
+            blob.checksums[first : first + blocks] = checksums
 
     def _unfinished_blob(self, name: str) -> _UnfinishedBlob:
         with self._changed:
@@ -426,10 +444,9 @@ class HostMemory:
             path = self.directory / "blobs" / name
             described = {"size": blob.size, "key": blob.key, "checksums": known}
             _write_file(path.with_suffix(".json"), json.dumps(described).encode())
-            memory = mmap.mmap(blob.file.fileno(), blob.size, prot=mmap.PROT_READ) if blob.size else b""
+            memory = mmap.mmap(blob.file.descriptor, blob.size, prot=mmap.PROT_READ) if blob.size else b""
             self._blobs[name] = Blob(memoryview(memory), blob.key, known)
             del self._unfinished[name]
-            blob.file.close()
 
     def abort_blobs(self, owner: int) -> None:
         """Remove the unfinished blobs of a connection that has ended."""
@@ -445,7 +462,6 @@ class HostMemory:
 
     def _discard(self, name: str) -> None:
         blob = self._unfinished.pop(name)
-        blob.file.close()
         self._used -= blob.size + _FILE_BYTES
         _unlink(self.directory / "blobs" / name)
 
@@ -547,8 +563,13 @@ class HostMemory:
                 del self._pending[key]
                 self._changed.notify_all()
 
-    def apply(self, key: str, entry: Entry) -> None:
+    def apply(self, key: str, entry: Entry, *, is_moved: bool = False) -> None:
         """Store a version of a key. A later version stays.
+
+        Args:
+            key: the key.
+            entry: the version.
+            is_moved: it was accepted by another member; the limit is not checked, so that a full job can start again.
 
         Raises:
             ConditionFailedError: a later version is stored already, or reserved because this one took too long.
@@ -561,7 +582,7 @@ class HostMemory:
             if later > entry.version:
                 raise ConditionFailedError(f"a later version of the object {key!r} is stored already, or under way")
             more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
-            if more > 0 and self._used + more > self.limit and not entry.is_deleted:
+            if more > 0 and self._used + more > self.limit and not is_moved:
                 raise StorageFullError(
                     f"{entry.size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit "
                     "of the memory servers, or keep fewer steps in memory"
@@ -569,7 +590,7 @@ class HostMemory:
             path = self._path_of(key)
             if entry.is_deleted:
                 _unlink(path)
-                self._deleted.append((time.monotonic(), key))
+                self._deleted.append((time.monotonic(), key, entry.version))
                 self._forget_deleted()
             else:
                 _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
@@ -582,9 +603,9 @@ class HostMemory:
     def _forget_deleted(self) -> None:
         """Forget deleted objects once no earlier write of the same key can arrive any more."""
         while self._deleted and self._deleted[0][0] < time.monotonic() - _DELETED_SECONDS:
-            _, key = self._deleted.popleft()
+            _, key, version = self._deleted.popleft()
             entry = self._entries.get(key)
-            if entry is not None and entry.is_deleted:
+            if entry is not None and entry.is_deleted and entry.version == version:
                 del self._entries[key]
 
     def entries(self) -> Mapping[str, Entry]:
@@ -593,11 +614,11 @@ class HostMemory:
             return dict(self._entries)
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
-        """Store entries that are newer than the present ones."""
+        """Store entries of other members that are newer than the present ones."""
         for key, entry in entries.items():
             present = self._entries.get(key)
             if present is None or present.version < entry.version:
-                self.apply(key, entry)
+                self.apply(key, entry, is_moved=True)
 
     def keep_entries(self, is_kept: Callable[[str], bool]) -> None:
         """Remove all entries but those whose keys are kept."""
@@ -608,6 +629,17 @@ class HostMemory:
 
     def _path_of(self, key: str) -> Path:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _piece_bytes(blob: _UnfinishedBlob, offset: int) -> int:
+    """Return the size of the piece that begins at an offset.
+
+    Raises:
+        StorageError: none begins there.
+    """
+    if offset not in range(0, blob.size, PIECE_BYTES):
+        raise StorageError(f"no piece of a blob of {blob.size} bytes begins at {offset}")
+    return min(PIECE_BYTES, blob.size - offset)
 
 
 def _blocks(size: int) -> int:

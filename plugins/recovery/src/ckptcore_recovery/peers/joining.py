@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckptcore.errors import StorageError
+from ckptcore.errors import StorageError, StorageFullError
 from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
@@ -81,16 +81,16 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: i
     )
     with agreement.stage("servers") as stage:
         local = start()
-        with ServerConnections(local.interface, local.port, local.token) as own:
-            status, _ = own.call({"op": "status"})
+        own = ServerConnections(local.interface, local.port, local.token)
+        status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
     reported = read_reports(_gathered(stage))
     plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, least))
     epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
     fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
-    with agreement.stage("fence") as stage, own:
-        answer, _ = own.call(fence)
+    with agreement.stage("fence") as stage, own:  # on the same connection: another process may have changed the token
+        answer, _ = own.call({**fence, "limit": options.limit})
         acts = answer["acts"]
         left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
         with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
@@ -168,9 +168,15 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
 
 
 def _hand_over(session: Session, member: Member, encoded: bytes) -> None:
-    """Make the server of a host that left the job hand over its entries. It counts as lost if it cannot."""
+    """Make the server of a host that left the job hand over its entries. It counts as lost if it cannot.
+
+    Raises:
+        StorageFullError: they do not fit on a host of the job.
+    """
     try:
         session.server(member).call({"op": "hand_over", "epoch": session.view.epoch}, encoded)
+    except StorageFullError:
+        raise  # it does not concern that host, which may be the last to know some of the entries
     except StorageError as error:
         logger.warning("a host that left the job cannot hand over what it knows: %s", error)
 

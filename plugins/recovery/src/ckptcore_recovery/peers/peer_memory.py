@@ -14,6 +14,8 @@ from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore.commit.location import LocationLike, absolute_location
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointError
+from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
@@ -22,8 +24,11 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import find_server
 from ckptcore_recovery.peers.storage import SCHEME
+
+logger = logger_named("ckptcore.recovery")
 
 
 class PeerMemory:
@@ -55,7 +60,7 @@ class PeerMemory:
         Args:
             directory: the directory of the run: a path or URL, which all processes see.
             memory_bytes: the maximum bytes in the memory of each host: of its own steps, of copies of other hosts,
-                and of the step that is being saved.
+                and of the step that is being saved. Also holds for a server that runs already.
             copies: the number of copies on other hosts. Any so many failure domains can be lost.
             erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
@@ -74,8 +79,12 @@ class PeerMemory:
         if erasure_code is not None:
             needed, copies = erasure_code.data, erasure_code.parity
         if copies < 0 or memory_bytes <= 0:
-            raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
-        if interface in ("", "0.0.0.0", "::"):  # refused
+            raise ValueError(
+                f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected copies >= 0 and bytes > 0"
+            )
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(f"PeerMemory(bytes_per_second={bytes_per_second!r}): expected a positive number or None")
+        if interface in ("", "0.0.0.0", "::"):
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
         self.location = directory
@@ -124,6 +133,9 @@ class PeerMemory:
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Wait until this process has made copies again that were on lost hosts, which it does in the background.
 
+        One process of each host makes the copies of its host, so call this in all of them. A copy that cannot be made
+        is logged.
+
         Args:
             timeout: the maximum time in seconds; None for no limit.
         """
@@ -155,12 +167,16 @@ class PeerRun(TieredRun):
         super().__init__(near, steps, context, ownership)
 
     def close(self) -> None:
-        """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again."""
+        """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.
+
+        The leader says so to all of them, because it reads their memory until the last upload is done.
+        """
         super().close()
-        session = self.session
-        if session.local is not None and sys.exc_info()[1] is None:
-            member = session.view.by_id[session.local.id]
-            session.try_to_call(member, {"op": "end", "epoch": session.view.epoch})
+        if self._leads and sys.exc_info()[1] is None:
+            try:
+                spread(self.session, {"op": "end", "epoch": self.session.view.epoch}, b"")
+            except CheckpointError as error:
+                logger.debug("a memory server ends later: %s", error)
 
     def release(self) -> None:
         """See `OwnedRun`."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -165,7 +165,7 @@ class MemoryServer:
             is_write = operation in _WRITES
             with self.memory.writing(_integer(header, "epoch")) if is_write else contextlib.nullcontext():
                 return operation(self, {**header, "connection": number}, payload)
-        except (CheckpointError, OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # a request may have anything; the peer raises the error
             return error_header(error), _NO_PAYLOAD
 
     def _place(self, header: Header, nbytes: int) -> Iterator[memoryview] | None:
@@ -195,13 +195,15 @@ class MemoryServer:
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
 
-        The server keeps its entries if it has the newest view, and takes the token of that view.
+        The server keeps its entries if it has the newest view, and takes the token of that view, and the limit of the
+        job's memory.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
         token = bytes.fromhex(header["token"]) if "token" in header else self._token
         with self._lock:
             if epoch != self.memory.epoch or self._acting is None:
                 self.memory.fence(epoch)
+                self.memory.limit = _integer(header, "limit") if "limit" in header else self.memory.limit
                 self._acting = rank
                 _write_private(self.memory.directory / "token", token)
                 self._token, self._is_ending = token, False
@@ -331,7 +333,7 @@ class MemoryServer:
     def end(self, header: Header, payload: memoryview) -> Answer:
         """End soon after the last connection is closed: the job has ended. If it starts again, go on."""
         self._is_ending = True
-        return {}, _NO_PAYLOAD
+        return {}, Reached().encode()
 
     def begin(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.begin_blob`."""
@@ -393,7 +395,10 @@ class MemoryServer:
 
     def delete(self, header: Header, payload: memoryview) -> Answer:
         """Delete objects that this server decides about."""
-        with self._session(self._expect(self._view)) as session:
+        view = self._expect(self._view)
+        if view.epoch != _integer(header, "epoch"):
+            raise SaveLostError(f"incarnation {view.epoch} of the job has taken over")
+        with self._session(view) as session:
             delete_each(session, json.loads(bytes(payload)))
         return {}, Reached().encode()
 
@@ -439,7 +444,7 @@ _WRITES: Final = frozenset(
 _ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
 """Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
-_SPREAD: Final = frozenset({"prepare", "sizes", "delete"})
+_SPREAD: Final = frozenset({"prepare", "sizes", "delete", "end"})
 """Requests that servers pass on."""
 
 

@@ -23,7 +23,7 @@ INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
 
 _MAX_CONNECTED: Final = 64
-"""The maximum number of servers to which a process keeps idle connections."""
+"""The maximum number of servers to which a process keeps idle connections, besides those that hold its blobs."""
 
 _QUIET_SECONDS: Final = 1.0
 """Work in the background begins when this process has read nothing for this time. Other processes may still load."""
@@ -86,6 +86,7 @@ class Session:
         job: the name of the job.
         local: the memory server of this host; None if there is none.
         pace: limits the rate of pieces.
+        reads: the reads of this process, which copies in the background wait for.
     """
 
     def __init__(
@@ -116,19 +117,24 @@ class Session:
         self._servers: dict[str, ServerConnections] = {}
         self._lost: set[str] = set()
         self._lock = threading.Lock()
-        self._reads = Reads()
+        self.reads = Reads()
         self._copying: threading.Thread | None = None
 
     def reset_after_fork(self) -> None:
         """Replace the locks and the connections in a forked child, because threads of the parent use them."""
         self._lock = threading.Lock()
-        self._reads = Reads()
+        self.reads = Reads()
         self._copying = None
         for server in self._servers.values():
             server.reset_after_fork()
 
     def server(self, member: Member) -> ServerConnections:
-        """Return the connections to a member. Closes idle ones to the member that was not used for the longest time."""
+        """Return the connections to a member. Closes idle ones to the member that was not used for the longest time.
+
+        Those to members that hold the blobs of this process stay: a server gives up the unfinished blobs of a
+        connection that ends.
+        """
+        holders = self.view.holders(None if self.local is None else self.local.id)
         with self._lock:
             server = self._servers.pop(member.id, None)
             if server is None:
@@ -139,8 +145,8 @@ class Session:
                     start_again=self._start_again if self.is_local(member) else None,
                 )
             self._servers[member.id] = server
-            unused = next(iter(self._servers))
-            idle = self._servers.pop(unused) if len(self._servers) > _MAX_CONNECTED else None
+            unused = next((name for name in self._servers if name not in holders), None)
+            idle = self._servers.pop(unused) if unused and len(self._servers) > _MAX_CONNECTED + len(holders) else None
         if idle is not None:
             idle.close()
         return server
@@ -153,7 +159,7 @@ class Session:
 
     def close(self) -> None:
         """Stop to make copies, and close all idle connections."""
-        self._reads.stop()
+        self.reads.stop()
         self.wait_for_copies()
         with self._lock:
             servers = list(self._servers.values())
@@ -162,11 +168,6 @@ class Session:
 
     # --- copies that are made again in the background -----------------------------------------------------------------
 
-    @property
-    def reads(self) -> Reads:
-        """The reads of this process, which copies wait for."""
-        return self._reads
-
     def start_copying(self, work: Callable[[], None]) -> None:
         """Make copies in the background."""
         self._copying = threading.Thread(target=work, name="ckptcore copies in memory", daemon=True)
@@ -174,7 +175,7 @@ class Session:
 
     def wait_for_copies(self, timeout: float | None = None) -> None:
         """Wait until this process has made copies again that were on lost hosts, or `timeout` in seconds."""
-        self._reads.hurry()
+        self.reads.hurry()
         if self._copying is not None:
             self._copying.join(timeout)
 
@@ -192,11 +193,6 @@ class Session:
     def local_blob(self, name: str) -> Blob | None:
         """Map a blob in the memory of this host; None if it is not there. It exists as long as the result."""
         return None if self.local is None else Blob.open(self.local.directory, name)
-
-    def local_server(self) -> ServerConnections:
-        """Return the connections to the server of this host."""
-        assert self.local is not None
-        return self.server(self.view.by_id[self.local.id])
 
     def begin_blob(self, member: Member, name: str, key: str, size: int) -> str:
         """Reserve memory for a blob of an object on a member. Return its file, for processes of the same host.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
 
-from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError, StorageFullError
 from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import (
     IF_ABSENT,
@@ -24,7 +24,7 @@ from ckptcore.protocols import (
     StorageOptions,
 )
 from ckptcore_recovery.peers import spreading
-from ckptcore_recovery.peers.blobs import BlobWriter, put_entry, reader_of
+from ckptcore_recovery.peers.blobs import BlobWriter, put_entry, reader_of, withdraw
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.joined_jobs import session_of
 from ckptcore_recovery.peers.messages import PIECE_BYTES
@@ -126,15 +126,20 @@ class PeerStorage(StorageBackend):
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`."""
+        whole = self._prefix + check_key(key)
         if len(data) > INLINE_BYTES:
-            writer = BlobWriter(self._session, self._prefix + check_key(key), len(data), condition)
+            writer = BlobWriter(self._session, whole, len(data), condition)
             try:
                 writer.write_at(0, data)
                 return writer.complete()
             except BaseException:
                 writer.abort()
                 raise
-        return put_entry(self._session, self._prefix + check_key(key), Entry(0, len(data), bytes(data)), condition)
+        try:
+            return put_entry(self._session, whole, Entry(0, len(data), bytes(data)), condition)
+        except StorageFullError:
+            withdraw(self._session, whole)  # members that had room for it would keep it
+            raise
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""

@@ -146,8 +146,8 @@ def is_internal(key: str) -> bool:
 def place(members: Sequence[Member], count: int) -> dict[str, tuple[str, ...]]:
     """Return the members that hold what belongs to each member: itself, and others in different domains.
 
-    The work is shared: the member that holds the least for others is chosen first. If there are too few domains, fewer
-    members are returned.
+    The work is shared: the member that holds the least for others is chosen first, and of several the next one in a
+    ring. If there are too few domains, fewer members are returned.
 
     Args:
         members: the members, in an order that all processes agree on.
@@ -160,19 +160,23 @@ def place(members: Sequence[Member], count: int) -> dict[str, tuple[str, ...]]:
     rounds = itertools.zip_longest(*by_domain.values())
     order = [member for members_of_round in rounds for member in members_of_round if member is not None]
     loads: dict[str, list[tuple[int, int]]] = {}
-    """For each domain a heap of its members, by what they hold for others and by their place in the order."""
+    """For each domain a heap of its members, by what they hold for others and by their place in the ring."""
     for number, member in enumerate(order):
         loads.setdefault(member.domain, []).append((0, number))
     least = [(*heap[0], domain) for domain, heap in loads.items()]
     heapq.heapify(least)
     placed: dict[str, tuple[str, ...]] = {}
-    for member in order:
+    for turn, member in enumerate(order):
         chosen, domains = [member.id], []
         while len(chosen) < min(count, len(by_domain)):
             load, number, domain = heapq.heappop(least)
+            if number <= turn:  # it had its turn: in the ring it comes after all others
+                heapq.heapreplace(loads[domain], (load, number + len(order)))
+                heapq.heappush(least, (*loads[domain][0], domain))
+                continue
             domains.append(domain)
             if domain != member.domain:
-                chosen.append(order[number].id)
+                chosen.append(order[number % len(order)].id)
                 heapq.heapreplace(loads[domain], (load + 1, number))
         for domain in domains:
             heapq.heappush(least, (*loads[domain][0], domain))
