@@ -74,6 +74,18 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def leave_threads() -> None:
+    """Wait, exit as intended at a SIGTERM, and leave a thread for which the interpreter waits."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    threading.Thread(target=wait_for_lock).start()
+    wait_for_lock()
+
+
+def kill() -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def wait_for_test() -> None:
     """Wait for a line of the test."""
     sys.stdin.readline()
@@ -84,6 +96,8 @@ IN_STEP: Final[Mapping[str, Callable[[], None]]] = {
     "lock": wait_for_lock,
     "pipe": fill_pipe,
     "stopped": stop,
+    "leaves threads": leave_threads,
+    "killed": kill,
     "test": wait_for_test,
 }
 IN_PHASE: Final = {"load": "read", "upload": "upload", "save": "write", "describe": "describe", "delete": "clean"}

@@ -93,8 +93,8 @@ def test_a_rank_that_reports_the_same_step_again_was_restarted(tmp_path: Path) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"rank": -1}, {"rank": True}, {"rank": 1 << 70}, {"host": "a\x1b[2J"}, {"host": 3}, {"state": "asleep"},
-        {"frames": "abc"}, {"frames": [1]}, {"frames": ["a\nb"]}, {"utilisation": {}}, {"stall": []}, {"stall": None},
+        {"rank": -1}, {"rank": True}, {"rank": 1 << 70}, {"host": 3}, {"state": "asleep"},
+        {"frames": "abc"}, {"frames": [1]}, {"utilisation": {}}, {"stall": []}, {"stall": None},
         {"utilisation": {"processors": "high", "process": None, "gpus": None}},
         {"stall": {**asdict(report(0).stall), "step": 1.5}}, {"stall": {**asdict(report(0).stall), "began": 1e300}},
     ],
@@ -106,6 +106,13 @@ def test_invalid_reports_are_passed_over(tmp_path: Path, change: dict[str, Any])
     (tmp_path / REPORT_DIRECTORY / "002.json").write_text("[" * 100_000)
     (incident,) = read_incidents(tmp_path)
     assert [each.rank for each in incident.reports] == [1]
+
+
+def test_what_cannot_be_printed_is_escaped(tmp_path: Path) -> None:
+    write(tmp_path, report(0, what="pause", phase="test\nof \udcff", frame="/a\x1b[2J.py:1 in f"))
+    (incident,) = read_incidents(tmp_path)
+    assert incident.reports[0].stall.phase == r"test\nof \udcff"
+    assert incident.reports[0].frames == (r"/a\x1b[2J.py:1 in f",)
 
 
 def test_the_command_shows_who_holds_up_a_run(tmp_path: Path) -> None:

@@ -49,14 +49,14 @@ class StalledTraining:
         monitor: the pid of its monitor.
     """
 
-    def __init__(self, name: str, directory: Path, policy: Sequence[Action] = ()) -> None:
+    def __init__(self, name: str, directory: Path, policy: Sequence[Action] = (), *, stderr: int | None = None) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         self._errors = directory / "stderr"
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "plugins.recovery.tests.stalled_training", name, str(directory)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr or errors, text=True, bufsize=1,
             )  # fmt: skip
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(policy_to_json(policy)) + "\n")
@@ -125,8 +125,8 @@ def start(tmp_path: Path) -> Iterator[Any]:
     """Return a function that starts a process. It is killed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def start_training(name: str, *policy: Action) -> StalledTraining:
-            training = StalledTraining(name, tmp_path / f"run of {name}", policy)
+        def start_training(name: str, *policy: Action, stderr: int | None = None) -> StalledTraining:
+            training = StalledTraining(name, tmp_path / f"run of {name}, {stderr}", policy, stderr=stderr)
             stack.callback(training.close)
             return training
 
@@ -196,6 +196,12 @@ def test_a_killed_process_has_failed_and_its_monitor_ends(start: Any) -> None:
     assert incarnation.outcome == "failed" and incarnation.duration > 0
 
 
+def test_a_process_that_is_killed_at_once_has_a_log(start: Any) -> None:
+    training = start("killed")
+    assert training.wait() == -signal.SIGKILL
+    wait_until(lambda: [each.outcome for each in read_run_log(training.directory)] == ["failed"], training)
+
+
 def test_a_process_that_finishes_ends_its_monitor(start: Any) -> None:
     training = start("test", Log())
     monitor = training.monitor
@@ -238,9 +244,17 @@ class _Hook(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         server: Any = self.server
-        self.send_response(403 if self.path.endswith("/refused") else 200)
+        self.send_response({"refused": 403, "redirected": 302}.get(self.path.rpartition("/")[2], 200))
+        self.send_header("Location", "/secret-path/other")
         self.end_headers()
         server.posted.append((self.path, json.loads(body)))
+
+    def do_GET(self) -> None:
+        """Of a redirect that is followed."""
+        server: Any = self.server
+        self.send_response(200)
+        self.end_headers()
+        server.posted.append((self.path, None))
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing."""
@@ -267,20 +281,21 @@ def test_a_webhook_and_a_command_get_the_report_and_errors_are_logged_without_se
         "lock",
         Webhook(f"{url}/secret-path"),
         Webhook(f"{url}/secret-path/refused"),
+        Webhook(f"{url}/secret-path/redirected"),
         Webhook("http://127.0.0.1:1/secret-path"),
         Command(["sh", "-c", f"cat > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/report"]),
         Command(["/no/such/program", "secret-path"]),
         Command(["false", "secret-path"]),
     )
     messages = [
-        "the webhook at 127.0.0.1: status 403", "to the webhook at 127.0.0.1: ConnectionRefusedError",
+        "the webhook at 127.0.0.1: status 403", "the webhook at 127.0.0.1: status 302", "to the webhook at 127.0.0.1: ConnectionRefusedError",
         "'/no/such/program' about a stall failed: No such file", "'false' about a stall ended with the status 1",
     ]  # fmt: skip
     wait_until(lambda: all(message in training.errors for message in messages), training)
-    wait_until(lambda: len(hook.posted) == 2 and (tmp_path / "report").exists(), training)
+    wait_until(lambda: len(hook.posted) == 3 and (tmp_path / "report").exists(), training)
     assert "secret-path" not in training.errors
     assert "secret" not in repr(Webhook("https://hooks.example/secret"))
-    assert {path for path, _ in hook.posted} == {"/secret-path", "/secret-path/refused"}
+    assert {path for path, _ in hook.posted} == {"/secret-path", "/secret-path/refused", "/secret-path/redirected"}
     posted = hook.posted[0][1]
     assert posted == json.loads((tmp_path / "report").read_text())
     assert f"step {STEP} takes longer than 1 s" in posted["text"]
@@ -300,6 +315,26 @@ def test_a_stalled_process_is_ended(start: Any) -> None:
         assert training.wait() == (-signal.SIGKILL if name == "stopped" else -signal.SIGTERM)
         assert "the process is ended, so that the launcher starts the job again" in training.errors
         wait_until(lambda path=training.directory: read_run_log(path)[0].outcome == "failed", training)
+
+
+def test_a_process_that_does_not_end_is_killed_after_it_has_closed_the_watchdog(start: Any) -> None:
+    training = start("leaves threads", EndJob(grace=2.0))
+    assert training.wait() == -signal.SIGKILL
+    wait_until(lambda: [each.outcome for each in read_run_log(training.directory)] == ["failed"], training)
+
+
+def test_a_process_is_ended_whose_standard_error_nobody_reads(start: Any) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    try:
+        assert start("lock", EndJob(grace=3600.0), Log(), stderr=writer).wait() == -signal.SIGTERM
+    finally:
+        os.close(writer)
+        os.close(reader)
 
 
 # --- the channel ------------------------------------------------------------------------------------------------------

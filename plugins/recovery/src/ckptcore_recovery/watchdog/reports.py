@@ -210,9 +210,10 @@ def _report(document: Any) -> StallReport:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable():
+    if not isinstance(value, str):
         raise ValueError
-    return value[:_MAX_TEXT]
+    characters = [c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value[:_MAX_TEXT]]
+    return "".join(characters)
 
 
 def _whole(value: Any) -> int:
