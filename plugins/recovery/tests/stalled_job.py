@@ -19,15 +19,16 @@ from ckptcore_recovery.watchdog import EndJob, Log, Watchdog, read_incidents
 
 import ckptcore
 
-REPORTED = 7
-"""The status of a process that ends because all have reported."""
-
 
 def _end_once_reported(directory: Path) -> None:
+    """End this process, with status 0, once all ranks know that all have reported."""
     size = dist.get_world_size()
     while not any(len(incident.reports) == size for incident in read_incidents(directory)):
         time.sleep(0.05)
-    os._exit(REPORTED)
+    (directory / f"rank-{dist.get_rank()}-knows").touch()
+    while len(list(directory.glob("rank-*-knows"))) < size:
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def main() -> None:

@@ -77,6 +77,25 @@ def test_the_frame_that_fewest_ranks_are_in_is_suspected(tmp_path: Path) -> None
     assert suspects(tmp_path, *waiting, report(3, frame="/train.py:9 in read")) == [3]
 
 
+_LIBRARY: Final = "/usr/lib/python3.11/threading.py:320 in wait"
+_JAX: Final = "/v/lib/python3.11/site-packages/jax/_src/array.py:600 in _value"
+
+
+@pytest.mark.parametrize(
+    ("frames", "number", "is_wait"),
+    [
+        ([_LIBRARY, "/a/ckptcore/job/gathering.py:9 in gather", "/train.py:5 in main"], 1, True),
+        ([_JAX, _LIBRARY, "/a/jax/experimental/multihost_utils.py:9 in sync", "/train.py:5 in main"], 2, True),
+        ([ALL_REDUCE, "/train.py:5 in main"], 0, True),
+        ([_LIBRARY, "/train.py:5 in read", "/a/torch/distributed/fsdp/api.py:9 in forward"], 1, False),
+        ([_LIBRARY, _LIBRARY], 0, False),
+    ],
+)
+def test_the_frame_is_that_of_no_library_internals(frames: list[str], number: int, is_wait: bool) -> None:
+    stalled = replace(report(0), frames=tuple(frames))
+    assert (stalled.frame, stalled.is_wait) == (frames[number], is_wait)
+
+
 def test_no_rank_is_suspected_if_all_wait(tmp_path: Path) -> None:
     assert suspects(tmp_path, report(0, frame=ALL_REDUCE), report(1, frame=ALL_REDUCE)) == []
 

@@ -288,7 +288,8 @@ def test_a_webhook_and_a_command_get_the_report_and_errors_are_logged_without_se
         Command(["false", "secret-path"]),
     )
     messages = [
-        "the webhook at 127.0.0.1: status 403", "the webhook at 127.0.0.1: status 302", "to the webhook at 127.0.0.1: ConnectionRefusedError",
+        "the webhook at 127.0.0.1: status 403", "the webhook at 127.0.0.1: status 302",
+        "to the webhook at 127.0.0.1: ConnectionRefusedError",
         "'/no/such/program' about a stall failed: No such file", "'false' about a stall ended with the status 1",
     ]  # fmt: skip
     wait_until(lambda: all(message in training.errors for message in messages), training)

@@ -79,7 +79,7 @@ _MAX_REPORTS: Final = 100
 """Maximum number of reports in the directory of the run, of one process. A process that stalls more often needs no
 further report. The actions continue."""
 
-_FRAMES: Final = 10
+_FRAMES: Final = 20
 
 
 class WatchClock:
@@ -216,7 +216,7 @@ class Monitor:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _kill_if_it_stays(self) -> None:
-        """Wait for the end of a process that `EndJob` ends and that has closed the watchdog. Kill it after the grace."""
+        """Wait until a process that `EndJob` ends has ended, if it closed the watchdog. Kill it after the grace."""
         if self._kill_at is None or self._process.descriptor is None:
             return
         ended = select.poll()
