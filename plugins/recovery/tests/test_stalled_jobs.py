@@ -19,7 +19,8 @@ _SCRIPT: Final = Path(__file__).with_name("stalled_job.py")
 def test_the_reports_of_a_job_name_the_rank_that_holds_up_the_others(tmp_path: Path) -> None:
     job = run_script(3, _SCRIPT, "report", tmp_path)
     assert job.codes == [0] * 3, job.stderr  # only a process that knows of all reports ends
-    (incident,) = read_incidents(tmp_path)
+    # On a busy machine, other steps may take too long as well.
+    (incident,) = [incident for incident in read_incidents(tmp_path) if incident.reports[0].stall.step == 3]
     assert [(report.rank, report.stall.what, report.stall.step) for report in incident.reports] == [
         (0, "step", 3), (1, "step", 3), (2, "step", 3),
     ]  # fmt: skip
