@@ -28,7 +28,7 @@ from ckptcore.events import Event
 from ckptcore.policies import PreemptionCheckpointing
 
 STEP: Final = 7
-BOUNDS: Final[Mapping[Kind, Bound]] = {"step": 1.0, "save": 1.0, "load": 1.0, "upload": 1.0, "delete": 1.0}
+BOUNDS: Final[Mapping[Kind, Bound]] = {"step": 0.5, "save": 1.0, "load": 1.0, "upload": 1.0, "delete": 1.0}
 """In seconds. The environment variable STEP_BOUND replaces the bound of steps."""
 
 
@@ -209,7 +209,7 @@ def main() -> None:
     name, directory = sys.argv[1:3]
     policy = policy_from_json(json.loads(sys.stdin.readline()))
     task = OTHER.get(name) or (_in_step if name in IN_STEP else _in_phase)
-    bounds: dict[Kind, Bound] = {**BOUNDS, "step": float(os.environ.get("STEP_BOUND", "1.0"))}
+    bounds: dict[Kind, Bound] = {**BOUNDS, "step": float(os.environ.get("STEP_BOUND", "0.5"))}
     with Watchdog(directory, policy=policy, bounds=bounds) as watchdog:
         task(name, directory, watchdog)
 

@@ -119,18 +119,32 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StalledTraining]]:
-    """Return a process for each way to stall, and those that are ended. They run at the same time."""
-    names = ["interpreter lock", "lock", "pipe", "stopped", *IN_PHASE]
-    policies: dict[str, Action] = {**dict.fromkeys(names, Log()), **{f"ended: {name}": ENDED[name] for name in ENDED}}
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StalledTraining]]:
+    """Return processes that need no test to go on. They run at the same time."""
+    names = [
+        "interpreter lock",
+        "lock",
+        "pipe",
+        "stopped",
+        *IN_PHASE,
+        "killed",
+        "forks",
+        "many steps",
+        "without monitor",
+    ]
+    policies: dict[str, Action] = {
+        **dict.fromkeys(names, Log()),
+        "asked": AskForSave(),
+        **{f"ended: {name}": action for name, action in ENDED.items()},
+    }
     with contextlib.ExitStack() as stack:
-        trainings = {}
+        started = {}
         for name, action in policies.items():
             stderr = stack.enter_context(_full_pipe()) if name == "ended: lock" else None
             directory = tmp_path_factory.mktemp("run") / "run"
-            trainings[name] = StalledTraining(name.removeprefix("ended: "), directory, [action], stderr=stderr)
-            stack.callback(trainings[name].close)
-        yield trainings
+            started[name] = StalledTraining(name.removeprefix("ended: "), directory, [action], stderr=stderr)
+            stack.callback(started[name].close)
+        yield started
 
 
 @contextlib.contextmanager
@@ -170,27 +184,27 @@ def start(tmp_path: Path) -> Iterator[Any]:
     ],
 )
 def test_a_stalled_step_is_reported_with_its_stacks(
-    stalled: dict[str, StalledTraining], name: str, state: str, function: str | None
+    trainings: dict[str, StalledTraining], name: str, state: str, function: str | None
 ) -> None:
-    report = stalled[name].report()
+    report = trainings[name].report()
     stall = report.stall
-    assert (stall.what, stall.step, stall.bound, report.rank, report.state) == ("step", STEP, 1.0, 0, state)
-    assert report.pid == stalled[name].process.pid and stall.seconds > 1.0
+    assert (stall.what, stall.step, stall.bound, report.rank, report.state) == ("step", STEP, 0.5, 0, state)
+    assert report.pid == trainings[name].process.pid and stall.seconds > 0.5
     assert not report.is_wait
     if function is None:
         assert report.frames == ()
     else:
         assert report.frames[0].endswith(f" in {function}")
-        assert f" in {function}\n" in stalled[name].stacks() and " in _beat\n" in stalled[name].stacks()
-    text = f"step {STEP} takes longer than 1 s"
-    wait_until(lambda: text in stalled[name].errors, stalled[name])
+        assert f" in {function}\n" in trainings[name].stacks() and " in _beat\n" in trainings[name].stacks()
+    text = f"step {STEP} takes longer than 0.5 s"
+    wait_until(lambda: text in trainings[name].errors, trainings[name])
 
 
 @pytest.mark.skipif(not Path(sys.executable).with_name("py-spy").exists(), reason="py-spy is not installed")
 @pytest.mark.parametrize("name", ["interpreter lock", "stopped"])
-def test_py_spy_shows_the_stacks_too(stalled: dict[str, StalledTraining], name: str) -> None:
-    stalled[name].report()
-    _, _, spied = stalled[name].stacks().partition("py-spy:\n")
+def test_py_spy_shows_the_stacks_too(trainings: dict[str, StalledTraining], name: str) -> None:
+    trainings[name].report()
+    _, _, spied = trainings[name].stacks().partition("py-spy:\n")
     if spied.startswith("py-spy failed: ") and "permission" in spied.lower():
         pytest.skip(f"the kernel does not let a process read its sibling: {spied:.200}")
     function = {"interpreter lock": "hold_interpreter_lock", "stopped": "stop"}[name]
@@ -208,12 +222,12 @@ def test_py_spy_shows_the_stacks_too(stalled: dict[str, StalledTraining], name: 
     ],
 )
 def test_a_stalled_operation_is_reported_with_its_phase(
-    stalled: dict[str, StalledTraining], name: str, operation: str, phase: str
+    trainings: dict[str, StalledTraining], name: str, operation: str, phase: str
 ) -> None:
-    report = stalled[name].report(operation, None if phase == "clean" else STEP)
+    report = trainings[name].report(operation, None if phase == "clean" else STEP)
     assert report.stall.phase == phase
     assert report.frames[0].endswith(" in wait_for_lock")
-    assert str(stalled[name].directory) in report.stall.location
+    assert str(trainings[name].directory) in report.stall.location
 
 
 def test_a_killed_process_has_failed_and_its_monitor_ends(start: Any) -> None:
@@ -225,37 +239,29 @@ def test_a_killed_process_has_failed_and_its_monitor_ends(start: Any) -> None:
     assert incarnation.outcome == "failed" and incarnation.duration > 0
 
 
-def test_a_process_that_is_killed_at_once_has_a_log(start: Any) -> None:
-    training = start("killed")
+def test_a_process_that_is_killed_at_once_has_a_log(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["killed"]
     assert training.wait() == -signal.SIGKILL
     wait_until(lambda: [each.outcome for each in read_run_log(training.directory)] == ["failed"], training)
 
 
-def test_a_process_that_finishes_ends_its_monitor(start: Any) -> None:
-    training = start("test", Log())
+def test_a_stall_that_ends_is_in_the_log_of_the_run_and_has_no_further_actions(start: Any) -> None:
+    training = start("test", EndJob(after=3600.0), Log())
+    wait_until(lambda: f"step {STEP} takes longer than 0.5 s" in training.errors, training)
     monitor = training.monitor
+    os.kill(monitor, signal.SIGTERM)  # of a launcher that signals all processes
     training.process.stdin.write("\n")
     assert training.wait() == 0
     assert not _runs(monitor)
     (incarnation,) = read_run_log(training.directory)
     assert incarnation.outcome == "finished"
     assert sum(period.steps for period in incarnation.periods) == 1
-
-
-def test_a_stall_that_ends_is_in_the_log_of_the_run_and_has_no_further_actions(start: Any) -> None:
-    training = start("test", EndJob(after=3600.0), Log())
-    wait_until(lambda: f"step {STEP} takes longer than 1 s" in training.errors, training)
-    os.kill(training.monitor, signal.SIGTERM)  # of a launcher that signals all processes
-    training.process.stdin.write("\n")
-    assert training.wait() == 0
-    (incarnation,) = read_run_log(training.directory)
-    assert incarnation.outcome == "finished"
     (note,) = [note for note in incarnation.notes if note.kind == "stall"]
-    assert note.step == STEP and note.text is not None and "takes longer than 1 s" in note.text
+    assert note.step == STEP and note.text is not None and "takes longer than 0.5 s" in note.text
 
 
-def test_a_forked_child_changes_nothing(start: Any) -> None:
-    training = start("forks")
+def test_a_forked_child_changes_nothing(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["forks"]
     assert training.wait() == 0
     (incarnation,) = read_run_log(training.directory)
     assert incarnation.outcome == "finished"
@@ -328,19 +334,19 @@ def test_a_webhook_and_a_command_get_the_report_and_errors_are_logged_without_se
     assert {path for path, _ in hook.posted} == {"/secret-path", "/secret-path/refused", "/secret-path/redirected"}
     posted = hook.posted[0][1]
     assert posted == json.loads((tmp_path / "report").read_text())
-    assert f"step {STEP} takes longer than 1 s" in posted["text"]
+    assert f"step {STEP} takes longer than 0.5 s" in posted["text"]
     assert posted["report"]["stall"]["step"] == STEP and posted["report"]["frames"][0].endswith("in wait_for_lock")
 
 
-def test_a_save_is_requested_from_a_slow_job(start: Any) -> None:
-    training = start("asked", AskForSave())
+def test_a_save_is_requested_from_a_slow_job(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["asked"]
     assert training.wait() == 0, training.errors
     assert ckptcore.CheckpointReader(f"{training.directory}/steps").steps == (STEP + 1,)
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_a_stalled_process_is_ended(stalled: dict[str, StalledTraining], name: str) -> None:
-    training = stalled[f"ended: {name}"]
+def test_a_stalled_process_is_ended(trainings: dict[str, StalledTraining], name: str) -> None:
+    training = trainings[f"ended: {name}"]
     # The default handler of SIGTERM ends a process, unless it is stopped.
     is_killed = name in ("stopped", "leaves threads")
     assert training.wait() == (-signal.SIGKILL if is_killed else -signal.SIGTERM)
@@ -353,8 +359,10 @@ def test_a_stalled_process_is_ended(stalled: dict[str, StalledTraining], name: s
 # --- the channel ------------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_the_monitor_is_stopped_and_lost_messages_are_made_up(start: Any) -> None:
-    training = start("many steps", Log())
+def test_training_goes_on_while_the_monitor_is_stopped_and_lost_messages_are_made_up(
+    trainings: dict[str, StalledTraining],
+) -> None:
+    training = trainings["many steps"]
     assert training.report(step=5000).frames[0].endswith(" in wait_for_lock")
     assert ckptcore.CheckpointReader(f"{training.directory}/steps").latest == 4000
 
@@ -374,8 +382,8 @@ def test_a_suspended_machine_raises_no_alarm(start: Any, monkeypatch: pytest.Mon
     assert sum(period.steps for period in read_run_log(training.directory)[0].periods) > 50
 
 
-def test_training_goes_on_without_a_monitor(start: Any) -> None:
-    training = start("without monitor", Log())
+def test_training_goes_on_without_a_monitor(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["without monitor"]
     assert training.wait() == 0, training.errors
     assert ckptcore.verify(f"{training.directory}/state").ok
     assert training.errors.count("the monitor of the watchdog has ended; training continues without it") == 1
@@ -423,6 +431,6 @@ def test_wrong_arguments_of_options_are_refused() -> None:
         Watchdog("memory://run")
 
 
-def test_suspects_are_the_ranks_that_do_not_wait(stalled: dict[str, StalledTraining]) -> None:
-    report = stalled["lock"].report()
+def test_suspects_are_the_ranks_that_do_not_wait(trainings: dict[str, StalledTraining]) -> None:
+    report = trainings["lock"].report()
     assert Incident([report]).suspects == [0]
