@@ -23,6 +23,7 @@ from ckptcore_recovery.watchdog import (
     Incident,
     Learnt,
     Log,
+    RunLog,
     StallReport,
     Watchdog,
     Webhook,
@@ -32,7 +33,9 @@ from ckptcore_recovery.watchdog.policy import Action, policy_to_json
 from ckptcore_recovery.watchdog.run_log import read_run_log
 
 import ckptcore
-from ckptcore.errors import InvalidLocationError
+from ckptcore.builtin.local import open_local
+from ckptcore.context import PluginOptions
+from ckptcore.errors import InvalidLocationError, UnknownPluginError
 from plugins.recovery.tests.stalled_training import IN_PHASE, STEP
 
 pytestmark = pytest.mark.system
@@ -45,7 +48,7 @@ ENDED: Final = {
     "stopped": EndJob(grace=0.5),
     "leaves threads": EndJob(grace=2.0),
 }
-"""Ways to stall of processes that are ended. Nobody reads the standard error of the first one."""
+"""Ways to stall of processes that are ended. The standard error of the first one has no reader."""
 
 
 class StalledTraining:
@@ -121,17 +124,8 @@ def _runs(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StalledTraining]]:
     """Return processes that need no test to go on. They run at the same time."""
-    names = [
-        "interpreter lock",
-        "lock",
-        "pipe",
-        "stopped",
-        *IN_PHASE,
-        "killed",
-        "forks",
-        "many steps",
-        "without monitor",
-    ]
+    in_step = ["interpreter lock", "lock", "pipe", "stopped", "killed"]
+    names = [*in_step, *IN_PHASE, "forks", "many steps", "without monitor"]
     policies: dict[str, Action] = {
         **dict.fromkeys(names, Log()),
         "asked": AskForSave(),
@@ -149,7 +143,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, St
 
 @contextlib.contextmanager
 def _full_pipe() -> Iterator[int]:
-    """Return the descriptor of a pipe that is full, and that nobody reads."""
+    """Return the descriptor of a pipe that is full and has no reader."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -429,6 +423,29 @@ def test_wrong_arguments_of_options_are_refused() -> None:
         Learnt(60.0, factor=0.5)
     with pytest.raises(InvalidLocationError, match="memory of this process"):
         Watchdog("memory://run")
+
+
+class _Storage:
+    """A plugin with a storage that only this process knows."""
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> dict[str, Any]:
+        return {"mine": open_local}
+
+
+def test_a_storage_that_the_monitor_does_not_know_is_refused() -> None:
+    context = ckptcore.Context(plugins=PluginOptions(extra=(_Storage(),)))
+    with pytest.raises(UnknownPluginError, match="mine"):
+        Watchdog("mine://run", context=context)
+
+
+def test_steps_that_no_checkpoint_can_have_are_refused(tmp_path: Path) -> None:
+    with Watchdog(tmp_path) as watchdog, RunLog(tmp_path) as log:
+        for step, error in ((-1, ValueError), (1 << 63, ValueError), (1.5, TypeError)):
+            with pytest.raises(error):
+                watchdog.step(step)  # type: ignore[arg-type]
+            with pytest.raises(error):
+                log.step(step)  # type: ignore[arg-type]
 
 
 def test_suspects_are_the_ranks_that_do_not_wait(trainings: dict[str, StalledTraining]) -> None:

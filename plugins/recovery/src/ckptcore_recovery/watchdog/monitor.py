@@ -392,7 +392,7 @@ class Monitor:
 
 @contextlib.contextmanager
 def _printed_messages() -> Iterator[None]:
-    """Print messages on a thread of its own: the standard error may be a pipe that nobody reads."""
+    """Print messages on a thread of its own: the standard error may be a full pipe."""
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     printer = logging.StreamHandler()
     printer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
