@@ -241,13 +241,12 @@ class Recording:
         self._unfinished = threading.Lock()  # acquired by the first `finish`, and never released
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
-        if spans:
+        if spans and self._begin_observers:
             self.begin()
 
     def begin(self) -> None:
         """Report to a `BeginObserver` that the operation begins, if ``spans=False`` has postponed it."""
-        if self._begin_observers:
-            self._begin(self.operation, self._began, None)
+        self._begin(self.operation, self._began, None)
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
         """Return a phase. Enter it on the thread that does the work. Costs about a microsecond without observers.
