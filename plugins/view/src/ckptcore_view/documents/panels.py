@@ -11,7 +11,7 @@ None if it has nothing to show there::
     }
 
 All members except the title are optional. Columns of a table whose heading begins with ``#`` have numbers. The page
-shows every text as text. The result is cached for a minute.
+shows every text as text, and an error for a panel of another form. The result is cached for a minute.
 """
 
 from __future__ import annotations
