@@ -209,7 +209,8 @@ class Recording:
         progress: counts the bytes of arrays that the operation moves; None if they are not counted.
 
     Args:
-        spans: False if no event spans the operation, so that `finish` is not called. A ``clean`` has no other phase.
+        spans: False if no event spans the operation, so that `finish` is not called, or if `begin` is called later. A
+            ``clean`` has no other phase.
     """
 
     def __init__(
@@ -241,7 +242,11 @@ class Recording:
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
         if spans and self._begin_observers:
-            self._begin(operation, self._began, None)
+            self.begin()
+
+    def begin(self) -> None:
+        """Report to a `BeginObserver` that the operation begins, if ``spans=False`` has postponed it."""
+        self._begin(self.operation, self._began, None)
 
     def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
         """Return a phase. Enter it on the thread that does the work. Costs about a microsecond without observers.

@@ -73,7 +73,8 @@ def iter_boxes(
     """Plan the reads of an open checkpoint. Returns a generator that reads. See `OpenCheckpoint.iter_boxes`."""
     context = state.context
     rank, location = runtime_of(context).job().rank, state.checkpoint.location.display
-    recording = Recording("load", location, context.observers, rank=rank)
+    # The load begins with the iteration: a generator that is never iterated over cannot report an end.
+    recording = Recording("load", location, context.observers, rank=rank, spans=False)
     try:
         selections = [first] if isinstance(first, Selection) else first
 
@@ -177,6 +178,7 @@ def _read_batches(
     recording: Recording,
     finish: Callable[[], None],
 ) -> Generator[LoadedBox, None, None]:
+    recording.begin()
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in checkpoint.tree.aliases.items():
         tied.setdefault(original, []).append(checkpoint.tree.paths[leaf])

@@ -19,15 +19,19 @@ from ckptcore_recovery.watchdog import EndJob, Log, Watchdog, read_incidents
 
 import ckptcore
 
-REPORTED = 7
-"""The status of a process that ends because all have reported."""
-
 
 def _end_once_reported(directory: Path) -> None:
+    """End this process, with status 0, once all ranks know that all have reported."""
     size = dist.get_world_size()
-    while not any(len(incident.reports) == size for incident in read_incidents(directory)):
+    while True:
+        incidents = [each for each in read_incidents(directory) if each.reports[0].stall.step == 3]
+        if [len(each.reports) for each in incidents] == [size]:
+            break
         time.sleep(0.05)
-    os._exit(REPORTED)
+    (directory / f"rank-{dist.get_rank()}-knows").touch()
+    while len(list(directory.glob("rank-*-knows"))) < size:
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def main() -> None:
@@ -43,8 +47,8 @@ def main() -> None:
     is_first = attempt == "0"
     if how == "report":
         threading.Thread(target=_end_once_reported, args=(directory,), daemon=True).start()
-    policy = [EndJob(grace=20.0)] if how == "restart" else [Log()]
-    with Watchdog(directory, policy=policy, bounds={"step": 5.0 if is_first else 600.0}) as watchdog:
+    policy, bound = ([EndJob(grace=20.0)], 5.0) if how == "restart" else ([Log()], 2.0)
+    with Watchdog(directory, policy=policy, bounds={"step": bound if is_first else 600.0}) as watchdog:
         context = ckptcore.Context(observers=[watchdog])
         with ckptcore.Checkpointer(directory, context=context, if_in_use="take over") as run:
             state = {"w": torch.zeros(8)}

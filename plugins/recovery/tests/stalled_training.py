@@ -28,7 +28,7 @@ from ckptcore.events import Event
 from ckptcore.policies import PreemptionCheckpointing
 
 STEP: Final = 7
-BOUNDS: Final[Mapping[Kind, Bound]] = {"step": 1.0, "save": 1.0, "load": 1.0, "upload": 1.0, "delete": 1.0}
+BOUNDS: Final[Mapping[Kind, Bound]] = {"step": 0.5, "save": 1.0, "load": 1.0, "upload": 1.0, "delete": 1.0}
 """In seconds. The environment variable STEP_BOUND replaces the bound of steps."""
 
 
@@ -74,6 +74,18 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def leave_threads() -> None:
+    """Wait, exit as intended at a SIGTERM, and leave a thread for which the interpreter waits."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    threading.Thread(target=wait_for_lock).start()
+    wait_for_lock()
+
+
+def kill() -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def wait_for_test() -> None:
     """Wait for a line of the test."""
     sys.stdin.readline()
@@ -84,6 +96,8 @@ IN_STEP: Final[Mapping[str, Callable[[], None]]] = {
     "lock": wait_for_lock,
     "pipe": fill_pipe,
     "stopped": stop,
+    "leaves threads": leave_threads,
+    "killed": kill,
     "test": wait_for_test,
 }
 IN_PHASE: Final = {"load": "read", "upload": "upload", "save": "write", "describe": "describe", "delete": "clean"}
@@ -195,7 +209,7 @@ def main() -> None:
     name, directory = sys.argv[1:3]
     policy = policy_from_json(json.loads(sys.stdin.readline()))
     task = OTHER.get(name) or (_in_step if name in IN_STEP else _in_phase)
-    bounds: dict[Kind, Bound] = {**BOUNDS, "step": float(os.environ.get("STEP_BOUND", "1.0"))}
+    bounds: dict[Kind, Bound] = {**BOUNDS, "step": float(os.environ.get("STEP_BOUND", "0.5"))}
     with Watchdog(directory, policy=policy, bounds=bounds) as watchdog:
         task(name, directory, watchdog)
 

@@ -159,6 +159,27 @@ def test_a_bound_is_learnt_and_one_stall_teaches_little() -> None:
     assert Durations(3.0).limit == 3.0 and Durations(Learnt(1.0, before=None)).limit is None
 
 
+def test_a_bound_is_never_shorter_than_its_floor() -> None:
+    assert Durations(Learnt(7200.0)).limit == 7200.0
+    assert Durations(Learnt(7200.0, before=None)).limit is None
+
+
+def test_something_is_slow_from_a_quarter_of_its_bound_on() -> None:
+    detector = Detector({"step": 100.0, "save": 40.0})
+    slow = []
+    detector.step(_step(1), 0.0)
+    for now in (24.0, 26.0):
+        detector.check(now)
+        slow.append(detector.is_slow())
+    detector.step(_step(2), 26.0)
+    detector.begin(_phase("save"), 26.0)
+    detector.pause(RunningPause(1, "evaluation", None, 1e9, 1), 26.0)
+    for now in (35.0, 37.0):
+        detector.check(now)
+        slow.append(detector.is_slow())
+    assert slow == [False, True, False, True]
+
+
 def test_a_bound_follows_operations_that_become_slower() -> None:
     durations = Durations(Learnt(5.0, factor=4.0, samples=10))
     for _ in range(200):

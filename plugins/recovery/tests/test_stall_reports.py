@@ -77,6 +77,25 @@ def test_the_frame_that_fewest_ranks_are_in_is_suspected(tmp_path: Path) -> None
     assert suspects(tmp_path, *waiting, report(3, frame="/train.py:9 in read")) == [3]
 
 
+_LIBRARY: Final = "/usr/lib/python3.11/threading.py:320 in wait"
+_JAX: Final = "/v/lib/python3.11/site-packages/jax/_src/array.py:600 in _value"
+
+
+@pytest.mark.parametrize(
+    ("frames", "number", "is_wait"),
+    [
+        ([_LIBRARY, "/a/ckptcore/job/gathering.py:9 in gather", "/train.py:5 in main"], 1, True),
+        ([_JAX, _LIBRARY, "/a/jax/experimental/multihost_utils.py:9 in sync", "/train.py:5 in main"], 2, True),
+        ([ALL_REDUCE, "/train.py:5 in main"], 0, True),
+        ([_LIBRARY, "/train.py:5 in read", "/a/torch/distributed/fsdp/api.py:9 in forward"], 1, False),
+        ([_LIBRARY, _LIBRARY], 0, False),
+    ],
+)
+def test_the_frame_is_that_of_no_library_internals(frames: list[str], number: int, is_wait: bool) -> None:
+    stalled = replace(report(0), frames=tuple(frames))
+    assert (stalled.frame, stalled.is_wait) == (frames[number], is_wait)
+
+
 def test_no_rank_is_suspected_if_all_wait(tmp_path: Path) -> None:
     assert suspects(tmp_path, report(0, frame=ALL_REDUCE), report(1, frame=ALL_REDUCE)) == []
 
@@ -93,8 +112,8 @@ def test_a_rank_that_reports_the_same_step_again_was_restarted(tmp_path: Path) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"rank": -1}, {"rank": True}, {"rank": 1 << 70}, {"host": "a\x1b[2J"}, {"host": 3}, {"state": "asleep"},
-        {"frames": "abc"}, {"frames": [1]}, {"frames": ["a\nb"]}, {"utilisation": {}}, {"stall": []}, {"stall": None},
+        {"rank": -1}, {"rank": True}, {"rank": 1 << 70}, {"host": 3}, {"state": "asleep"},
+        {"frames": "abc"}, {"frames": [1]}, {"utilisation": {}}, {"stall": []}, {"stall": None},
         {"utilisation": {"processors": "high", "process": None, "gpus": None}},
         {"stall": {**asdict(report(0).stall), "step": 1.5}}, {"stall": {**asdict(report(0).stall), "began": 1e300}},
     ],
@@ -106,6 +125,13 @@ def test_invalid_reports_are_passed_over(tmp_path: Path, change: dict[str, Any])
     (tmp_path / REPORT_DIRECTORY / "002.json").write_text("[" * 100_000)
     (incident,) = read_incidents(tmp_path)
     assert [each.rank for each in incident.reports] == [1]
+
+
+def test_what_cannot_be_printed_is_escaped(tmp_path: Path) -> None:
+    write(tmp_path, report(0, what="pause", phase="test\nof \udcff", frame="/a\x1b[2J.py:1 in f"))
+    (incident,) = read_incidents(tmp_path)
+    assert incident.reports[0].stall.phase == r"test\nof \udcff"
+    assert incident.reports[0].frames == (r"/a\x1b[2J.py:1 in f",)
 
 
 def test_the_command_shows_who_holds_up_a_run(tmp_path: Path) -> None:

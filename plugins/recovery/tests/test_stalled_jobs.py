@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +9,6 @@ import pytest
 from ckptcore_recovery.watchdog import read_incidents
 from ckptcore_recovery.watchdog.run_log import read_run_log
 
-from plugins.recovery.tests.stalled_job import REPORTED
 from tests.jobs.torch_scripts import run_script, run_torchrun
 
 pytestmark = pytest.mark.system
@@ -20,9 +18,9 @@ _SCRIPT: Final = Path(__file__).with_name("stalled_job.py")
 
 def test_the_reports_of_a_job_name_the_rank_that_holds_up_the_others(tmp_path: Path) -> None:
     job = run_script(3, _SCRIPT, "report", tmp_path)
-    # When the first process has ended, the launcher ends the others.
-    assert set(job.codes) <= {REPORTED, -signal.SIGTERM}, job.stderr
-    (incident,) = read_incidents(tmp_path)
+    assert job.codes == [0] * 3, job.stderr  # only a process that knows of all reports ends
+    # On a busy machine, other steps may take too long as well.
+    (incident,) = [incident for incident in read_incidents(tmp_path) if incident.reports[0].stall.step == 3]
     assert [(report.rank, report.stall.what, report.stall.step) for report in incident.reports] == [
         (0, "step", 3), (1, "step", 3), (2, "step", 3),
     ]  # fmt: skip

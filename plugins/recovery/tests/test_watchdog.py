@@ -23,6 +23,7 @@ from ckptcore_recovery.watchdog import (
     Incident,
     Learnt,
     Log,
+    RunLog,
     StallReport,
     Watchdog,
     Webhook,
@@ -32,12 +33,22 @@ from ckptcore_recovery.watchdog.policy import Action, policy_to_json
 from ckptcore_recovery.watchdog.run_log import read_run_log
 
 import ckptcore
-from ckptcore.errors import InvalidLocationError
+from ckptcore.builtin.local import open_local
+from ckptcore.context import PluginOptions
+from ckptcore.errors import InvalidLocationError, UnknownPluginError
 from plugins.recovery.tests.stalled_training import IN_PHASE, STEP
 
 pytestmark = pytest.mark.system
 
 _PATIENCE_SECONDS: Final = 120.0
+
+ENDED: Final = {
+    "lock": EndJob(grace=3600.0),
+    "interpreter lock": EndJob(grace=3600.0),
+    "stopped": EndJob(grace=0.5),
+    "leaves threads": EndJob(grace=2.0),
+}
+"""Ways to stall of processes that are ended. The standard error of the first one has no reader."""
 
 
 class StalledTraining:
@@ -49,14 +60,14 @@ class StalledTraining:
         monitor: the pid of its monitor.
     """
 
-    def __init__(self, name: str, directory: Path, policy: Sequence[Action] = ()) -> None:
+    def __init__(self, name: str, directory: Path, policy: Sequence[Action] = (), *, stderr: int | None = None) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         self._errors = directory / "stderr"
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "plugins.recovery.tests.stalled_training", name, str(directory)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr or errors, text=True, bufsize=1,
             )  # fmt: skip
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(policy_to_json(policy)) + "\n")
@@ -111,13 +122,37 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StalledTraining]]:
-    """Return a process for each way to stall. They run at the same time."""
-    names = ["interpreter lock", "lock", "pipe", "stopped", *IN_PHASE]
-    trainings = {name: StalledTraining(name, tmp_path_factory.mktemp("run") / "run", [Log()]) for name in names}
-    yield trainings
-    for training in trainings.values():
-        training.close()
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StalledTraining]]:
+    """Return processes that need no test to go on. They run at the same time."""
+    in_step = ["interpreter lock", "lock", "pipe", "stopped", "killed"]
+    names = [*in_step, *IN_PHASE, "forks", "many steps", "without monitor"]
+    policies: dict[str, Action] = {
+        **dict.fromkeys(names, Log()),
+        "asked": AskForSave(),
+        **{f"ended: {name}": action for name, action in ENDED.items()},
+    }
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name, action in policies.items():
+            stderr = stack.enter_context(_full_pipe()) if name == "ended: lock" else None
+            directory = tmp_path_factory.mktemp("run") / "run"
+            started[name] = StalledTraining(name.removeprefix("ended: "), directory, [action], stderr=stderr)
+            stack.callback(started[name].close)
+        yield started
+
+
+@contextlib.contextmanager
+def _full_pipe() -> Iterator[int]:
+    """Return the descriptor of a pipe that is full and has no reader."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    yield writer
+    os.close(writer)
+    os.close(reader)
 
 
 @pytest.fixture
@@ -143,27 +178,29 @@ def start(tmp_path: Path) -> Iterator[Any]:
     ],
 )
 def test_a_stalled_step_is_reported_with_its_stacks(
-    stalled: dict[str, StalledTraining], name: str, state: str, function: str | None
+    trainings: dict[str, StalledTraining], name: str, state: str, function: str | None
 ) -> None:
-    report = stalled[name].report()
+    report = trainings[name].report()
     stall = report.stall
-    assert (stall.what, stall.step, stall.bound, report.rank, report.state) == ("step", STEP, 1.0, 0, state)
-    assert report.pid == stalled[name].process.pid and stall.seconds > 1.0
+    assert (stall.what, stall.step, stall.bound, report.rank, report.state) == ("step", STEP, 0.5, 0, state)
+    assert report.pid == trainings[name].process.pid and stall.seconds > 0.5
     assert not report.is_wait
     if function is None:
         assert report.frames == ()
     else:
         assert report.frames[0].endswith(f" in {function}")
-        assert f" in {function}\n" in stalled[name].stacks() and " in _beat\n" in stalled[name].stacks()
-    text = f"step {STEP} takes longer than 1 s"
-    wait_until(lambda: text in stalled[name].errors, stalled[name])
+        assert f" in {function}\n" in trainings[name].stacks() and " in _beat\n" in trainings[name].stacks()
+    text = f"step {STEP} takes longer than 0.5 s"
+    wait_until(lambda: text in trainings[name].errors, trainings[name])
 
 
 @pytest.mark.skipif(not Path(sys.executable).with_name("py-spy").exists(), reason="py-spy is not installed")
 @pytest.mark.parametrize("name", ["interpreter lock", "stopped"])
-def test_py_spy_shows_the_stacks_too(stalled: dict[str, StalledTraining], name: str) -> None:
-    stalled[name].report()
-    _, _, spied = stalled[name].stacks().partition("py-spy:\n")
+def test_py_spy_shows_the_stacks_too(trainings: dict[str, StalledTraining], name: str) -> None:
+    trainings[name].report()
+    _, _, spied = trainings[name].stacks().partition("py-spy:\n")
+    if spied.startswith("py-spy failed: ") and "permission" in spied.lower():
+        pytest.skip(f"the kernel does not let a process read its sibling: {spied:.200}")
     function = {"interpreter lock": "hold_interpreter_lock", "stopped": "stop"}[name]
     assert f" {function} (" in spied
 
@@ -179,12 +216,12 @@ def test_py_spy_shows_the_stacks_too(stalled: dict[str, StalledTraining], name: 
     ],
 )
 def test_a_stalled_operation_is_reported_with_its_phase(
-    stalled: dict[str, StalledTraining], name: str, operation: str, phase: str
+    trainings: dict[str, StalledTraining], name: str, operation: str, phase: str
 ) -> None:
-    report = stalled[name].report(operation, None if phase == "clean" else STEP)
+    report = trainings[name].report(operation, None if phase == "clean" else STEP)
     assert report.stall.phase == phase
     assert report.frames[0].endswith(" in wait_for_lock")
-    assert str(stalled[name].directory) in report.stall.location
+    assert str(trainings[name].directory) in report.stall.location
 
 
 def test_a_killed_process_has_failed_and_its_monitor_ends(start: Any) -> None:
@@ -196,31 +233,29 @@ def test_a_killed_process_has_failed_and_its_monitor_ends(start: Any) -> None:
     assert incarnation.outcome == "failed" and incarnation.duration > 0
 
 
-def test_a_process_that_finishes_ends_its_monitor(start: Any) -> None:
-    training = start("test", Log())
+def test_a_process_that_is_killed_at_once_has_a_log(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["killed"]
+    assert training.wait() == -signal.SIGKILL
+    wait_until(lambda: [each.outcome for each in read_run_log(training.directory)] == ["failed"], training)
+
+
+def test_a_stall_that_ends_is_in_the_log_of_the_run_and_has_no_further_actions(start: Any) -> None:
+    training = start("test", EndJob(after=3600.0), Log())
+    wait_until(lambda: f"step {STEP} takes longer than 0.5 s" in training.errors, training)
     monitor = training.monitor
+    os.kill(monitor, signal.SIGTERM)  # of a launcher that signals all processes
     training.process.stdin.write("\n")
     assert training.wait() == 0
     assert not _runs(monitor)
     (incarnation,) = read_run_log(training.directory)
     assert incarnation.outcome == "finished"
     assert sum(period.steps for period in incarnation.periods) == 1
-
-
-def test_a_stall_that_ends_is_in_the_log_of_the_run_and_has_no_further_actions(start: Any) -> None:
-    training = start("test", EndJob(after=3600.0), Log())
-    wait_until(lambda: f"step {STEP} takes longer than 1 s" in training.errors, training)
-    os.kill(training.monitor, signal.SIGTERM)  # of a launcher that signals all processes
-    training.process.stdin.write("\n")
-    assert training.wait() == 0
-    (incarnation,) = read_run_log(training.directory)
-    assert incarnation.outcome == "finished"
     (note,) = [note for note in incarnation.notes if note.kind == "stall"]
-    assert note.step == STEP and note.text is not None and "takes longer than 1 s" in note.text
+    assert note.step == STEP and note.text is not None and "takes longer than 0.5 s" in note.text
 
 
-def test_a_forked_child_changes_nothing(start: Any) -> None:
-    training = start("forks")
+def test_a_forked_child_changes_nothing(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["forks"]
     assert training.wait() == 0
     (incarnation,) = read_run_log(training.directory)
     assert incarnation.outcome == "finished"
@@ -238,9 +273,17 @@ class _Hook(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         server: Any = self.server
-        self.send_response(403 if self.path.endswith("/refused") else 200)
+        self.send_response({"refused": 403, "redirected": 302}.get(self.path.rpartition("/")[2], 200))
+        self.send_header("Location", "/secret-path/other")
         self.end_headers()
         server.posted.append((self.path, json.loads(body)))
+
+    def do_GET(self) -> None:
+        """Of a redirect that is followed."""
+        server: Any = self.server
+        self.send_response(200)
+        self.end_headers()
+        server.posted.append((self.path, None))
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing."""
@@ -267,46 +310,53 @@ def test_a_webhook_and_a_command_get_the_report_and_errors_are_logged_without_se
         "lock",
         Webhook(f"{url}/secret-path"),
         Webhook(f"{url}/secret-path/refused"),
+        Webhook(f"{url}/secret-path/redirected"),
         Webhook("http://127.0.0.1:1/secret-path"),
         Command(["sh", "-c", f"cat > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/report"]),
         Command(["/no/such/program", "secret-path"]),
         Command(["false", "secret-path"]),
     )
     messages = [
-        "the webhook at 127.0.0.1: status 403", "to the webhook at 127.0.0.1: ConnectionRefusedError",
+        "the webhook at 127.0.0.1: status 403", "the webhook at 127.0.0.1: status 302",
+        "to the webhook at 127.0.0.1: ConnectionRefusedError",
         "'/no/such/program' about a stall failed: No such file", "'false' about a stall ended with the status 1",
     ]  # fmt: skip
     wait_until(lambda: all(message in training.errors for message in messages), training)
-    wait_until(lambda: len(hook.posted) == 2 and (tmp_path / "report").exists(), training)
+    wait_until(lambda: len(hook.posted) == 3 and (tmp_path / "report").exists(), training)
     assert "secret-path" not in training.errors
     assert "secret" not in repr(Webhook("https://hooks.example/secret"))
-    assert {path for path, _ in hook.posted} == {"/secret-path", "/secret-path/refused"}
+    assert {path for path, _ in hook.posted} == {"/secret-path", "/secret-path/refused", "/secret-path/redirected"}
     posted = hook.posted[0][1]
     assert posted == json.loads((tmp_path / "report").read_text())
-    assert f"step {STEP} takes longer than 1 s" in posted["text"]
+    assert f"step {STEP} takes longer than 0.5 s" in posted["text"]
     assert posted["report"]["stall"]["step"] == STEP and posted["report"]["frames"][0].endswith("in wait_for_lock")
 
 
-def test_a_save_is_requested_from_a_slow_job(start: Any) -> None:
-    training = start("asked", AskForSave())
+def test_a_save_is_requested_from_a_slow_job(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["asked"]
     assert training.wait() == 0, training.errors
     assert ckptcore.CheckpointReader(f"{training.directory}/steps").steps == (STEP + 1,)
 
 
-def test_a_stalled_process_is_ended(start: Any) -> None:
-    trainings = {name: start(name, EndJob(grace=0.5)) for name in ("lock", "interpreter lock", "stopped")}
-    for name, training in trainings.items():
-        # The default handler of SIGTERM ends a process, unless it is stopped.
-        assert training.wait() == (-signal.SIGKILL if name == "stopped" else -signal.SIGTERM)
-        assert "the process is ended, so that the launcher starts the job again" in training.errors
-        wait_until(lambda path=training.directory: read_run_log(path)[0].outcome == "failed", training)
+@pytest.mark.parametrize("name", ENDED)
+def test_a_stalled_process_is_ended(trainings: dict[str, StalledTraining], name: str) -> None:
+    training = trainings[f"ended: {name}"]
+    # The default handler of SIGTERM ends a process, unless it is stopped.
+    is_killed = name in ("stopped", "leaves threads")
+    assert training.wait() == (-signal.SIGKILL if is_killed else -signal.SIGTERM)
+    if name != "lock":
+        text = "the process is ended, so that the launcher starts the job again"
+        wait_until(lambda: text in training.errors, training)
+    wait_until(lambda: [each.outcome for each in read_run_log(training.directory)] == ["failed"], training)
 
 
 # --- the channel ------------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_the_monitor_is_stopped_and_lost_messages_are_made_up(start: Any) -> None:
-    training = start("many steps", Log())
+def test_training_goes_on_while_the_monitor_is_stopped_and_lost_messages_are_made_up(
+    trainings: dict[str, StalledTraining],
+) -> None:
+    training = trainings["many steps"]
     assert training.report(step=5000).frames[0].endswith(" in wait_for_lock")
     assert ckptcore.CheckpointReader(f"{training.directory}/steps").latest == 4000
 
@@ -326,8 +376,8 @@ def test_a_suspended_machine_raises_no_alarm(start: Any, monkeypatch: pytest.Mon
     assert sum(period.steps for period in read_run_log(training.directory)[0].periods) > 50
 
 
-def test_training_goes_on_without_a_monitor(start: Any) -> None:
-    training = start("without monitor", Log())
+def test_training_goes_on_without_a_monitor(trainings: dict[str, StalledTraining]) -> None:
+    training = trainings["without monitor"]
     assert training.wait() == 0, training.errors
     assert ckptcore.verify(f"{training.directory}/state").ok
     assert training.errors.count("the monitor of the watchdog has ended; training continues without it") == 1
@@ -375,6 +425,29 @@ def test_wrong_arguments_of_options_are_refused() -> None:
         Watchdog("memory://run")
 
 
-def test_suspects_are_the_ranks_that_do_not_wait(stalled: dict[str, StalledTraining]) -> None:
-    report = stalled["lock"].report()
+class _Storage:
+    """A plugin with a storage that only this process knows."""
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> dict[str, Any]:
+        return {"mine": open_local}
+
+
+def test_a_storage_that_the_monitor_does_not_know_is_refused() -> None:
+    context = ckptcore.Context(plugins=PluginOptions(extra=(_Storage(),)))
+    with pytest.raises(UnknownPluginError, match="mine"):
+        Watchdog("mine://run", context=context)
+
+
+def test_steps_that_no_checkpoint_can_have_are_refused(tmp_path: Path) -> None:
+    with Watchdog(tmp_path) as watchdog, RunLog(tmp_path) as log:
+        for step, error in ((-1, ValueError), (1 << 63, ValueError), (1.5, TypeError)):
+            with pytest.raises(error):
+                watchdog.step(step)  # type: ignore[arg-type]
+            with pytest.raises(error):
+                log.step(step)  # type: ignore[arg-type]
+
+
+def test_suspects_are_the_ranks_that_do_not_wait(trainings: dict[str, StalledTraining]) -> None:
+    report = trainings["lock"].report()
     assert Incident([report]).suspects == [0]

@@ -101,6 +101,15 @@ def broken(location, context):
 def no_json(location, context):
     return {"title": object()}
 
+def no_panel(location, context):
+    return ["Time"]
+
+def no_rows(location, context):
+    return {"title": "Time", "table": {"headings": ["job"], "rows": "none"}}
+
+def too_long(location, context):
+    return {"title": "Time", "bars": {"title": "", "parts": ["a"], "rows": [{"name": "1", "seconds": [1, 2]}]}}
+
 def counted(location, context):
     return {"title": str(next(numbers))}
 """

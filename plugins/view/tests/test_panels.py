@@ -29,6 +29,16 @@ def test_a_panel_that_fails_hides_no_other(
     assert panels[1]["error"].startswith("AttributeError") and panels[2]["error"].startswith("TypeError")
 
 
+@pytest.mark.parametrize("panel", ["no_panel", "no_rows", "too_long"])
+def test_a_panel_of_another_form_is_an_error(
+    panel: str, run: Path, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_panels(tmp_path / "guest", monkeypatch, a=panel, b="bars")
+    failed, shown = documents(run)("run")["panels"]
+    assert failed["title"] == "a" and "which has not the form of a panel" in failed["error"]
+    assert shown["title"] == "Time"
+
+
 def test_a_panel_is_made_once_a_minute(
     run: Path, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,19 @@ class BeginObserverTests:
         second.__exit__(None, None, None)
         self._expect(observer)
 
+    def test_a_load_in_boxes_runs_while_the_boxes_are_read(self, tmp_path: Path) -> None:
+        """And not before: a generator that is never iterated over ends nothing."""
+        observer = self.observer()
+        ckptcore.save(tmp_path / "saved", {"w": np.ones(1000)})
+        with ckptcore.open(tmp_path / "saved", context=ckptcore.Context(observers=(observer,))) as checkpoint:
+            checkpoint.iter_boxes()
+            boxes = checkpoint.iter_boxes()
+            self._expect(observer)
+            next(boxes)
+            self._expect(observer, "load")
+            boxes.close()
+            self._expect(observer)
+
     def test_operations_of_the_same_kind_are_told_apart(self) -> None:
         """By their ids, also if they are at one place."""
         observer = self.observer()

@@ -27,7 +27,7 @@ class Learnt:
         floor: the bound is never shorter, in seconds.
         factor: the multiple.
         samples: the number of durations from which on the bound is learnt.
-        before: the bound until then, in seconds; None: no bound.
+        before: the bound until then, in seconds, unless `floor` is longer; None: no bound.
 
     Raises:
         ValueError: a value is out of range.
@@ -39,8 +39,14 @@ class Learnt:
     before: float | None = 3600.0
 
     def __post_init__(self) -> None:
-        if self.floor <= 0 or self.factor < 1 or self.samples < 1 or (self.before is not None and self.before <= 0):
+        is_valid = self.floor > 0 and self.factor >= 1 and self.samples >= 1
+        if not is_valid or not (self.before is None or self.before > 0):
             raise ValueError(f"{self}: expected seconds above 0, a factor of at least 1 and at least 1 sample")
+
+    @property
+    def until_learnt(self) -> float | None:
+        """The bound in seconds until it is learnt; None: no bound."""
+        return None if self.before is None else max(self.floor, self.before)
 
 
 Bound: TypeAlias = float | Learnt
@@ -82,8 +88,7 @@ def bounds_from_json(document: Mapping[Kind, Any]) -> dict[Kind, Bound]:
 
 def shortest_bound(bounds: Mapping[Kind, Bound]) -> float:
     """Return the shortest time in seconds that any of the bounds may be."""
-    shortest = [bound if not isinstance(bound, Learnt) else bound.floor for bound in bounds.values()]
-    return min([*shortest, *[bound.before for bound in bounds.values() if isinstance(bound, Learnt) and bound.before]])
+    return min([bound.floor if isinstance(bound, Learnt) else bound for bound in bounds.values()])
 
 
 class Durations:
@@ -94,7 +99,7 @@ class Durations:
         self._bound = bound
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
         self._count = 0
-        self._limit = bound.before if isinstance(bound, Learnt) else bound
+        self._limit = bound.until_learnt if isinstance(bound, Learnt) else bound
 
     @property
     def limit(self) -> float | None:

@@ -203,5 +203,5 @@ def _stall_row(report: StallReport) -> tuple[str, ...]:
         "yes" if report.is_wait else "no",
         report.state,
         ", ".join(report.utilisation.idle),
-        printable(report.frames[0]) if report.frames else "",
+        printable(report.frame),
     )

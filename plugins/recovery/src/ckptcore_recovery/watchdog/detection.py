@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 
 from ckptcore_recovery.watchdog.bounds import Bound, Durations, Kind
 
+_SLOW: Final = 0.25
+"""The part of a bound from which on something is slow."""
+
 _WAITS: Final = ("exchange", "wait_for_previous")
 """Phases in which this rank waits for others, or for an earlier save."""
 
@@ -192,26 +195,36 @@ class Detector:
     def check(self, now: float) -> tuple[Sequence[Stall], Sequence[Stall]]:
         """Return the stalls that are new, and those that have ended since the last check."""
         self._advance(now)
+        stalls = self._longer_than(1.0)
+        new = [stall for key, stall in stalls.items() if key not in self._stalls]
+        ended = [stall for key, stall in self._stalls.items() if key not in stalls]
+        self._stalls = {key: self._stalls.get(key, stall) for key, stall in stalls.items()}
+        return new, ended
+
+    def is_slow(self) -> bool:
+        """Return True if something had taken a quarter of its bound at the last check."""
+        return bool(self._longer_than(_SLOW))
+
+    def _longer_than(self, part: float) -> dict[object, Stall]:
+        """Return what has taken more than a part of its bound."""
+        now = self._now
         stalls: dict[object, Stall] = {}
         for phase, began in self._phases.values():
             limit = self._durations[phase.operation].limit if phase.operation in self._durations else None
-            if phase.is_whole and limit is not None and now - began > limit:
+            if phase.is_whole and limit is not None and now - began > part * limit:
                 inner = [other for other, _ in self._phases.values() if other.operation_id == phase.operation_id][-1]
                 stalls[phase.key] = Stall(
                     phase.operation, inner.phase, phase.step, phase.location, phase.began, now - began, limit,
                     inner.thread,
                 )  # fmt: skip
         for pause, began in self._pauses.values():
-            if pause.bound is not None and now - began > pause.bound:
+            if pause.bound is not None and now - began > part * pause.bound:
                 number = None if self._step is None else self._step.number
                 stalls[pause.number] = Stall(
                     "pause", pause.name, number, "", pause.began, now - began, pause.bound, pause.thread
                 )
         limit = self._durations["step"].limit
-        if self._step is not None and limit is not None and self._age > limit:
+        if self._step is not None and limit is not None and self._age > part * limit:
             step = self._step
             stalls[step] = Stall("step", "step", step.number, "", step.began, self._age, limit, step.thread)
-        new = [stall for key, stall in stalls.items() if key not in self._stalls]
-        ended = [stall for key, stall in self._stalls.items() if key not in stalls]
-        self._stalls = {key: self._stalls.get(key, stall) for key, stall in stalls.items()}
-        return new, ended
+        return stalls

@@ -10,14 +10,16 @@ import contextlib
 import dataclasses
 import json
 import logging
+import logging.handlers
 import os
+import queue
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +66,11 @@ _SILENT_SECONDS: Final = 3 * BEAT_SECONDS
 _EXAMINE_SECONDS: Final = 30.0
 """Maximum time that actions wait for the stacks."""
 
-_END_SECONDS: Final = 30.0
+_END_SECONDS: Final = 20.0
 """Time that actions have to end after the process."""
+
+_PRINT_SECONDS: Final = 5.0
+"""Time to print the last messages."""
 
 _MAX_MESSAGES: Final = 1000
 """Maximum number of messages between two looks."""
@@ -74,7 +79,7 @@ _MAX_REPORTS: Final = 100
 """Maximum number of reports in the directory of the run, of one process. A process that stalls more often needs no
 further report. The actions continue."""
 
-_FRAMES: Final = 10
+_FRAMES: Final = 20
 
 
 class WatchClock:
@@ -191,7 +196,7 @@ class Monitor:
     # --- what the process does ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Watch the process until it ends, then end the log of the run, and the actions."""
+        """Watch the process until it ends or closes the watchdog, then end the log of the run, and the actions."""
         ready = select.poll()
         ready.register(self._channel, select.POLLIN)
         if self._process.descriptor is not None:
@@ -202,10 +207,23 @@ class Monitor:
                 next_look = now + self._tick
                 self._look(now)
         if self._log is not None:
-            self._log.close(self._outcome or "failed", at=self._ended_at)
+            # A process that `EndJob` ends has failed, even if it leaves its loop without an error.
+            outcome = "failed" if self._kill_at is not None or self._outcome is None else self._outcome
+            self._log.close(outcome, at=self._ended_at)
+        self._kill_if_it_stays()
         deadline = time.monotonic() + _END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _kill_if_it_stays(self) -> None:
+        """Wait until a process that `EndJob` ends has ended, if it closed the watchdog. Kill it after the grace."""
+        if self._kill_at is None or self._process.descriptor is None:
+            return
+        ended = select.poll()
+        ended.register(self._process.descriptor, select.POLLIN)
+        while not ended.poll(self._tick * 1000):
+            if self._clock.now() >= self._kill_at:
+                self._process.send(signal.SIGKILL)
 
     def _is_over(self, ready: list[tuple[int, int]]) -> bool:
         """Handle the messages that have arrived. Return True if the process has ended, or has closed the watchdog."""
@@ -262,10 +280,10 @@ class Monitor:
         """Look for stalls, and do what is due."""
         if self._looks % _LOOKS_PER_SAMPLE == 0:
             self._utilisation.sample(now)
-        if self._looks % _LOOKS_PER_GPU_SAMPLE == 0:
+        new, ended = self._detector.check(now)
+        if self._looks % _LOOKS_PER_GPU_SAMPLE == 0 and self._detector.is_slow():
             self._utilisation.ask_gpus(now)
         self._looks += 1
-        new, ended = self._detector.check(now)
         for stall in new:
             incident = _Incident(self._report(stall, now), now, self._policy)
             self._incidents.append(incident)
@@ -352,8 +370,9 @@ class Monitor:
             case AskForSave():
                 self._tell({"save": True})
             case EndJob():
-                _LOGGER.warning("%s; the process is ended, so that the launcher starts the job again", report)
+                self._tell({"ending": True})
                 self._process.send(signal.SIGTERM)
+                _LOGGER.warning("%s; the process is ended, so that the launcher starts the job again", report)
                 deadline = now + action.grace
                 self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
@@ -371,20 +390,36 @@ class Monitor:
         return True
 
 
-def main() -> int:
+@contextlib.contextmanager
+def _printed_messages() -> Iterator[None]:
+    """Print messages on a thread of its own: the standard error may be a full pipe."""
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    printer = logging.StreamHandler()
+    printer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[logging.handlers.QueueHandler(records)], format="%(message)s")
+    listener = logging.handlers.QueueListener(records, printer)
+    listener.start()
+    try:
+        yield
+    finally:
+        stopping = threading.Thread(target=listener.stop, daemon=True)
+        stopping.start()
+        stopping.join(_PRINT_SECONDS)
+
+
+def main() -> None:
     """Watch the process of the command line."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A launcher may signal all processes of a job. This one ends with the process that it watches. Handlers, and not
     # SIG_IGN: commands of the policy would inherit that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     pid, channel, stacks = map(int, sys.argv[1:])
     process = TrainingProcess(pid, stacks)
-    with socket.socket(fileno=channel) as connection:
+    with _printed_messages(), socket.socket(fileno=channel) as connection:
         settings = json.loads(connection.recv(MAX_MESSAGE_BYTES))
         Monitor(process, connection, settings).run()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
+    os._exit(0)  # threads may wait for a storage or for the standard error, and Python would wait for them

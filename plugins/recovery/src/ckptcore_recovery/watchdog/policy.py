@@ -150,12 +150,18 @@ def post(webhook: Webhook, report: StallReport) -> None:
     import urllib.error  # only the monitor posts, and the import takes long
     import urllib.request
 
+    class NoRedirects(urllib.request.HTTPRedirectHandler):
+        """Makes a redirect an error: to follow it would drop the report, and could send it to another host."""
+
+        def redirect_request(self, *arguments: Any) -> None:
+            """See the base class."""
+
     request = urllib.request.Request(
         webhook.url, data=_document(report), headers={"Content-Type": "application/json"}, method="POST"
     )
     host = urllib.parse.urlsplit(webhook.url).hostname
     try:
-        with urllib.request.urlopen(request, timeout=webhook.timeout):
+        with urllib.request.build_opener(NoRedirects).open(request, timeout=webhook.timeout):
             pass
     except urllib.error.HTTPError as error:
         _LOGGER.warning("the report of a stall was not accepted by the webhook at %s: status %d", host, error.code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,9 @@ _MAX_TEXT: Final = 1000
 _COLLECTIVES: Final = ("/torch/distributed/", "/jax/experimental/multihost_utils.py", "/ckptcore/job/", "/mpi4py/")
 """Parts of the paths of sources in which a process waits for other processes."""
 
+_INTERNAL: Final = re.compile(r"/lib/python3\.\d+/(?!site-packages/)|/jax/_src/|/jaxlib/")
+"""In paths of the standard library and of the internals of JAX. They do not tell what a process waits for."""
+
 _STATES: Final[Mapping[ProcessState, str]] = {
     "running": "",
     "blocked": "no Python code runs in the process, because a call holds the interpreter lock",
@@ -67,9 +71,14 @@ class StallReport:
     utilisation: Utilisation
 
     @property
+    def frame(self) -> str:
+        """The innermost frame outside of the standard library and of the internals of JAX; empty if unknown."""
+        return next((frame for frame in self.frames if _INTERNAL.search(frame) is None), "".join(self.frames[:1]))
+
+    @property
     def is_wait(self) -> bool:
-        """True if the process waits for other processes, as far as its phase and its innermost frame show it."""
-        return self.stall.is_wait or any(part in frame for frame in self.frames[:1] for part in _COLLECTIVES)
+        """True if the process waits for other processes, as far as its phase and its `frame` show it."""
+        return self.stall.is_wait or any(part in self.frame for part in _COLLECTIVES)
 
     @property
     def name(self) -> str:
@@ -88,8 +97,8 @@ class StallReport:
             parts.append(f"its phase is {stall.phase}")
         if self.is_wait:
             parts.append("it waits for other processes")
-        if self.frames:
-            parts.append(f"in {self.frames[0]}")
+        if self.frame:
+            parts.append(f"in {self.frame}")
         if self.state != "running":
             parts.append(_STATES[self.state])
         if self.utilisation.idle:
@@ -121,7 +130,7 @@ def _place(report: StallReport) -> tuple[str, str]:
     """Return the source and the function in which a process is. Without frames, what it does."""
     if not report.frames:
         return report.stall.what, report.stall.phase
-    path, _, line = report.frames[0].rpartition(":")
+    path, _, line = report.frame.rpartition(":")
     return path, line.partition(" in ")[2]
 
 
@@ -210,9 +219,10 @@ def _report(document: Any) -> StallReport:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable():
+    if type(value) is not str:
         raise ValueError
-    return value[:_MAX_TEXT]
+    characters = [c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value[:_MAX_TEXT]]
+    return "".join(characters)
 
 
 def _whole(value: Any) -> int:

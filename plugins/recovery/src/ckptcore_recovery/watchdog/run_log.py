@@ -38,6 +38,7 @@ from ckptcore.events import ERROR_CHARACTERS
 from ckptcore.io.threads import map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.requests import as_integer
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.time_account import Period
@@ -136,6 +137,19 @@ def read_run_log(directory: LocationLike | RunDirectory, context: Context | None
         for name, of_one in segments.items()
     ]
     return [incarnation for incarnation in read if incarnation is not None]
+
+
+def checked_step(step: object) -> int:
+    """Return the number of a step.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+    """
+    number = as_integer("step", step)
+    if not 0 <= number <= _MAX_STEP:
+        raise ValueError(f"step {step!r}: a step is a whole number from 0 to {_MAX_STEP}")
+    return number
 
 
 def next_number(store: StorageBackend) -> int:

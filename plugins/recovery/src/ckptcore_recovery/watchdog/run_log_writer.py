@@ -19,7 +19,6 @@ from ckptcore.model import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.redaction import redacted
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import as_integer
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.run_log import (
@@ -29,6 +28,7 @@ from ckptcore_recovery.watchdog.run_log import (
     MAX_SEGMENT_BYTES,
     NOTE_KIND,
     Outcome,
+    checked_step,
     next_number,
 )
 from ckptcore_recovery.watchdog.time_account import SECOND, Activity, TimeAccount
@@ -126,7 +126,7 @@ class RunLog:
             step: its number. A number that is not larger than the last one sets the run back.
             at: see the class.
         """
-        step = as_integer("step", step)
+        step = checked_step(step)
         with self._lock:
             if self._outcome is None:
                 self._account.begin_step(step, self._time(at))

@@ -23,13 +23,12 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.events import Event, logger_named
 from ckptcore.io.threads import reset_in_children
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import as_integer
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.bounds import Bound, Kind, bounds_to_json, with_defaults
 from ckptcore_recovery.watchdog.detection import RunningPause, RunningPhase, RunningStep
 from ckptcore_recovery.watchdog.policy import Action, Log, check_policy, policy_to_json
-from ckptcore_recovery.watchdog.run_log import Outcome
+from ckptcore_recovery.watchdog.run_log import Outcome, checked_step
 from ckptcore_recovery.watchdog.stacks import no_stacks_on_signal, write_stacks_on_signal
 
 BEAT_SECONDS: Final = 1.0
@@ -99,7 +98,8 @@ class Watchdog:
                 f"{shown_location(location)} is the memory of this process: give a directory that its monitor, another "
                 "process, can write"
             )
-        open_directory(location, runtime_of(context).storages, to_write=True)  # refuses unknown schemes
+        monitored = Context(storage=context.storage)  # the monitor has no plugins of this process
+        open_directory(location, runtime_of(monitored).storages, to_write=True)  # refuses unknown schemes
         job = runtime_of(context).job()
         settings = {
             "directory": address,
@@ -119,6 +119,10 @@ class Watchdog:
         self._is_complete = True
         """False if the monitor missed a message. The next heartbeat tells it everything."""
         self._save_requested = False
+        self._is_ending = False
+        """True once the monitor ends this process."""
+        self._last_message = threading.Event()
+        """Set once the monitor has ended, or ends this process."""
         self._stacks = write_stacks_on_signal()
         self._channel: socket.socket | None = None
         try:
@@ -162,7 +166,7 @@ class Watchdog:
             step: its number.
         """
         with self._lock:
-            self._step = RunningStep(as_integer("step", step), time.time(), threading.get_ident())
+            self._step = RunningStep(checked_step(step), time.time(), threading.get_ident())
             self._tell({"step": self._step})
 
     @contextlib.contextmanager
@@ -217,6 +221,8 @@ class Watchdog:
     def close(self, outcome: Outcome = "finished") -> None:
         """End the monitor. Waits up to a minute until it has written the log of the run. Further calls do nothing.
 
+        If an `EndJob` ends this process, the monitor stays: it kills the process after the grace.
+
         Args:
             outcome: "finished" if the job ended as intended, or will continue later. "failed" if it must start again
                 because of an error.
@@ -232,8 +238,11 @@ class Watchdog:
             if writable.poll(_SEND_SECONDS * 1000):
                 channel.send(message, socket.MSG_DONTWAIT)
             channel.shutdown(socket.SHUT_WR)
+        has_ended = self._last_message.wait(_CLOSE_SECONDS)
+        if self._is_ending:
+            return
         try:
-            self._monitor.wait(_CLOSE_SECONDS)
+            self._monitor.wait(_CLOSE_SECONDS if has_ended else 0)
         except subprocess.TimeoutExpired:  # it may still send the signal
             _LOGGER.warning("the monitor of the watchdog has not ended after %.0f s", _CLOSE_SECONDS)
             return
@@ -291,6 +300,7 @@ class Watchdog:
                     self._is_complete = True
                     running = [*self._phases.values()], [*self._pauses.values()][-_MAX_RUNNING:]
                     self._tell({"running": [self._step, *running]})
+        self._last_message.set()
         if self._channel is not None:
             _LOGGER.warning("the monitor of the watchdog has ended; training continues without it")
 
@@ -299,3 +309,6 @@ class Watchdog:
             _LOGGER.warning("%s", message["log"])
         if "save" in message:
             self._save_requested = True
+        if "ending" in message:
+            self._is_ending = True
+            self._last_message.set()

@@ -11,14 +11,15 @@ None if it has nothing to show there::
     }
 
 All members except the title are optional. Columns of a table whose heading begins with ``#`` have numbers. The page
-shows every text as text. The result is cached for a minute.
+shows every text as text, and an error for a panel of another form. The result is cached for a minute.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import Any, Final
 
 from ckptcore.events import logger_named
 from ckptcore.model import JSON
@@ -50,7 +51,29 @@ def _panel(entry: EntryPoint, location: str, viewed: Viewed) -> JSON:
     try:
         panel: JSON = entry.load()(location, viewed.context)
         json.dumps(panel, allow_nan=False)  # must not fail with the rest of the document
+        if panel is not None and not _is_valid(panel):
+            raise TypeError(f"{entry.value} returned {reprlib.repr(panel)}, which has not the form of a panel")
     except Exception as error:
         _LOGGER.exception("the panel %s (%s) fails", entry.name, entry.value)
         return {"title": entry.name, "error": redacted(f"{type(error).__name__}: {error}")}
     return panel
+
+
+def _is_valid(panel: Any) -> bool:
+    """Return True if the page can show a panel. See the docstring of the module."""
+    try:
+        bars, table = panel.get("bars"), panel.get("table")
+        is_valid = _are_texts([panel["title"], *panel.get("lines", [])])
+        if bars is not None:
+            seconds = [row["seconds"] for row in bars["rows"]]
+            is_valid &= _are_texts([bars["title"], *bars["parts"], *[row["name"] for row in bars["rows"]]])
+            is_valid &= all(len(each) == len(bars["parts"]) and min(each, default=0) >= 0 for each in seconds)
+        if table is not None:
+            is_valid &= all(_are_texts(row) for row in (table["headings"], *table["rows"]))
+    except (AttributeError, KeyError, TypeError):
+        return False
+    return is_valid
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
