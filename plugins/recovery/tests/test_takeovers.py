@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from ckptcore_recovery.peers import host_memory, messages
-from ckptcore_recovery.peers.host_memory import Entry, HostMemory, write_at
+from ckptcore_recovery.peers.host_memory import Entry, HostMemory
+from ckptcore_recovery.peers.memory_files import write_at
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import ensure_server

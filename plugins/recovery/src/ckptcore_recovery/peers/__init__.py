@@ -10,6 +10,7 @@ session         the servers and the view as one process uses them; connections h
 joined_jobs     the jobs whose memory this process uses
 views           the members of a job's memory, and which of them hold entries and blobs
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
+memory_files    the files of that memory
 messages        frames on an authenticated connection
 """
 

@@ -22,7 +22,8 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.protocols import Buffer, IfAbsent, PutCondition
 from ckptcore_recovery.peers.fragments import Fragments
-from ckptcore_recovery.peers.host_memory import Blob, Entry, OpenFile, write_at
+from ckptcore_recovery.peers.host_memory import Entry
+from ckptcore_recovery.peers.memory_files import Blob, OpenFile, write_at
 from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES, PayloadError, blocks_of, checksums_of
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.views import Member

@@ -9,37 +9,41 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
 import os
-import re
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-import xxhash
-
 from ckptcore.errors import (
     ConditionFailedError,
-    CorruptCheckpointError,
     ObjectNotFoundError,
     SaveLostError,
     StorageError,
     StorageFullError,
+)
+from ckptcore_recovery.peers.memory_files import (
+    Blob,
+    OpenFile,
+    check_blob_name,
+    open_private,
+    read_number,
+    unlink,
+    write_at,
+    write_file,
+    write_number,
 )
 from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
 
 if TYPE_CHECKING:
     from ckptcore.model.tree import JSON  # the server starts faster without NumPy
 
-_BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _PENDING_SECONDS: Final = 10.0
 """Time in seconds after which a version that a client reserved no longer keeps other clients from changing the key."""
 
@@ -96,103 +100,6 @@ class Entry(NamedTuple):
             return cls(int(version), int(size), content, str(blob), names, bool(is_deleted), int(needed))
         except (TypeError, ValueError) as error:
             raise StorageError(f"invalid entry of a memory server: {error}") from error
-
-
-def check_blob_name(name: object) -> str:
-    """Return the name of a blob if it is valid.
-
-    Raises:
-        StorageError: it is not 32 hexadecimal digits, so it may be a path.
-    """
-    if not isinstance(name, str) or _BLOB_NAME.fullmatch(name) is None:
-        raise StorageError(f"invalid name of a blob: {str(name)[:80]!r}")
-    return name
-
-
-class Blob:
-    """A blob in the memory of this host, mapped. Thread-safe.
-
-    Attributes:
-        memory: its bytes, not verified.
-        key: the key of the object that it belongs to.
-    """
-
-    def __init__(self, memory: memoryview, key: str, checksums: Sequence[int]) -> None:
-        """Take mapped memory, and the checksum of each block of `BLOCK_BYTES`."""
-        self.memory = memory
-        self.key = key
-        self._checksums = checksums
-        self._verified = bytearray(len(checksums))
-
-    @classmethod
-    def open(cls, directory: Path, name: str) -> Self | None:
-        """Map a complete blob. Return None if this host does not have it.
-
-        Raises:
-            OSError: the files cannot be read.
-        """
-        path = directory / "blobs" / check_blob_name(name)
-        try:
-            stated = json.loads(path.with_suffix(".json").read_bytes())
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != stated["size"]:
-                    return None  # a damaged file is as good as none
-                memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-        except FileNotFoundError:
-            return None
-        return cls(memory, stated["key"], stated["checksums"])
-
-    def checksums(self, offset: int, nbytes: int) -> list[int] | None:
-        """Return the checksums that whole blocks had when they were written; None for other ranges."""
-        stop = offset + nbytes
-        if offset < 0 or nbytes <= 0 or offset % BLOCK_BYTES or stop > len(self.memory):
-            return None
-        if stop % BLOCK_BYTES and stop != len(self.memory):
-            return None
-        return list(self._checksums[offset // BLOCK_BYTES : -(-stop // BLOCK_BYTES)])
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the blob, verified; fewer if it ends earlier. Each block is verified once.
-
-        Raises:
-            CorruptCheckpointError: a block does not have the checksum that it had when it was written.
-            StorageError: a number is negative.
-        """
-        if offset < 0 or nbytes < 0:
-            raise StorageError(f"invalid range of {nbytes} bytes at {offset}")
-        stop = min(offset + nbytes, len(self.memory))
-        for number in range(offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            if not self._verified[number]:
-                self.verify(number, self.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
-                self._verified[number] = 1
-        return self.memory[offset : max(offset, stop)]
-
-    def verify(self, number: int, block: memoryview) -> None:
-        """Compare a block, or a copy of it, with its checksum.
-
-        Raises:
-            CorruptCheckpointError: see `read`.
-        """
-        if xxhash.xxh3_64_intdigest(block) != self._checksums[number]:
-            start = number * BLOCK_BYTES
-            raise CorruptCheckpointError(
-                f"bytes {start} to {start + len(block)} changed in memory", start=start, stop=start + len(block)
-            )
-
-
-class OpenFile:
-    """A file that is open for reading and writing as long as this object is used.
-
-    It is not closed earlier, because a thread that is about to write would write to another file with its number.
-
-    Attributes:
-        descriptor: its number.
-    """
-
-    def __init__(self, path: str | Path, flags: int = os.O_RDWR) -> None:
-        self.descriptor = os.open(path, flags, 0o600)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
 @dataclass
@@ -258,26 +165,26 @@ class HostMemory:
             (directory / name).mkdir(exist_ok=True, mode=0o700)
         self.release_room()
         # Versions are higher than those of earlier servers of this memory, which may have forgotten some of them.
-        self._starts = _read_number(directory / "starts") + 1
-        _write_number(directory / "starts", self._starts)
+        self._starts = read_number(directory / "starts") + 1
+        write_number(directory / "starts", self._starts)
         self._read_files()
 
     def _read_files(self) -> None:
-        self.epoch = _read_number(self.directory / "epoch")
+        self.epoch = read_number(self.directory / "epoch")
         for path in list((self.directory / "blobs").iterdir()):
             if path.suffix:
                 if path.suffix != ".json" or not path.with_suffix("").exists():
-                    _unlink(path)
+                    unlink(path)
                 continue
             blob = Blob.open(self.directory, path.name)
             if blob is None:
-                _unlink(path, path.with_suffix(".json"))
+                unlink(path, path.with_suffix(".json"))
                 continue
             self._blobs[path.name] = blob
             self._used += len(blob.memory) + _FILE_BYTES
         for path in list((self.directory / "entries").iterdir()):
             if path.suffix:
-                _unlink(path)  # a temporary file of a killed server
+                unlink(path)  # a temporary file of a killed server
                 continue
             key, encoded = json.loads(path.read_bytes())
             entry = Entry.decode(encoded)
@@ -286,12 +193,12 @@ class HostMemory:
 
     def keep_room(self) -> None:
         """Keep room for the next start of the job, as far as the memory file system has any."""
-        with contextlib.suppress(OSError), open(self._room, "wb", opener=_open_private) as file:
+        with contextlib.suppress(OSError), open(self._room, "wb", opener=open_private) as file:
             os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
 
     def release_room(self) -> None:
         """Release the room that is kept for a start of the job."""
-        _unlink(self._room)
+        unlink(self._room)
 
     @property
     def _room(self) -> Path:
@@ -314,7 +221,7 @@ class HostMemory:
             if epoch <= self.epoch:
                 raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
             self.release_room()
-            _write_number(self.directory / "epoch", epoch)
+            write_number(self.directory / "epoch", epoch)
             self.epoch = epoch
             self._pending.clear()
             for name in list(self._unfinished):
@@ -443,7 +350,7 @@ class HostMemory:
                 raise StorageError(f"blob {name} lacks {_blocks(blob.size) - len(known)} of its blocks")
             path = self.directory / "blobs" / name
             described = {"size": blob.size, "key": blob.key, "checksums": known}
-            _write_file(path.with_suffix(".json"), json.dumps(described).encode())
+            write_file(path.with_suffix(".json"), json.dumps(described).encode())
             memory = mmap.mmap(blob.file.descriptor, blob.size, prot=mmap.PROT_READ) if blob.size else b""
             self._blobs[name] = Blob(memoryview(memory), blob.key, known)
             del self._unfinished[name]
@@ -463,7 +370,7 @@ class HostMemory:
     def _discard(self, name: str) -> None:
         blob = self._unfinished.pop(name)
         self._used -= blob.size + _FILE_BYTES
-        _unlink(self.directory / "blobs" / name)
+        unlink(self.directory / "blobs" / name)
 
     def blob(self, name: str) -> Blob:
         """Return a complete blob.
@@ -485,7 +392,7 @@ class HostMemory:
             if blob is None:
                 continue
             path = self.directory / "blobs" / name
-            _unlink(path.with_suffix(".json"), path)
+            unlink(path.with_suffix(".json"), path)
             nbytes = len(blob.memory) + _FILE_BYTES
             del blob  # unless it is being read, its memory is free now
             with self._changed:
@@ -589,11 +496,11 @@ class HostMemory:
                 )
             path = self._path_of(key)
             if entry.is_deleted:
-                _unlink(path)
+                unlink(path)
                 self._deleted.append((time.monotonic(), key, entry.version))
                 self._forget_deleted()
             else:
-                _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
+                write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
             self._entries[key] = entry
             self._used += more
             if pending is not None:
@@ -625,7 +532,7 @@ class HostMemory:
         with self._changed:
             for key in [key for key in self._entries if not is_kept(key)]:
                 self._used -= _entry_bytes(self._entries.pop(key))
-                _unlink(self._path_of(key))
+                unlink(self._path_of(key))
 
     def _path_of(self, key: str) -> Path:
         return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
@@ -648,74 +555,3 @@ def _blocks(size: int) -> int:
 
 def _entry_bytes(entry: Entry) -> int:
     return 0 if entry.is_deleted else _FILE_BYTES + len(entry.data or b"")
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
-
-
-def write_at(descriptor: int, offset: int, data: memoryview) -> None:
-    """Write to a file in a memory file system. A mapping takes twice the time: its pages are cleared before.
-
-    Raises:
-        StorageFullError: the file system is full.
-    """
-    while len(data):
-        try:
-            written = os.pwrite(descriptor, data, offset)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise StorageFullError(f"the memory file system of this host is full: {error.strerror}") from error
-            raise
-        offset, data = offset + written, data[written:]
-
-
-def _unlink(*paths: Path) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-
-
-def _read_number(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except FileNotFoundError:
-        return 0
-
-
-def _write_number(path: Path, number: int) -> None:
-    """Store a number in place, so that a full memory file system still has room for it.
-
-    Raises:
-        StorageFullError: the file is new, and the memory file system is full.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-    try:
-        os.pwrite(descriptor, f"{number:020}".encode(), 0)
-    except OSError as error:
-        raise _full(path, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def _full(path: Path, error: OSError) -> Exception:
-    """Return the error of the memory of a host for an error of its file system."""
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return StorageFullError(f"{path.parent} is full: {error.strerror}")
-    return error
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """Replace a file by one rename.
-
-    Raises:
-        StorageFullError: the memory file system is full.
-    """
-    temporary = path.with_suffix(f".{os.urandom(4).hex()}.new")
-    try:
-        with open(temporary, "wb", opener=_open_private) as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        _unlink(temporary)
-        raise _full(path, error) from error

@@ -12,7 +12,8 @@ from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
-from ckptcore_recovery.peers.host_memory import Blob, Entry
+from ckptcore_recovery.peers.host_memory import Entry
+from ckptcore_recovery.peers.memory_files import Blob
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.starting import LocalServer
 from ckptcore_recovery.peers.views import Member, View
