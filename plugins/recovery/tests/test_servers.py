@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -102,6 +103,12 @@ def test_all_servers_of_a_job_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
     leader, *_ = hosts.join("a", "b", "c", options=MemoryOptions(1 << 20))
     spread(leader, {"op": "end", "epoch": leader.view.epoch}, b"")
     assert [server._is_ending for server in hosts.servers.values()] == [True] * 3
+
+
+def test_a_server_that_ends_leaves_nothing(host: Path) -> None:
+    ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=0.1, base=str(host))
+    while list(host.iterdir()):
+        time.sleep(0.02)
 
 
 def test_processes_use_a_server_that_was_started_by_hand(host: Path) -> None:

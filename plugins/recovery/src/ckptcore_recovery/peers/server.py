@@ -39,7 +39,7 @@ from ckptcore_recovery.peers.messages import (
 )
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
-from ckptcore_recovery.peers.starting import LocalServer
+from ckptcore_recovery.peers.starting import LocalServer, log_of
 from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
 
 if TYPE_CHECKING:
@@ -560,6 +560,9 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
     shutil.rmtree(directory, ignore_errors=True)
+    log = log_of(directory)
+    if log.exists() and not log.stat().st_size:
+        log.unlink(missing_ok=True)
     return 0
 
 

@@ -123,6 +123,11 @@ def _running_server(job: str, base: str | None) -> LocalServer | None:
     return described if status["id"] == described.id else None
 
 
+def log_of(directory: Path) -> Path:
+    """Return the file with the errors of the server of a directory."""
+    return directory.parent / f"{directory.name}.log"
+
+
 def _start_server(directory: Path, limit: int, interface: str, idle_seconds: float) -> tuple[str, Path]:
     """Start a server in a session of its own. Return the line that it printed, and the file with its errors."""
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -130,7 +135,7 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
     ]  # fmt: skip
-    errors = directory.parent / f"{directory.name}.log"
+    errors = log_of(directory)
     with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         assert started.stdout is not None  # a pipe
