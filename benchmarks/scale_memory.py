@@ -206,7 +206,7 @@ class MemoryJob:
 class _Server:
     """Connections to a server, with the methods of `ServerConnections`."""
 
-    def __init__(self, job: MemoryJob, host: str, port: int = 0, token: bytes = b"") -> None:
+    def __init__(self, job: MemoryJob, host: str, port: int = 0, token: bytes = b"", **options: object) -> None:
         self.place = host
         self._job = job
 

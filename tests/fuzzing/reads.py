@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from ckptcore_tools.copies.manifests import read_manifest
 from ckptcore_view.documents import BadRequestError, Request, document_of
+from ckptcore_view.documents.panels import installed_panels
 from ckptcore_view.viewed import Viewed
 
 import ckptcore
@@ -29,6 +30,9 @@ from ckptcore.step_names import StepNameFormat, StepNames
 
 CONTEXT: Final = Context(durability="none", io=IOOptions(threads=1))
 _RELAXED: Final = Context(io=IOOptions(verify=False, threads=1))
+
+for _panel in installed_panels():  # before a check, which must not import modules
+    _panel.load()
 
 _BOXES: Final = 4
 """Boxes that `look` reads: enough to come to different arrays."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_view.documents import Request, document_of
+from ckptcore_view.documents import Request, document_of, panels
 from ckptcore_view.viewed import Viewed
 
 import ckptcore
@@ -126,3 +126,4 @@ def add_panels(directory: Path, monkeypatch: pytest.MonkeyPatch, **functions: st
     entries = "".join([f"{name} = {module}:{function}\n" for name, function in functions.items()])
     (information / "entry_points.txt").write_text(f"[ckptcore.panels]\n{entries}", encoding="utf-8")
     monkeypatch.syspath_prepend(directory)
+    monkeypatch.setattr(panels, "installed_panels", panels.installed_panels.__wrapped__)  # not those of before

@@ -70,7 +70,7 @@ def test_commands_that_only_list_read_no_data(run: Run, steps: FarStorage) -> No
         steps.forget()
         result = run(*arguments)
         assert result.exit_code == 0, result.output
-        assert _read(steps) <= {"checkpoint.json", "owner.json"}, arguments
+        assert _read(steps) <= {"checkpoint.json", "owner.json", "near.json"}, arguments
     steps.forget()
     run("inspect", "far://runs/run/3")
     assert steps.count() <= 5

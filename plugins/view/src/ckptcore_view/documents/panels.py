@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
@@ -36,15 +38,20 @@ def panels_of(viewed: Viewed, place: str) -> list[JSON]:
     A panel that fails is a panel with the error. The others are shown.
     """
     location = viewed.locate(place)
-    entries = sorted(entry_points(group=_GROUP), key=lambda entry: (entry.name, entry.value))
     panels: list[JSON] = []
-    for entry in entries:
+    for entry in installed_panels():
         key = ("panel", entry.name, entry.value, location)
         remembered: tuple[JSON] | None = viewed.recall(key)
         if remembered is None:
             viewed.remember(key, remembered := (_panel(entry, location, viewed),))
         panels.append(remembered[0])
     return [panel for panel in panels if panel is not None]
+
+
+@cache
+def installed_panels() -> Sequence[EntryPoint]:
+    """Return the entry points of panels, in the order of their names. Reads the installed packages once."""
+    return sorted(entry_points(group=_GROUP), key=lambda entry: (entry.name, entry.value))
 
 
 def _panel(entry: EntryPoint, location: str, viewed: Viewed) -> JSON:
