@@ -119,6 +119,7 @@ class OpenFile:
 
 
 def open_private(path: str, flags: int) -> int:
+    """Open a file that only its user reads; for `open`."""
     return os.open(path, flags, mode=0o600)
 
 
@@ -139,12 +140,14 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 
 
 def unlink(*paths: Path) -> None:
+    """Remove files. Missing ones are no error."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
 
 
 def read_number(path: Path) -> int:
+    """Return the number that `write_number` stored; 0 without a file."""
     try:
         return int(path.read_text())
     except FileNotFoundError:
