@@ -209,8 +209,8 @@ class Recording:
         progress: counts the bytes of arrays that the operation moves; None if they are not counted.
 
     Args:
-        spans: False if no event spans the operation, so that `finish` is not called, or if `begin` is called later. A
-            ``clean`` has no other phase.
+        spans: False if the operation is not reported as begun: `finish` is never called, as for a ``clean``, or
+            `begin` is called later.
     """
 
     def __init__(

@@ -143,6 +143,17 @@ def test_another_user_cannot_read_the_memory(host: Path) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_no_memory_is_kept_in_a_directory_of_another_user(tmp_path: Path) -> None:
+    base, elsewhere = tmp_path / "base", tmp_path / "elsewhere"
+    base.mkdir()
+    (base / f"{JOB}.log").symlink_to(elsewhere)
+    os.chown(base, 65534, 65534)
+    with pytest.raises(StorageError, match=f"base belongs to another user.*set {DIRECTORY_VARIABLE}"):
+        ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(base))
+    assert not elsewhere.exists()
+
+
 # --- containers: namespaces of processes and of mounts, with one memory file system that both mount ------------------
 
 

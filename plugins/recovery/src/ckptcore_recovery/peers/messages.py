@@ -231,6 +231,7 @@ class Connection:
         checksums = header.get("checksums")
         if not isinstance(checksums, list) or len(checksums) != -(-payload_bytes // BLOCK_BYTES):
             raise MessageError(f"message {number} has no checksum for each block of its payload")
+        # `zip` asks for one block more than there are. So `place` hears that the last one has been verified.
         for block, checksum in zip(blocks, checksums, strict=True):
             self._receive_into(block)
             if xxhash.xxh3_64_intdigest(block) != checksum:

@@ -129,8 +129,18 @@ def log_of(directory: Path) -> Path:
 
 
 def _start_server(directory: Path, limit: int, interface: str, idle_seconds: float) -> tuple[str, Path]:
-    """Start a server in a session of its own. Return the line that it printed, and the file with its errors."""
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Start a server in a session of its own. Return the line that it printed, and the file with its errors.
+
+    Raises:
+        StorageError: another user owns the directory of all jobs, and could put links into it.
+    """
+    base = directory.parent
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if base.lstat().st_uid not in (os.getuid(), 0):
+        raise StorageError(
+            f"{base} belongs to another user, who could replace the memory in it. Remove it, or set "
+            f"{DIRECTORY_VARIABLE} to a directory of your own"
+        )
     command = [
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",

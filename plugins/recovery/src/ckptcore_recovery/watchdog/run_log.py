@@ -139,6 +139,15 @@ def read_run_log(directory: LocationLike | RunDirectory, context: Context | None
     return [incarnation for incarnation in read if incarnation is not None]
 
 
+def outcome_of(error: BaseException | None) -> Outcome:
+    """Return how an incarnation ends, given the error that leaves a ``with`` block; None: without an error.
+
+    An interrupt by the keyboard and an exit with status 0 are meant. All other errors are failures.
+    """
+    is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+    return "finished" if error is None or is_exit or isinstance(error, KeyboardInterrupt) else "failed"
+
+
 def checked_step(step: object) -> int:
     """Return the number of a step.
 

@@ -30,6 +30,7 @@ from ckptcore_recovery.watchdog.run_log import (
     Outcome,
     checked_step,
     next_number,
+    outcome_of,
 )
 from ckptcore_recovery.watchdog.time_account import SECOND, Activity, TimeAccount
 
@@ -217,11 +218,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the log. Errors are failures, but not an interrupt by the keyboard or an exit with status 0."""
-        is_meant = kind is None or issubclass(kind, KeyboardInterrupt)
-        if isinstance(error, SystemExit):
-            is_meant = error.code in (None, 0)
-        self.close("finished" if is_meant else "failed")
+        """Close the log. See `outcome_of`."""
+        self.close(outcome_of(error))
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

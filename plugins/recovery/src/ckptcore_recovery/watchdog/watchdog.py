@@ -28,7 +28,7 @@ from ckptcore.training.run_directory import RunDirectory
 from ckptcore_recovery.watchdog.bounds import Bound, Kind, bounds_to_json, with_defaults
 from ckptcore_recovery.watchdog.detection import RunningPause, RunningPhase, RunningStep
 from ckptcore_recovery.watchdog.policy import Action, Log, check_policy, policy_to_json
-from ckptcore_recovery.watchdog.run_log import Outcome, checked_step
+from ckptcore_recovery.watchdog.run_log import Outcome, checked_step, outcome_of
 from ckptcore_recovery.watchdog.stacks import no_stacks_on_signal, write_stacks_on_signal
 
 BEAT_SECONDS: Final = 1.0
@@ -256,11 +256,8 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the watchdog. Errors are failures, but not an interrupt by the keyboard or an exit with status 0."""
-        is_meant = kind is None or issubclass(kind, KeyboardInterrupt)
-        if isinstance(error, SystemExit):
-            is_meant = error.code in (None, 0)
-        self.close("finished" if is_meant else "failed")
+        """Close the watchdog. See `outcome_of`."""
+        self.close(outcome_of(error))
 
     # --- the monitor --------------------------------------------------------------------------------------------------
 
