@@ -102,6 +102,7 @@ DISTRIBUTIONS: Final = (
         },
         internals={"main": "cli"},
     ),
+    Distribution("versions", "ckptcore_versions", layouts=("deltas", "slime")),
     Distribution("view", "ckptcore_view", internals={"to_html": "notebook"}),
 )
 

@@ -166,6 +166,7 @@ _FRAMEWORKS: Final = Part(
         "ckptcore-tools[opentelemetry]",
         "ckptcore-torch",
         "ckptcore-transforms",
+        "ckptcore-versions",
         "ckptcore-view",
     ],
     ["markdown-it-py", "opentelemetry-sdk", "orbax-checkpoint", "safetensors", "tqdm"],

@@ -49,6 +49,7 @@ FEATURES = {
     "ckptcore_tiers",
     "ckptcore_tools",
     "ckptcore_transforms",
+    "ckptcore_versions",
     "ckptcore_view",
 }
 """Packages and modules of our own distributions that share the version of the core and may import more of it."""

@@ -1,0 +1,49 @@
+"""The elements of the version before, against which a publisher encodes the next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.tree import TreePath
+from ckptcore.protocols import Layout
+
+
+class BaseVersion(NamedTuple):
+    """A committed version that a delta is relative to.
+
+    Attributes:
+        name: the name of its directory, a sibling of that of the delta.
+        save_id: its save id; empty if other software wrote it.
+        digest: SHA-256 of its root, in hex digits; empty if it has no root.
+        number: its version number.
+    """
+
+    name: str
+    save_id: str
+    digest: str
+    number: int
+
+
+class HeldVersion(Protocol):
+    """The boxes of a committed version that this process holds, in host memory or mapped. Thread-safe."""
+
+    @property
+    def version(self) -> BaseVersion:
+        """The version."""
+
+    def elements(self, path: TreePath, spec: ArraySpec, box: Box) -> HostArray | None:
+            """Return a view of the elements of a box; None if the version lacks the array, or not all of the box is held.
+
+        Args:
+            path: the path of the array in the tree.
+            spec: the shape and dtype of the new array. An array of another shape or dtype is another array.
+            box: the elements.
+        """
+
+
+class VersionLayout(Layout, Protocol):
+    """A layout of versions: writes full versions, and deltas against a held version."""
+
+    def against(self, held: HeldVersion | None) -> Layout:
+        """Return this layout, writing a delta against a version; None: a full version."""

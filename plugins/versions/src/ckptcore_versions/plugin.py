@@ -1,0 +1,22 @@
+"""Hooks of the plugin: the layouts of versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import LayoutFactory
+
+
+class VersionsPlugin:
+    """Adds the layouts of versions."""
+
+    @hookimpl
+    def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
+        """Layouts by name."""
+        return {}
+
+
+PLUGIN: Final = VersionsPlugin()
+"""The entry point."""
