@@ -33,7 +33,7 @@ class HeldVersion(Protocol):
         """The version."""
 
     def elements(self, path: TreePath, spec: ArraySpec, box: Box) -> HostArray | None:
-            """Return a view of the elements of a box; None if the version lacks the array, or not all of the box is held.
+        """Return a view of the elements of a box; None if the version lacks the array, or not all of it is held.
 
         Args:
             path: the path of the array in the tree.
