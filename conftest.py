@@ -22,6 +22,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 # No test may use a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# PyTorch asks name servers for the name of 127.0.0.1 at each connection to a store. If a server drops a request, the
+# connection waits one second, not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 # gcsfs reads this when it is imported. Without it gcsfs repeats requests that no test server answers.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
