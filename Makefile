@@ -177,6 +177,7 @@ bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instea
 
 # All pages are written, because Sphinx forgets the index entries of others (observed with 9.0).
 docs: $(STAMP)  ## build the documentation into docs/_build/html
+	$(BIN)/python -m tools.brought --check
 	$(BIN)/sphinx-build --write-all --fail-on-warning --keep-going --quiet --jobs auto docs docs/_build/html
 
 clean:  ## remove what was built; .venv stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import inspect
 import multiprocessing
@@ -20,6 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 # No test may use a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# PyTorch asks name servers for the name of 127.0.0.1 at each connection to a store. If a server drops a request, the
+# connection waits one second, not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # gcsfs reads this when it is imported. Without it gcsfs repeats requests that no test server answers.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -97,6 +102,12 @@ _COMBINATIONS: Final = frozenset(
 _EVERY: Final = 3
 """One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
+_LONGEST_SECONDS: Final = 330
+"""A quick test that runs longer hangs. The longest ones take 30, and most end their processes after at most 300."""
+
+_STDERR = pytest.StashKey[int]()
+"""Descriptor of stderr, which pytest redirects during tests."""
+
 _TRAINERS: Final = [Path(__file__).parent / "plugins/integrations/tests" / name for name in ("trainers", "vllm")]
 """Tests with libraries that only the environments of `make test-integrations` and `make test-vllm` have."""
 
@@ -132,6 +143,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A test process has one server of forks, which imports only what the first test asks for.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    config.stash[_STDERR] = os.dup(2)
     if config.getoption("slow") and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("thorough")
 
@@ -171,6 +183,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=left_out)
             out = set(left_out)
             items[:] = [item for item in items if item not in out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """If a quick test hangs, write the stacks of all threads and end this process. pytest-xdist then fails the test.
+
+    This works also if the test holds the lock of the interpreter. Of pytest's own options, `faulthandler_timeout` would
+    end slow tests, too, and the lowest version has no `faulthandler_exit_on_timeout`.
+    """
+    if item.config.getoption("slow") or item.config.getoption("trainers"):
+        return (yield)
+    faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _not_sampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_torch import dtensors
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, empty_tensor
 from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from ckptcore_torch.tensors import is_fake
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from tests.abstracts.untouched import UntouchedMemory, assert_same
+from tests.jobs.torch_groups import process_group
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
@@ -327,9 +326,8 @@ def assert_same_on_device(actual: Any, expected: Any) -> None:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Start a process group of one process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group():
+        yield
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,7 +6,7 @@ import pytest
 from ckptcore_testing import LayoutCrashTests, LayoutForecastTests, LayoutPiecesTests, LayoutTests
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, StorageBackend
 from tests.composites.foreign_format import ShelfLayout
 
 
@@ -44,7 +44,19 @@ class TestSafetensorsCrashes(LayoutCrashTests):
 
 
 class TestShelf(LayoutTests):
-    """A layout that writes metadata files, and reads those of composites."""
+    """A layout of the tests, which writes metadata files, and reads those of composites. Long tests are slow tests."""
 
     def layout(self) -> Layout:
         return ShelfLayout()
+
+    @pytest.mark.slow
+    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(storage)
+
+    @pytest.mark.slow
+    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(storage)
+
+    @pytest.mark.slow
+    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)

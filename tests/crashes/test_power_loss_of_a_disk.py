@@ -104,7 +104,9 @@ def test_a_save_without_syncs_is_detected(warm: Saver, tmp_path: Path) -> None:
     assert not set(outcomes) <= {OLD, NEW}
 
 
-@pytest.mark.parametrize("left_out", ["data", "directory", "parent"])
+@pytest.mark.parametrize(
+    "left_out", ["parent", *[pytest.param(name, marks=pytest.mark.slow) for name in ("data", "directory")]]
+)
 def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite"], warm, tmp_path)
     wrong = {"data": ".safetensors", "directory": ".ckptcore", "parent": "run"}[left_out]

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.architecture.sources import ROOT
 from tools.brought import Row, Rows, pinned_versions, written_page
-
-
-@pytest.mark.system
-def test_the_page_has_the_rows_of_the_tests() -> None:
-    command = [sys.executable, "-m", "tools.brought", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_rows_are_sorted_and_have_versions() -> None:

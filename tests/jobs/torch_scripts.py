@@ -54,7 +54,7 @@ def run_script(
     script: str | Path,
     *arguments: str | Path,
     variables: Mapping[str, str] | None = None,
-    timeout: float = 400,
+    timeout: float = 300,
 ) -> FinishedJob:
     """Run a script in a job of `size` processes, as ``torchrun --standalone --nproc-per-node SIZE`` does.
 
@@ -93,7 +93,7 @@ def run_script(
 
 
 def run_torchrun(
-    size: int, script: str | Path, *arguments: str | Path, max_restarts: int = 0, timeout: float = 400
+    size: int, script: str | Path, *arguments: str | Path, max_restarts: int = 0, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a job of torchrun itself, which takes seconds longer: each process imports PyTorch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]

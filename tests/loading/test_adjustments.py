@@ -302,12 +302,10 @@ def test_a_truncating_load_reads_only_the_kept_rows(rows: tuple[Path, HostArray]
 
 @pytest.fixture
 def second_of_two(rows: tuple[Path, HostArray]) -> Iterator[None]:
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from tests.jobs.torch_groups import process_group
 
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with process_group("fake", rank=1, size=2):
+        yield
 
 
 @pytest.mark.usefixtures("second_of_two")

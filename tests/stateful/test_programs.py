@@ -1,20 +1,19 @@
 """Data loaders with worker processes, and Keras with each backend, in separate programs.
 
 The loaders fork workers, and a process with threads of JAX must not fork. Keras chooses its backend when it is
-imported.
+imported. The programs are forked from a server that has imported JAX and PyTorch, has not used them, and has not
+imported Keras.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.sources import ROOT
+from tests.jobs.torch_scripts import run_script
 
 pytestmark = pytest.mark.system
 
@@ -22,14 +21,7 @@ PROGRAMS = ROOT / "tests" / "stateful" / "programs"
 
 
 def run(program: str, directory: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / program), str(directory)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script(1, PROGRAMS / program, directory, variables=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -26,8 +26,8 @@ def run(job: str, directory: Path, kills: int) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("job", "kills"),
     [
-        ("DcpSave", 4),
-        ("OrbaxCheckpointer", 3),
+        ("DcpSave", 2),
+        ("OrbaxCheckpointer", 2),
         *[
             pytest.param(job, kills, marks=pytest.mark.slow)
             for job, kills in {

@@ -51,11 +51,11 @@ class _LayoutTests(LayoutTests):
 class _OtherOptions(_LayoutTests):
     """Conformance tests of options that are similar to those of another class, so more tests are marked."""
 
-    @pytest.mark.system
+    @pytest.mark.slow
     def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:
         super().test_a_hostile_state_is_an_error(storage)
 
-    @pytest.mark.system
+    @pytest.mark.slow
     def test_damaged_metadata_files_raise_only_checkpoint_errors(self, storage: StorageBackend) -> None:
         super().test_damaged_metadata_files_raise_only_checkpoint_errors(storage)
 
@@ -162,6 +162,7 @@ class TestZarr3Crashes(LayoutCrashTests):
 
 
 @pytest.mark.system
+@pytest.mark.slow
 class TestZarrCrashes(LayoutCrashTests):
     def layout(self) -> Layout:
         return ZarrLayout()

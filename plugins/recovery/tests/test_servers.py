@@ -158,17 +158,20 @@ def test_no_memory_is_kept_in_a_directory_of_another_user(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def volume(host: Path) -> Iterator[Path]:
+def volume() -> Iterator[Path]:
     """Return a memory file system, as an ``emptyDir`` with ``medium: Memory``.
 
     Its servers end with their containers. Their process ids mean other processes here.
     """
-    host.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(host)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount, and to make namespaces")
-    yield host
-    subprocess.run(["umount", "--lazy", str(host)], check=True)
+    # Not in `tmp_path`, which can be in /dev/shm: each container has a /dev/shm of its own.
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        host = Path(directory) / "host"
+        host.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(host)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount, and to make namespaces")
+        yield host
+        subprocess.run(["umount", "--lazy", str(host)], check=True)
 
 
 def in_container(command: list[str]) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-import torch.distributed as dist
 
+from tests.jobs.torch_groups import process_group
 from tests.jobs.torch_scripts import run_script, run_torchrun
 
 
@@ -28,9 +28,9 @@ def torchrun() -> Torchrun:
     def run(processes: int, program: str | Path, *arguments: str | Path, max_restarts: int = 0) -> None:
         done: Any
         if max_restarts:
-            done = run_torchrun(processes, program, *arguments, max_restarts=max_restarts, timeout=600)
+            done = run_torchrun(processes, program, *arguments, max_restarts=max_restarts, timeout=300)
         else:
-            done = run_script(processes, program, *arguments, timeout=600)
+            done = run_script(processes, program, *arguments, timeout=300)
         assert done.returncode == 0, done.stderr[-6000:]
 
     return run
@@ -39,6 +39,5 @@ def torchrun() -> Torchrun:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Run in a process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group():
+        yield

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckptcore_torch.named_optimizers import NamedOptimizer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptcore
+from tests.jobs.torch_groups import process_group
 
 Make: TypeAlias = Callable[[torch.nn.Module], Any]
 
@@ -220,8 +220,5 @@ def job(form: str) -> Iterator[None]:
     if form not in ("DDP", "FSDP2"):
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group():
         yield
-    finally:
-        dist.destroy_process_group()

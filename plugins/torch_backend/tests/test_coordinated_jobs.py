@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import ckptcore_torch
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore import Context
@@ -24,23 +21,13 @@ from ckptcore.job.agreement import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
 from plugins.torch_backend.tests.conftest import Torchrun
+from tests.jobs.torch_groups import process_group
 
 pytestmark = pytest.mark.system
 
 PROGRAM = Path(__file__).with_name("coordinated_job.py")
 RESTARTED = Path(__file__).with_name("restarted_job.py")
 REJOINED = Path(__file__).with_name("rejoined_job.py")
-
-
-@contextmanager
-def in_group(backend: str, size: int) -> Iterator[None]:
-    """Run in a process group whose other processes do not exist."""
-    store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
-    dist.init_process_group(backend, store=store, rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_process_without_a_group_forms_a_job_of_one() -> None:
@@ -50,7 +37,7 @@ def test_a_process_without_a_group_forms_a_job_of_one() -> None:
 
 
 def test_a_group_of_one_process_needs_no_coordinator() -> None:
-    with in_group("gloo", 1):
+    with process_group():
         assert ckptcore_torch.ckpt_coordinator() is None
 
 
@@ -60,7 +47,7 @@ def test_group_without_a_store_raises_an_error_with_a_remedy_in_an_exchange(tmp_
     Loads that read alone need no coordinator.
     """
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
-    with in_group("fake", 4):
+    with process_group("fake", size=4):
         assert runtime_of(Context()).job().size == 4
         assert ckptcore.load(tmp_path / "c", context=Context(job=JobOptions(reads="alone")))["w"].tolist() == [1, 1, 1]
         with pytest.raises(PluginError, match=r"4 processes.*'fake'.*JobOptions\(coordinator="):
@@ -73,7 +60,7 @@ def test_group_without_a_store_raises_an_error_with_a_remedy_in_an_exchange(tmp_
 
 def test_coordinator_of_a_context_has_precedence() -> None:
     mine = StoreCoordinator(dist.HashStore(), 0, 1)
-    with in_group("fake", 4):
+    with process_group("fake", size=4):
         assert runtime_of(Context(job=JobOptions(coordinator=mine))).job() is mine
 
 
@@ -82,7 +69,7 @@ def test_each_process_group_has_its_own_coordinator() -> None:
     counts, coordinators = ExchangeCounts(), _GroupCoordinators()
     counted = []
     for _ in range(2):
-        with in_group("gloo", 1):
+        with process_group():
             coordinator = coordinators.of(dist.group.WORLD)
             assert isinstance(coordinator, Rejoinable) and coordinators.of(dist.group.WORLD) is coordinator
             counted.append([counts.key(coordinator, "run"), counts.key(coordinator, "run")])

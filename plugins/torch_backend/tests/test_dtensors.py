@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptcore.model import AbstractArray
+from tests.jobs.torch_groups import process_group
 
 WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
 
@@ -30,11 +30,8 @@ def job() -> Iterator[None]:
     if dist.is_initialized():  # no group exists while pytest collects the tests, which creates the examples
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def dtensor(whole: torch.Tensor, *placements: Any) -> DTensor:
@@ -93,16 +90,13 @@ def test_abstract_dtensor_requests_the_devices_of_its_mesh() -> None:
 
 def test_a_rank_without_elements() -> None:
     """FSDP2 with tensor parallelism over four ranks, and a weight with one column."""
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    try:
+    with process_group("fake", rank=3, size=8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
         module = torch.nn.Linear(1, 4, bias=False)
         parallelize_module(module, mesh["tensor"], RowwiseParallel())
         fully_shard(module, mesh=mesh["data"])
         assert module.weight.to_local().shape == (0, 0)  # the placements give (2, 0)
         assert DTensorHandler().shards(module.weight, 3, 8) == ()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

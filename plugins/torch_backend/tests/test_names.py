@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.names import plain_names
 from ckptcore_transforms import Rename
@@ -19,20 +18,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, TreeMismatchError
+from tests.jobs.torch_groups import process_group
 
 Module = torch.nn.Module
 Wrap = Callable[[Module], Module]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
+def group() -> Iterator[None]:
     """A process group of one process, for DistributedDataParallel. Imports torch.compile first, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled(torch.nn.Identity())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group():
+        yield
 
 
 class Block(torch.nn.Module):

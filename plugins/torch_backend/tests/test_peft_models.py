@@ -399,7 +399,6 @@ def test_a_job_saves_and_loads(torchrun: Any, tmp_path: Path, wrapper: str) -> N
 
 
 def _job(wrapper: str, directory: Path) -> None:
-    dist.init_process_group("gloo")
     model = trained(base_model(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
     expected = {name: tensor.clone() for name, tensor in adapter_state(model).items()}
     if wrapper == "fsdp2":
@@ -420,8 +419,9 @@ def _job(wrapper: str, directory: Path) -> None:
                 torch.nn.init.zeros_(parameter)
         load_adapter_into(directory / "a", wrapped)
         assert equal(adapter_state(wrapped), expected)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     _job(sys.argv[1], Path(sys.argv[2]))
+    dist.destroy_process_group()  # after the model, see tests/jobs/torch_groups.py

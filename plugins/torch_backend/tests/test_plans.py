@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_torch.dtensors import DTensorHandler
 from ckptcore_torch.tensors import TensorHandler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore.protocols import LeafHandler
+from tests.jobs.torch_groups import process_group
 
 PROCESSES = 8
 
@@ -22,9 +21,8 @@ PROCESSES = 8
 @pytest.fixture
 def imagined_group() -> Iterator[None]:
     """A process group of 8 ranks in which only this process exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=PROCESSES)
-    yield
-    dist.destroy_process_group()
+    with process_group("fake", rank=3, size=PROCESSES):
+        yield
 
 
 def test_handlers_implement_the_methods_that_plans_need() -> None:

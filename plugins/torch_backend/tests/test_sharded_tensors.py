@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,14 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ValueRecord
+from tests.jobs.torch_groups import process_group
 
 GOLDEN = Path(__file__).with_name("golden_sharded_tensors")
 HANDLER = ShardedTensorHandler()
-
-
-@contextmanager
-def job(backend: str = "gloo", size: int = 1) -> Iterator[None]:
-    """Run in a process group whose other processes do not exist."""
-    store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
-    dist.init_process_group(backend, store=store, rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded(
@@ -66,7 +54,7 @@ QUARTERS = [((0, 0), (3, 2), 0), ((0, 2), (3, 5), 0), ((3, 0), (2, 2), 0), ((3, 
 def example(whole: torch.Tensor) -> ShardedTensor:
     if dist.is_initialized():
         return sharded(whole, QUARTERS)
-    with job():  # no group exists while pytest collects the tests, which creates the examples
+    with process_group():  # no group exists while pytest collects the tests, which creates the examples
         return sharded(whole, QUARTERS)
 
 
@@ -136,7 +124,7 @@ def test_sharded_tensors_load_as_other_kinds_of_arrays(tmp_path: Path) -> None:
 
 
 def test_a_process_has_its_own_shards_and_knows_the_cuts_of_all() -> None:
-    with job("fake", 2):
+    with process_group("fake", size=2):
         leaf = sharded(WHOLE, [((0, 0), (3, 7), 0), ((3, 0), (2, 7), 1)])
         record = HANDLER.describe(leaf)
         assert isinstance(record, ArrayRecord)
@@ -156,7 +144,7 @@ def test_a_process_has_its_own_shards_and_knows_the_cuts_of_all() -> None:
 
 @pytest.mark.parametrize(("ranks", "expected"), [([0, 1], (0, 2)), ([0, 2], (0, 2)), ([0, 1, 2, 3], (0, 1))])
 def test_groups_of_hybrid_sharding_are_replicas(ranks: list[int], expected: tuple[int, int]) -> None:
-    with job("fake", 4):
+    with process_group("fake", size=4):
         places = [((0, 0), (3, 7), 0), ((3, 0), (2, 7), ranks[-1])]
         leaf = sharded(WHOLE, places, dist.new_group(ranks))
         (shard,) = HANDLER.shards(leaf, 0, 4)
@@ -164,7 +152,7 @@ def test_groups_of_hybrid_sharding_are_replicas(ranks: list[int], expected: tupl
 
 
 def test_unknown_replicas_are_refused(tmp_path: Path) -> None:
-    with job("fake", 4):
+    with process_group("fake", size=4):
         leaf = sharded(WHOLE, [((0, 0), (5, 7), 0)], dist.new_group([0, 3]))
         with pytest.raises(UnsupportedLeafError, match=r"over the ranks \[0, 3\] of 4"):
             HANDLER.shards(leaf, 0, 4)

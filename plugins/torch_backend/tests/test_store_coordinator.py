@@ -23,8 +23,8 @@ LARGEST_JOB = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def processes() -> Iterator[None]:
-    """Start processes that all tests reuse, because each process imports PyTorch. Each runs one rank at a time."""
-    with ProcessPoolExecutor(LARGEST_JOB, multiprocessing.get_context("spawn")) as pool:
+    """Start processes that all tests reuse. Each runs one rank at a time."""
+    with ProcessPoolExecutor(LARGEST_JOB, multiprocessing.get_context("forkserver")) as pool:
         TestStoreCoordinator.processes = pool
         yield
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ckptcore_transforms import Cast, Rename, Split, Stack, Transform, Transpose
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore.results import LoadReport
+from tests.jobs.torch_groups import process_group
 
 RANK, RANKS = 2, 4
 
@@ -24,11 +23,8 @@ RANK, RANKS = 2, 4
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of four ranks in which only this process exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
-    try:
+    with process_group("fake", rank=RANK, size=RANKS):
         yield init_device_mesh("cpu", (RANKS,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_shard_of_a_stack_reads_its_rows(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -47,11 +47,12 @@ pytestmark = pytest.mark.system
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
 _LAYOUTS: Final = ["safetensors", "ocdbt", "zarr3", "dcp"]
+_QUICK: Final = [("memory", "dcp"), ("file", "ocdbt")]
 _PLACES: Final = [
-    pytest.param(scheme, layout, marks=[] if number % 2 else pytest.mark.slow)
-    for number, (scheme, layout) in enumerate(itertools.product(["memory", "file"], _LAYOUTS))
+    pytest.param(*place, marks=[] if place in _QUICK else pytest.mark.slow)
+    for place in itertools.product(["memory", "file"], _LAYOUTS)
 ]
-"""Schemes and layouts. Half of the combinations run only as slow tests."""
+"""Schemes and layouts. All but two combinations run only as slow tests."""
 _SAMPLE: Final = 12
 
 _Task = Callable[[str, ckptcore.Context | None], None]

@@ -213,7 +213,7 @@ def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
 FULL = ("--help > /dev/full", "ls {0} > /dev/full", "inspect {0}/nothing --json > /dev/full")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "--json >&-", *FULL])
 def test_streams_that_are_closed_or_full(redirection: str, unbuffered: str, checkpoint: Path, tmp_path: Path) -> None:
     commands: list[list[object]] = [["inspect", checkpoint], ["inspect", tmp_path / "nothing"], ["ls", tmp_path]]
