@@ -216,6 +216,9 @@ class _Server:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def adopt(self, other: _Server) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -187,5 +187,8 @@ class CountedConnections:
         raise_error(answer, self.place)
         return json.loads(answered), _received(data, place, answer)
 
+    def adopt(self, other: CountedConnections) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Do nothing."""

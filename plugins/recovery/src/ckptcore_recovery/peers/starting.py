@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,6 +144,8 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
     ]  # fmt: skip
+    import subprocess  # here, because the server uses this module, and jobs wait for its start
+
     errors = log_of(directory)
     with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
