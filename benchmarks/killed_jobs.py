@@ -145,7 +145,10 @@ class KilledJob:
         self.memory.mkdir(exist_ok=True)
         if self.name == processes.MEMORY and not self.networks:
             spare = str(self.memory / f"spare-{self._spares + 1}")
-            ensure_server(JOB, limit=MEMORY_BYTES, interface="127.0.0.1", idle_seconds=IDLE_SECONDS, base=spare)
+            _, server = ensure_server(
+                JOB, limit=MEMORY_BYTES, interface="127.0.0.1", idle_seconds=IDLE_SECONDS, base=spare
+            )
+            server.close()
         if self.name == processes.TORCHFT:
             self._holding, members = self._start("hold")
             _results(members)

@@ -230,7 +230,8 @@ def test_servers_that_are_started_at_the_same_time_are_one(hosts: Hosts, tmp_pat
 
     def start() -> None:
         barrier.wait()
-        found.append(ensure_server(hosts.job, limit=1 << 20, interface="127.0.0.1", idle_seconds=60.0, base=str(base)))
+        server, _ = ensure_server(hosts.job, limit=1 << 20, interface="127.0.0.1", idle_seconds=60.0, base=str(base))
+        found.append(server)
 
     base = hosts.base("a")
     threads = [threading.Thread(target=start) for _ in range(4)]

@@ -84,8 +84,7 @@ def join_job(
     )
     with agreement.stage("servers") as stage:
         number = least() if agreement.rank == 0 else 0
-        local = start()
-        own = ServerConnections(local.interface, local.port, local.token)
+        local, own = start()
         status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
