@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -215,6 +215,30 @@ def test_a_piece_of_a_blob_that_was_given_up_is_not_written_to_a_later_one(
         block[:] = b"stale"
     (path,) = later
     assert path.read_bytes() == bytes(5)
+
+
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_memory_that_is_being_freed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fenced: bool
+) -> None:
+    memory = HostMemory(tmp_path, len(LARGE) + (1 << 14))  # room for one of two blobs
+    memory.begin_blob("0" * 32, "old", len(LARGE), owner=1)
+    memory.finish_blob("0" * 32, [0] * (len(LARGE) >> 20))
+    may_free = threading.Event()
+    free, wait = memory._free, memory._changed.wait
+
+    def wait_for_memory(timeout: float | None = None) -> bool:
+        if is_fenced:
+            memory.fence(1)
+        may_free.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(memory, "_free", lambda removed: may_free.wait() and free(removed))
+    monkeypatch.setattr(memory._changed, "wait", wait_for_memory)
+    memory.drop(["0" * 32])
+    with pytest.raises(SaveLostError) if is_fenced else nullcontext():
+        memory.begin_blob("1" * 32, "new", len(LARGE), owner=1)
+    assert memory.blobs() == {}
 
 
 def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Path) -> None:
