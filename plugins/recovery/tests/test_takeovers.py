@@ -14,7 +14,7 @@ from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.memory_files import write_at
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
-from ckptcore_recovery.peers.starting import ensure_server
+from ckptcore_recovery.peers.starting import LocalServer, ensure_server
 from ckptcore_recovery.peers.storage import PeerStorage
 from ckptcore_recovery.peers.views import Member, View
 
@@ -249,7 +249,7 @@ def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Pat
 
 
 def test_servers_that_are_started_at_the_same_time_are_one(hosts: Hosts, tmp_path: Path) -> None:
-    found = []
+    found: list[LocalServer] = []
     barrier = threading.Barrier(4)
 
     def start() -> None:
