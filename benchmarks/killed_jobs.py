@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ckptcore_recovery.peers.starting import ensure_server
 from ckptcore_testing.servers import free_port
 
 from benchmarks import recovery_processes as processes
 from benchmarks.limited_network import NetworkHost
-from benchmarks.recovery_processes import JOB, Member
+from benchmarks.recovery_processes import IDLE_SECONDS, JOB, MEMORY_BYTES, Member
 
 PHASES: Final = ("detection", "agreement", "transfer", "building")
 
@@ -139,9 +140,15 @@ class KilledJob:
         return self.forkers[0 if task == "hold" else rank % len(self.forkers)]
 
     def prepare(self) -> None:
-        """Start the job, and save a step."""
+        """Start the job, and save a step. Start what stands by on the spare host."""
         self.directory.mkdir(exist_ok=True)
         self.memory.mkdir(exist_ok=True)
+        if self.name == processes.MEMORY and not self.networks:
+            spare = str(self.memory / f"spare-{self._spares + 1}")
+            _, server = ensure_server(
+                JOB, limit=MEMORY_BYTES, interface="127.0.0.1", idle_seconds=IDLE_SECONDS, base=spare
+            )
+            server.close()
         if self.name == processes.TORCHFT:
             self._holding, members = self._start("hold")
             _results(members)

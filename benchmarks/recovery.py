@@ -9,11 +9,16 @@ load the same bytes: the state is sharded over the processes. The phases are:
 - transfer: the bytes are moved.
 - building: the rest: the memory of the state before, and until all processes have finished a step.
 
+The start of a program is not measured: all processes are forked from one that has imported all libraries, and the
+memory server of the spare host runs already, as if a launcher had started it (see the how-to). In the row "no server
+yet" the new process starts it, which is the start of an interpreter. torchft keeps a second, healthy replica group of
+as many processes, whose servers run. Its managers, which would agree on who is healthy, are left out: the address is
+known. The loads of all others agree among the new processes.
+
 Each contender has its best configuration. ckptcore verifies all bytes, lm-resiliency those that TorchDistTransfer
 sends; DCP and torchft verify nothing. Files on disk are removed from the page cache, in which a spare host would not
-have them either. torchft keeps a second, healthy replica group of as many processes, which send from their own memory;
-its address is known without its manager. lm-resiliency writes what survived to files when its processes get SIGTERM,
-and reads them in new processes; here these files are in memory, and hosts share them.
+have them either. lm-resiliency writes what survived to files when its processes get SIGTERM, and reads them in new
+processes; here these files are in memory, and hosts share them.
 
 Further rows: the transfer alone, between two network namespaces with a limited rate and on the loopback interface; the
 time for which a save into memory blocks the training; the slowdown of the steps of training by copies.
@@ -119,7 +124,8 @@ def _jobs(
 
 def _killed(setting: Setting, memory: Path, forker: Forker, size: int) -> Iterator[Row]:
     """Kill a job of each contender."""
-    names = _installed(processes.MEMORY, processes.DISK, processes.DCP, processes.TORCHFT, processes.LM_RESILIENCY)
+    ours = (processes.MEMORY, processes.COLD, processes.DISK)
+    names = _installed(*ours, processes.DCP, processes.TORCHFT, processes.LM_RESILIENCY)
     jobs = _jobs(setting, memory, [forker], size, names)
     nbytes = _rows_of_arrays(setting, size) * ARRAYS * COLUMNS * 4
     try:
@@ -130,7 +136,7 @@ def _killed(setting: Setting, memory: Path, forker: Forker, size: int) -> Iterat
                 job.prepare,
                 job.clear,
                 lambda recovery: float(recovery.total),
-                None if name in (processes.MEMORY, processes.DISK) else 1.0,
+                None if name in ours else 1.0,
             )
             for name, job in jobs.items()
         ]

@@ -56,7 +56,12 @@ if HAS_LM_RESILIENCY:
 ARRAYS: Final = 16
 COLUMNS: Final = 1024
 JOB: Final = "benchmark"
+MEMORY_BYTES: Final = 1 << 40
+IDLE_SECONDS: Final = 120.0
+"""Memory servers end after this time without a process of the job."""
+
 MEMORY: Final = "ckptcore, memory of peers"
+COLD: Final = "ckptcore, memory, no server yet"
 DISK: Final = "ckptcore, disk"
 DCP: Final = "DCP, disk"
 TORCHFT: Final = "torchft HTTPTransport"
@@ -131,15 +136,15 @@ class _Ours:
 
     def _open(self) -> ckptcore.Checkpointer:
         directory: Any = Path(self._member.directory) / "run"
-        if self._member.contender == MEMORY:
+        if self._member.contender in (MEMORY, COLD):
             os.environ[DIRECTORY_VARIABLE] = self._member.host
             directory = PeerMemory(
                 directory,
                 job=JOB,
-                memory_bytes=1 << 40,
+                memory_bytes=MEMORY_BYTES,
                 upload_policy=SpecificSteps([]),
                 interface=self._member.interface,
-                idle_seconds=120.0,
+                idle_seconds=IDLE_SECONDS,
                 bytes_per_second=self._member.bytes_per_second,
             )
         elif self._member.contender == TMPFS:
@@ -349,7 +354,7 @@ class _Socket:
 
 
 _METHODS: Final[Mapping[str, Callable[[Member], _Method]]] = {
-    MEMORY: _Ours, DISK: _Ours, DCP: _Dcp, TORCHFT: _TorchFt, LM_RESILIENCY: _LmResiliency,
+    MEMORY: _Ours, COLD: _Ours, DISK: _Ours, DCP: _Dcp, TORCHFT: _TorchFt, LM_RESILIENCY: _LmResiliency,
     LM_TRANSFER: _LmTransfer, SOCKET: _Socket,
 }  # fmt: skip
 

@@ -117,7 +117,8 @@ class MemoryJob:
         """Start the job, list the steps, and delete one."""
         with ExitStack() as stack:
             connect = partial(_Server, self)
-            stack.enter_context(patch.object(joining, "ensure_server", lambda *names, **options: self._local))
+            own = self._local, connect(self._local.interface)
+            stack.enter_context(patch.object(joining, "ensure_server", lambda *names, **options: own))
             stack.enter_context(patch.object(joining, "ServerConnections", connect))
             stack.enter_context(patch.object(discovery, "ServerConnections", connect))
             stack.enter_context(patch.object(Session, "server", lambda session, member: connect(member.host)))
@@ -215,6 +216,9 @@ class _Server:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def adopt(self, other: _Server) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

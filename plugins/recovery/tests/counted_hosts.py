@@ -53,13 +53,14 @@ class CountedHosts:
         self._lock = threading.Lock()
         self._joined = 0
 
-        def ensure(job: str, *, limit: int, base: str, **options: object) -> LocalServer:
+        def ensure(job: str, *, limit: int, base: str, **options: object) -> tuple[LocalServer, CountedConnections]:
             with self._lock:
                 if base not in self.servers:
                     at = directory / base / job
                     at.mkdir(parents=True)
                     self.servers[base] = MemoryServer(HostMemory(at, limit), f"id of {base}", TOKEN, 900)
-            return LocalServer(directory / base / job, f"id of {base}", base, 1, TOKEN)
+            local = LocalServer(directory / base / job, f"id of {base}", base, 1, TOKEN)
+            return local, CountedConnections(self, base, base)
 
         def server(user: Session, member: Member) -> CountedConnections:
             sender = None if user.local is None else user.local.id.removeprefix("id of ")
@@ -186,6 +187,9 @@ class CountedConnections:
         self._hosts.count(self._sender, self.place, len(sent) + len(payload) + len(answered) + len(data))
         raise_error(answer, self.place)
         return json.loads(answered), _received(data, place, answer)
+
+    def adopt(self, other: CountedConnections) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

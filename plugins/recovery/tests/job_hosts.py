@@ -64,7 +64,7 @@ class Hosts:
         def join(coordinator: Coordinator) -> Session:
             host = hosts[coordinator.rank]
             options = replace(self.options, base=self.base(host), domain=domains.get(host))
-            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options, least=least)
+            return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options, least=lambda: least)
 
         sessions = threads.run(join)
         self._sessions.extend(sessions)

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
+from ckptcore_recovery.peers.views import Member
 from ckptcore_testing import RunDirectoryTests
 
+from ckptcore import Checkpointer, Context
 from ckptcore.policies import FixedInterval
 from ckptcore.training import RunDirectory
 from plugins.recovery.tests.host_directories import kill_servers
@@ -28,15 +32,32 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
         PeerMemory("run", **{"memory_bytes": 1, "upload_policy": FixedInterval(1), **arguments})
 
 
+@pytest.fixture(autouse=True)
+def use_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the memory of a host of its own."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "host"))
+    yield
+    kill_servers(tmp_path)
+
+
+def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    begin = Session.begin_blob
+
+    def record(self: Session, member: Member, name: str, key: str, size: int) -> str:
+        phases.append("begin")
+        return begin(self, member, name, key, size)
+
+    monkeypatch.setattr(Session, "begin_blob", record)
+    memory = PeerMemory(tmp_path / "run", memory_bytes=1 << 26, copies=0, upload_policy=FixedInterval(2))
+    context = Context(observers=[lambda event: phases.append(event.phase)])
+    with Checkpointer(memory, context=context) as opened:
+        opened.save(1, {"w": np.ones(1 << 22)})
+    assert phases.index("copy") < phases.index("begin"), "the training waits for the copy alone"
+
+
 class TestPeerMemory(RunDirectoryTests):
     """A job on one host, in front of a directory that gets every second step."""
-
-    @pytest.fixture(autouse=True)
-    def use_host(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Use the memory of a host of its own."""
-        monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "host"))
-        yield
-        kill_servers(tmp_path)
 
     def directory(self, path: Path) -> RunDirectory:
         """Return the memory in front of a directory."""

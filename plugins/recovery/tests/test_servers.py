@@ -115,13 +115,13 @@ def test_processes_use_a_server_that_was_started_by_hand(host: Path) -> None:
     with subprocess.Popen(serving(host), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"
         for _ in range(2):
-            found = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+            found, _ = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
             assert server_pid(host, JOB) == server.pid
         second = subprocess.run(serving(host), capture_output=True, text=True, check=True, timeout=300)
         assert second.stdout == "already running\n"
         server.terminate()
         assert server.wait(60) == 0
-    again = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+    again, _ = ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
     assert again.id == found.id, "the next server takes over the memory"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.memory_files import write_at
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
-from ckptcore_recovery.peers.starting import ensure_server
+from ckptcore_recovery.peers.starting import LocalServer, ensure_server
 from ckptcore_recovery.peers.storage import PeerStorage
 from ckptcore_recovery.peers.views import Member, View
 
@@ -217,6 +217,30 @@ def test_a_piece_of_a_blob_that_was_given_up_is_not_written_to_a_later_one(
     assert path.read_bytes() == bytes(5)
 
 
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_memory_that_is_being_freed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fenced: bool
+) -> None:
+    memory = HostMemory(tmp_path, len(LARGE) + (1 << 14))  # room for one of two blobs
+    memory.begin_blob("0" * 32, "old", len(LARGE), owner=1)
+    memory.finish_blob("0" * 32, [0] * (len(LARGE) >> 20))
+    may_free = threading.Event()
+    free, wait = memory._free, memory._changed.wait
+
+    def wait_for_memory(timeout: float | None = None) -> bool:
+        if is_fenced:
+            memory.fence(1)
+        may_free.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(memory, "_free", lambda removed: may_free.wait() and free(removed))
+    monkeypatch.setattr(memory._changed, "wait", wait_for_memory)
+    memory.drop(["0" * 32])
+    with pytest.raises(SaveLostError) if is_fenced else nullcontext():
+        memory.begin_blob("1" * 32, "new", len(LARGE), owner=1)
+    assert memory.blobs() == {}
+
+
 def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Path) -> None:
     server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 60.0)
     server._view = View(2, [Member("a", "127.0.0.1", 1, "a")], 0)
@@ -225,12 +249,13 @@ def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Pat
 
 
 def test_servers_that_are_started_at_the_same_time_are_one(hosts: Hosts, tmp_path: Path) -> None:
-    found = []
+    found: list[LocalServer] = []
     barrier = threading.Barrier(4)
 
     def start() -> None:
         barrier.wait()
-        found.append(ensure_server(hosts.job, limit=1 << 20, interface="127.0.0.1", idle_seconds=60.0, base=str(base)))
+        server, _ = ensure_server(hosts.job, limit=1 << 20, interface="127.0.0.1", idle_seconds=60.0, base=str(base))
+        found.append(server)
 
     base = hosts.base("a")
     threads = [threading.Thread(target=start) for _ in range(4)]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator
+from ckptcore_torch.store_handshakes import pause_after
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 
@@ -117,6 +118,7 @@ def tell():
 
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator
+from ckptcore_torch.store_handshakes import pause_after
 
 store = dist.HashStore()
 StoreCoordinator(store, 0, 2, timeout_seconds=0.05).broadcast("told", b"to one that does not come")
@@ -191,3 +193,13 @@ def test_a_store_that_fails_raises_an_error_that_names_the_exchange() -> None:
 def test_of_job_needs_a_process_group() -> None:
     with pytest.raises(PluginError, match="init_process_group"):
         StoreCoordinator.of_job()
+
+
+def test_a_wait_sees_an_answer_soon_and_sends_few_requests() -> None:
+    waited, looks = 0.0, 0
+    while waited < 1.0:
+        pause = pause_after(waited)
+        assert pause <= max(waited / 5, 0.001)
+        waited, looks = waited + pause, looks + 1
+    assert looks < 60
+    assert pause_after(600.0) == 0.05

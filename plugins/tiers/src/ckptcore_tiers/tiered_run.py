@@ -144,9 +144,8 @@ class TieredRun:
                     if ownership.metadata is not None:
                         write_directory_metadata(far.open_to_write(), ownership.metadata)
                     write_near_note(far.open_to_write(), redacted_location(near.display))
-            for name, directory in (("near", near), ("far", far)):
-                if self.hosts is None or directory is far:
-                    expect_one_directory(agreement.part(name), directory.store, directory.directory)
+            for number, directory in enumerate(self.shared()):
+                expect_one_directory(agreement.part(f"shared-{number}"), directory.store, directory.directory)
         except BaseException:
             self.release()
             raise
@@ -155,6 +154,10 @@ class TieredRun:
     def _owned(self) -> Sequence[OwnedDirectory]:
         """The directories that this process owns, the near directory first."""
         return [owned for owned in (self.near, self.far) if owned is not None]
+
+    def shared(self) -> Sequence[StepDirectory]:
+        """Return the directories that all processes must see, and may not: each host can have another one."""
+        return self.steps.directories if self.hosts is None else self.steps.directories[1:]
 
     def begin(self) -> None:
         """See `OwnedRun`. Starts uploads. Steps that an earlier run did not upload are first."""

@@ -13,14 +13,19 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
-from ckptcore_torch.store_handshakes import StoreHandshake, WatchedStore, handshakes, run_watched
+from ckptcore_torch.store_handshakes import (
+    LONGEST_PAUSE_SECONDS,
+    StoreHandshake,
+    WatchedStore,
+    handshakes,
+    pause_after,
+    run_watched,
+)
 
 T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
 """Backends whose store does not keep values (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
-_FIRST_PAUSE_SECONDS: Final = 0.0005
-_LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
 class StoreCoordinator:
@@ -162,24 +167,21 @@ class StoreCoordinator:
 
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
         """Wait until each rank has set its name in the store."""
-        deadline = time.monotonic() + self._timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
-        missing = dict(names)
-        while True:
-            missing = {rank: name for rank, name in missing.items() if not store.has(name)}
-            if not missing:
-                return
-            self._awaited[key] = tuple(missing)
-            if time.monotonic() >= deadline:
-                raise CoordinationTimeoutError(
-                    f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} "
-                    f"within {self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, "
-                    "set Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
-                    "rank",
-                    list(missing),
-                )
+        began = time.monotonic()
+        while not store.has(*names.values()):
+            waited = time.monotonic() - began
+            pause, is_over = pause_after(waited), waited >= self._timeout_seconds
+            if is_over or pause == LONGEST_PAUSE_SECONDS:
+                self._awaited[key] = missing = [rank for rank, name in names.items() if not store.has(name)]
+                if is_over and missing:
+                    raise CoordinationTimeoutError(
+                        f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
+                        f"{self._timeout_seconds:g} s: {missing}; check their logs. If they were only late, set "
+                        "Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
+                        "rank",
+                        missing,
+                    )
             store.pause(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

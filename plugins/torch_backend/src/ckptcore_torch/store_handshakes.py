@@ -48,9 +48,9 @@ class WatchedStore:
         """Return the value of an existing name."""
         return bytes(self._request(lambda: self._store.get(name)))
 
-    def has(self, name: str) -> bool:
-        """Return True if a name exists."""
-        return bool(self._request(lambda: self._store.check([name])))
+    def has(self, *names: str) -> bool:
+        """Return True if all names exist."""
+        return bool(self._request(lambda: self._store.check(list(names))))
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter, and return the sum."""
@@ -135,8 +135,18 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
         errors.clear()  # breaks the reference cycle between an error and this frame
 
 
-_FIRST_PAUSE_SECONDS: Final = 0.0005
-_LONGEST_PAUSE_SECONDS: Final = 0.05
+_SHORTEST_PAUSE_SECONDS: Final = 0.00025
+LONGEST_PAUSE_SECONDS: Final = 0.05
+_PAUSED_SHARE: Final = 1 / 6
+
+
+def pause_after(waited_seconds: float) -> float:
+    """Return how long to pause before the next look into a store, in seconds.
+
+    It is a share of the time since the wait began, so an answer is seen late by at most that share, or by 50 ms.
+    """
+    return min(max(waited_seconds * _PAUSED_SHARE, _SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+
 
 _ENDING_SECONDS: Final = 5.0
 """Maximum time in seconds that the exit of the program waits for a request to the store."""
@@ -215,7 +225,7 @@ class StoreHandshake:
             return
         self._waited = True
         deadline = time.monotonic() + timeout_seconds
-        while not self._all_met.wait(_LONGEST_PAUSE_SECONDS) and time.monotonic() < deadline:
+        while not self._all_met.wait(LONGEST_PAUSE_SECONDS) and time.monotonic() < deadline:
             store.pause(0)
 
     def waited(self) -> None:
@@ -236,8 +246,7 @@ class StoreHandshake:
 
     def _ask(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
         """Set the ``hello`` key of this rank, wait for the leader's answer, and return the id of the run."""
-        deadline = time.monotonic() + timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
+        began = time.monotonic()
         store.set(self._hello(self._rank), self._word.encode())
         while True:
             if store.has(self._welcome(self._rank)):
@@ -245,10 +254,9 @@ class StoreHandshake:
                 if word == self._word:  # otherwise it is the answer to a process of an earlier run
                     store.set(self._met(run_id, self._rank), b"")
                     return str(run_id)
-            if time.monotonic() >= deadline:
+            if (waited := time.monotonic() - began) >= timeout_seconds:
                 raise self._unanswered(key, timeout_seconds)
-            store.pause(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            store.pause(pause_after(waited))
 
     def _unanswered(self, key: str, timeout_seconds: float) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
@@ -267,7 +275,7 @@ class StoreHandshake:
         store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
-        pause = _FIRST_PAUSE_SECONDS
+        answered_at = time.monotonic()
         try:
             while unmet and not self._ended.is_set():
                 for rank in sorted(unmet):
@@ -277,7 +285,7 @@ class StoreHandshake:
                     if answered.get(rank) != word:
                         store.set(self._welcome(rank), json.dumps([word, self._word]).encode())
                         answered[rank] = word
-                        pause = _FIRST_PAUSE_SECONDS
+                        answered_at = time.monotonic()
                     met = self._met(self._word, rank)
                     if store.has(met):
                         # The rank never asks again, so its keys can be removed from the store.
@@ -285,8 +293,7 @@ class StoreHandshake:
                             store.remove(name)
                         unmet.discard(rank)
                 if unmet:
-                    self._ended.wait(pause)
-                    pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+                    self._ended.wait(pause_after(time.monotonic() - answered_at))
         except CheckpointError:
             return  # the store failed: exchanges of all processes report it
         finally:

@@ -172,6 +172,12 @@ class ServerConnections:
         raise_error(answer, self.place)
         return dict(answer), data
 
+    def adopt(self, other: ServerConnections) -> None:
+        """Take over the idle connections of another object to the same server."""
+        with self._lock, other._lock:
+            self._idle += other._idle
+            other._idle.clear()
+
     def close(self) -> None:
         """Close the idle connections. Later requests connect again."""
         with self._lock:

@@ -56,16 +56,14 @@ def missing_blobs(session: Session) -> dict[str, JSON]:
     assert session.local is not None
     own = session.server(session.view.by_id[session.local.id])
     plan: dict[str, list[JSON]] = {}
-    after = ""
-    while True:
-        _, page = own.call({"op": "decided", "after": after})
-        entries = [(str(key), Entry.decode(encoded)) for key, encoded in json.loads(bytes(page))]
-        if not entries:
-            return dict(plan)
-        after = entries[-1][0]
-        for key, entry in entries:
-            for repair in repairs(session.view, key, entry):
-                plan.setdefault(repair.member_id, []).append([key, repair.place])
+    after, more = "", True
+    while more:
+        answer, page = own.call({"op": "decided", "after": after})
+        more = answer["more"]
+        for after, encoded in json.loads(bytes(page)):
+            for repair in repairs(session.view, after, Entry.decode(encoded)):
+                plan.setdefault(repair.member_id, []).append([after, repair.place])
+    return dict(plan)
 
 
 def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:

@@ -57,13 +57,16 @@ def discover(reported: Mapping[str, Server]) -> tuple[dict[str, Server], View | 
     servers = dict(reported)
     lost: set[str] = set()
     given_up: set[int] = set()
+    views: dict[str, View] = {}
     while True:
         newest = max(servers.values(), key=lambda server: 0 if server.view in given_up else server.view)
         if not newest.view or newest.view in given_up:
             return servers, None
-        with newest.connect() as connections:
-            _, encoded = connections.call({"op": "view"})
-        view = View.decode(bytes(encoded))
+        if (name := newest.member.id) not in views:
+            with newest.connect() as connections:
+                _, encoded = connections.call({"op": "view"})
+            views[name] = View.decode(bytes(encoded))
+        view = views[name]
         unknown = [member for member in view.members if member.id not in servers and member.id not in lost]
         if not unknown:
             if _may_be_used(view, servers):

@@ -7,7 +7,7 @@ the view; hosts do everything else at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -58,14 +58,17 @@ class MemoryOptions:
     base: str | None = None
 
 
-def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: int = 1) -> Session:
+def join_job(
+    job: str, agreement: Agreement, options: MemoryOptions, *, least: Callable[[], int] = lambda: 1
+) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
     Args:
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
-        least: on the leader, the lowest number that the incarnation may get.
+        least: called on the leader, while other processes start their servers. Returns the lowest number that the
+            incarnation may get, or raises an error if the job may not start.
 
     Raises:
         StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
@@ -80,48 +83,50 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions, *, least: i
         base=options.base,
     )
     with agreement.stage("servers") as stage:
-        local = start()
-        own = ServerConnections(local.interface, local.port, local.token)
+        number = least() if agreement.rank == 0 else 0
+        local, own = start()
         status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
-    reported = read_reports(_gathered(stage))
-    plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, least))
-    epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
-    fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank, "token": plan["token"]}
-    with agreement.stage("fence") as stage, own:  # on the same connection: another process may have changed the token
-        answer, _ = own.call({**fence, "limit": options.limit})
-        acts = answer["acts"]
-        left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
-        with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
-            fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
-        readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
-        stage.payload = [list(member) for member in readers]
-    reached = [Member(*member) for members in _gathered(stage) for member in members]
-    local = local._replace(token=token)
+    with own:  # kept for all requests: another process of this host may change the token for new connections
+        reported = read_reports(_gathered(stage))
+        plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, number))
+        epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
+        fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank}
+        with agreement.stage("fence") as stage:
+            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit})
+            acts = answer["acts"]
+            left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
+            with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
+                fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
+            readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
+            stage.payload = [list(member) for member in readers]
+        reached = [Member(*member) for members in _gathered(stage) for member in members]
+        local = local._replace(token=token)
 
-    def prepare() -> None:
-        view = make_view(epoch, reported, reached, options)
-        with Session(job, local, view, token, Pace(None), start) as leading:
-            spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
+        def prepare() -> None:
+            view = make_view(epoch, reported, reached, options)
+            with Session(job, local, view, token, Pace(None), start) as leading:
+                spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
 
-    agreement.lead("view", prepare)
-    with ServerConnections(local.interface, local.port, token) as own:
+        agreement.lead("view", prepare)
         with agreement.stage("entries"):
             _, encoded = own.call({"op": "view", "next": True})
             session = Session(job, local, View.decode(bytes(encoded)), token, Pace(options.bytes_per_second), start)
+            here = session.server(session.view.by_id[local.id])
+            here.adopt(own)
             if acts:
-                own.call({"op": "hand_over", "epoch": epoch})
+                here.call({"op": "hand_over", "epoch": epoch})
             for member in readers:
                 _hand_over(session, member, bytes(encoded))
         with agreement.stage("install") as stage:  # all entries are where the new view expects them
             if acts:
-                own.call({"op": "install", "epoch": epoch})
-                own.call({"op": "sweep", "epoch": epoch})
+                here.call({"op": "install", "epoch": epoch})
+                here.call({"op": "sweep", "epoch": epoch})
                 stage.payload = missing_blobs(session)
-    restore_blobs(session, agreement, _gathered(stage), acts=acts)
-    JOINED.join(session)
-    return session
+        restore_blobs(session, agreement, _gathered(stage), acts=acts)
+        JOINED.join(session)
+        return session
 
 
 def _gathered(stage: Stage) -> Sequence[Any]:
@@ -160,7 +165,7 @@ def _is_fenced(member: Member, token: bytes, fence: Header) -> bool:
     """Fence a server that left the job. Return False if it is lost."""
     try:
         with ServerConnections(member.host, member.port, token) as server:
-            server.call({name: value for name, value in fence.items() if name != "token"})  # it has the same
+            server.call(fence)
     except ServerLostError as error:
         logger.warning("the memory of a host that left the job is lost: %s", error)
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
@@ -111,11 +112,9 @@ class PeerMemory:
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
         steps = self._tiers.open(names, context)
-        # First, because a job that joins the memory ends the one that uses it. The number orders incarnations, also if
-        # their hosts do not know of each other.
-        number: int = ownership.agreement.part("directory").lead(
-            "number", partial(_own_for_a_moment, steps.directories[1], ownership.if_in_use)
-        )
+        # The directory is owned first, because a job that joins the memory ends the one that uses it. The number orders
+        # incarnations, also if their hosts do not know of each other.
+        number = partial(_own_for_a_moment, steps.directories[1], ownership.if_in_use)
         session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=number)
         self._run = PeerRun(session, self._near, steps, context, ownership)
         return self._run
@@ -165,6 +164,10 @@ class PeerRun(TieredRun):
         """See `RunDirectory.own`."""
         self.session = session
         super().__init__(near, steps, context, ownership)
+
+    def shared(self) -> Sequence[StepDirectory]:
+        """See `TieredRun`. All processes have agreed on the memory."""
+        return self.steps.directories[1:]
 
     def close(self) -> None:
         """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.

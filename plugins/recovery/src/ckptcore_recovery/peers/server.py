@@ -12,8 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
+_TOKEN_BYTES: Final = 32
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 """`ckptcore.commit.locks.OWNER`."""
 
@@ -288,8 +287,9 @@ class MemoryServer:
             for key, entry in sorted(self.memory.entries().items())
             if key > after and entry.blob and view.deciding(key) == self.member_id
         }
-        page = next(_pages_of(entries), b"[]")
-        return {}, page
+        pages = _pages_of(entries)
+        page = next(pages, b"[]")
+        return {"more": next(pages, None) is not None}, page
 
     def view(self, header: Header, payload: memoryview) -> Answer:
         """Return the view, or that of the incarnation that is starting."""
@@ -533,8 +533,8 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     before = json.loads(described.read_bytes()) if described.exists() else {}
     token_path = directory / "token"
     if not token_path.exists():
-        _write_private(token_path, secrets.token_bytes(32))
-    member_id = before.get("id") or secrets.token_hex(8)
+        _write_private(token_path, os.urandom(_TOKEN_BYTES))
+    member_id = before.get("id") or os.urandom(8).hex()
     memory = HostMemory(directory, limit)
     listening = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -559,6 +559,8 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     memory.keep_room()
     MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
     listening.close()
+    import shutil  # here, because jobs wait for the start of a server
+
     shutil.rmtree(directory, ignore_errors=True)
     log = log_of(directory)
     if log.exists() and not log.stat().st_size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -81,8 +80,10 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
     return LocalServer(directory, described["id"], described["interface"], described["port"], token)
 
 
-def ensure_server(job: str, *, limit: int, interface: str, idle_seconds: float, base: str | None = None) -> LocalServer:
-    """Return the memory server of this host. Start it in a session of its own if it does not run.
+def ensure_server(
+    job: str, *, limit: int, interface: str, idle_seconds: float, base: str | None = None
+) -> tuple[LocalServer, ServerConnections]:
+    """Connect to the memory server of this host. Start it in a session of its own if it does not run.
 
     Args:
         job: the name of the job.
@@ -110,17 +111,20 @@ def ensure_server(job: str, *, limit: int, interface: str, idle_seconds: float, 
     return running
 
 
-def _running_server(job: str, base: str | None) -> LocalServer | None:
-    """Return the memory server of this host if it answers."""
+def _running_server(job: str, base: str | None) -> tuple[LocalServer, ServerConnections] | None:
+    """Connect to the memory server of this host if it answers."""
     described = find_server(job, base)
     if described is None:
         return None
+    connections = ServerConnections(described.interface, described.port, described.token)
     try:
-        with ServerConnections(described.interface, described.port, described.token) as server:
-            status, _ = server.call({"op": "status"})
+        status, _ = connections.call({"op": "status"})
     except StorageError:
         return None  # it was killed; the next server continues with its files
-    return described if status["id"] == described.id else None
+    if status["id"] != described.id:
+        connections.close()
+        return None
+    return described, connections
 
 
 def log_of(directory: Path) -> Path:
@@ -145,6 +149,8 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
     ]  # fmt: skip
+    import subprocess  # here, because the server uses this module, and jobs wait for its start
+
     errors = log_of(directory)
     with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)

@@ -49,7 +49,7 @@ def open_storage(url: str, options: StorageOptions) -> PeerStorage:
 class PeerStorage(StorageBackend):
     """The objects below a prefix in the memory of a job. Thread-safe."""
 
-    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, concurrency=8, part_bytes=PIECE_BYTES)
+    capabilities = StorageCapabilities(request_bytes=PIECE_BYTES, part_bytes=PIECE_BYTES)
 
     def __init__(self, job: str, prefix: str, session: Session | None = None) -> None:
         """Open a directory.
