@@ -317,18 +317,21 @@ class StepDeleter:
                     failed.append(error)
                     return False
 
+            needed: set[str] = set()  # names of the bases of steps that stay
             while doomed:
                 newly: list[int] = []
-                needed: set[str] = set()  # names of the bases of steps that stay: they stay too
+                waiting: set[str] = set()  # names of the bases of steps that may be deleted in the next round
                 for step in doomed:
-                    if self._steps.name(step) not in needed and is_deleted(step):
+                    name = self._steps.name(step)
+                    if name not in needed and name not in waiting and is_deleted(step):
                         newly.append(step)
-                    else:
-                        needed.update(self._base_names(step))
+                        continue
+                    may_follow = name not in needed and (name in waiting or step in self._referred)
+                    (waiting if may_follow else needed).update(self._base_names(step))
                 deleted += newly
                 # Each round may delete the last step that refers to a base, so the bases are tried again.
-                referred = [step for step in doomed if step in self._referred or self._steps.name(step) in needed]
-                doomed = [step for step in referred if step not in newly] if newly else []
+                again = [step for step in doomed if step in self._referred or self._steps.name(step) in waiting]
+                doomed = again if newly else []
             if failed:
                 for other in failed[1:]:
                     failed[0].add_note(f"another step cannot be deleted: {other}")

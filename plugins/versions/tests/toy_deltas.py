@@ -31,10 +31,17 @@ from ckptcore.protocols.values import Part
 
 @dataclass(frozen=True)
 class ToyDeltas(Layout):
-    """The layout. `taking` is called before each array is taken from the snapshot."""
+    """The layout.
+
+    Attributes:
+        held: the base of a delta.
+        taking: called before each array is taken from the snapshot.
+        padding: the size of an unused object in full versions. With it, a delta is much smaller than a full version.
+    """
 
     held: HeldVersion | None = None
     taking: Callable[[str], object] = str
+    padding: int = 1 << 20
 
     name = "toy-deltas"
     capabilities = LayoutCapabilities(any_replica_writes=True)
@@ -50,11 +57,9 @@ class ToyDeltas(Layout):
             self.taking("/".join(map(str, path)))
             for part, (box, array) in enumerate(zip(item.boxes, snapshot.take(number), strict=True)):
                 old = None if self.held is None else self.held.elements(path, item.spec, box)
-                elements = np.ascontiguousarray(plain(array))
+                elements = np.ascontiguousarray(plain(array)).reshape(box.shape)
                 if old is not None:
-                    elements = (elements.view(np.uint8) ^ np.ascontiguousarray(plain(old)).view(np.uint8)).view(
-                        elements.dtype
-                    )
+                    elements = _xor(elements, plain(old))
                 key = f"{item.leaf}-{plan.rank}-{part}"
                 segment = ArraySegment(box, elements.itemsize, _opened(box, elements), lambda: None)
                 store.write(key, [segment])
@@ -65,6 +70,8 @@ class ToyDeltas(Layout):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         rows = [row for receipt in receipts for row in receipt.state]  # type: ignore[union-attr]
         base = None if self.held is None else self.held.version
+        if base is None:
+            store.put("padding", bytes(self.padding))
         return {"base": None if base is None else [base.name, base.save_id, base.digest], "rows": rows}
 
     def base(self, tree: TreeMetadata, state: Any) -> BaseReference | None:
@@ -114,8 +121,12 @@ class Xored(NamedTuple):
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        old, delta = (np.ascontiguousarray(plain(part)).view(np.uint8) for part in parts)
-        plain(out)[...] = (old ^ delta).view(plain(out).dtype).reshape(out.shape)
+        plain(out)[...] = _xor(plain(parts[0]), plain(parts[1]))
+
+
+def _xor(first: HostArray, second: HostArray) -> HostArray:
+    data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (first, second)]
+    return (data[0] ^ data[1]).view(first.dtype).reshape(first.shape)
 
 
 def _opened(box: Box, array: HostArray) -> Callable[[], Sequence[tuple[Box, HostArray]]]:

@@ -100,7 +100,7 @@ class HeldWeights:
             return None
         for held in array.boxes:
             if held.box.contains(box):
-                return held.elements[box.within(held.box)] if held.is_held else None
+                return _view(held, box) if held.is_held else None
         return None
 
     def hold(self, plan: WritePlan, base: BaseVersion | None, read: ReadBase) -> None:
@@ -170,6 +170,11 @@ def _boxes_of(array: _HeldArray) -> tuple[Box, ...]:
     return tuple([held.box for held in array.boxes])
 
 
+def _view(held: _HeldBox, box: Box) -> HostArray:
+    """Return the elements of a part of a held box. An index with an ellipsis also returns an array without axes."""
+    return held.elements[(..., *box.within(held.box))]
+
+
 def _all(
     wanted: Mapping[TreePath, tuple[ArraySpec, Sequence[Box]]], paths: Sequence[TreePath]
 ) -> Iterator[tuple[ArraySpec, Box]]:
@@ -185,7 +190,7 @@ def _pieces(array: _HeldArray) -> Iterator[memoryview]:
         elements = np.empty(piece.shape, dtype)
         for held in array.boxes:
             if (common := piece.intersect(held.box)) is not None:
-                copy_elements(elements[common.within(piece)], held.elements[common.within(held.box)])
+                copy_elements(elements[(..., *common.within(piece))], _view(held, common))
         yield bytes_of(elements)
 
 
