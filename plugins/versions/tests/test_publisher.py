@@ -149,7 +149,7 @@ def test_a_second_trainer_is_refused(place: str) -> None:
 def _flip(place: str, number: int) -> None:
     """Damage an array of a version."""
     store = store_at(location(place, number))
-    key = next(key for key in store.list() if key.startswith("0"))
+    key = next(key for key in store.list() if "-0-0-0" in key)
     data = bytearray(store.get(key))
     data[5] ^= 1
     store.put(key, bytes(data))

@@ -60,18 +60,18 @@ class ToyDeltas(Layout):
                 elements = np.ascontiguousarray(plain(array)).reshape(box.shape)
                 if old is not None:
                     elements = _xor(elements, plain(old))
-                key = f"{item.leaf}-{plan.rank}-{part}"
+                key = f"{plan.save_id}-{item.leaf}-{plan.rank}-{part}"
                 segment = ArraySegment(box, elements.itemsize, _opened(box, elements), lambda: None)
                 store.write(key, [segment])
                 rows.append([item.leaf, key, list(box.start), list(box.stop), old is not None])
             snapshot.release(number)
+        if self.held is None and plan.rank == 0:
+            store.put(f"{plan.save_id}-padding", bytes(self.padding))
         return rows
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         rows = [row for receipt in receipts for row in receipt.state]  # type: ignore[union-attr]
         base = None if self.held is None else self.held.version
-        if base is None:
-            store.put("padding", bytes(self.padding))
         return {"base": None if base is None else [base.name, base.save_id, base.digest], "rows": rows}
 
     def base(self, tree: TreeMetadata, state: Any) -> BaseReference | None:
