@@ -157,6 +157,7 @@ class StoredBox(NamedTuple):
         begin: the position of its first encoded chunk among the encoded bytes of the array.
     """
 
+    leaf: int
     box: Box
     cell: tuple[int, ...]
     key: str
