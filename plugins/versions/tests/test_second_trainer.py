@@ -17,7 +17,7 @@ from ckptcore.builtin import local_directories
 from ckptcore.commit import locks
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError
 from plugins.versions.tests.published import CONTEXT, publisher, weights
-from plugins.versions.tests.toy_deltas import ToyDeltas
+from plugins.versions.tests.watched_deltas import WatchedDeltas
 from tests.object_stores.stores import STORES
 from tests.ownership.fake_clock import FakeClock
 
@@ -34,15 +34,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A directory on a file system whose locks do not reach other hosts, in memory, or on S3."""
     if request.param == "s3":
         with STORES["s3"](tmp_path) as store:
-            yield _Place(store.new_place("versions"), replace(store.direct, plugins=CONTEXT.plugins))
+            yield _Place(store.new_place("versions"), store.direct)
         return
     monkeypatch.setattr(local_directories, "has_locks_of_all_hosts", lambda descriptor: False)
     yield _Place(new_place(request.param, tmp_path), CONTEXT)
 
 
-def test_a_paused_trainer_cannot_commit_after_another_took_over(
-    place: _Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_trainer_cannot_commit_after_another_took_over(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:
     location, context = place
     clock = FakeClock()
     paused, successor = clock.process(), clock.process()
@@ -55,7 +53,7 @@ def test_a_paused_trainer_cannot_commit_after_another_took_over(
             assert resumed.wait(60)
 
     monkeypatch.setattr(locks, "SYSTEM_CLOCK", paused)
-    first = publisher(location, layout=ToyDeltas(taking=take), context=context)
+    first = publisher(location, layout=WatchedDeltas(taking=take), context=context)
     first.publish(1, weights(1))
     pauses = True
     handle = first.publish(2, weights(2), background=True)
