@@ -184,10 +184,10 @@ def test_an_array_that_the_base_lacks_is_named(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "other", {"x": np.ones(3)}, context=CONTEXT)
     forge(tmp_path / "v1", name="other", save_id="", digest="")
     refused(lambda: ckptcore.load(last), "w of", "v1", "the base does not have the array")
-    state = {"w": np.zeros((600, 400)), "number": 1}
-    changed = {**state, "w": state["w"].copy()}
-    changed["w"][0, 0] = 1
-    save_delta(f"{tmp_path}/v2", changed, version_at(last), state)
+    old = np.zeros((600, 400))
+    new = old.copy()
+    new[0, 0] = 1
+    save_delta(f"{tmp_path}/v2", {"w": new}, version_at(last), {"w": old})
     forge(tmp_path / "v2", name="other", save_id="", digest="")
     refused(lambda: ckptcore.load(tmp_path / "v2"), "v2: w (float64[600, 400])", "'other', which does not have it")
 
