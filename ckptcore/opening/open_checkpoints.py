@@ -356,20 +356,20 @@ def _open_tree(
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
     checkpoint = Checkpoint.of_root(location, version, root, context, stored)
-    if root.references.leaf:
-        from ckptcore.opening.bases import with_bases  # only updates refer to bases
+    if root.references.bases:
+        from ckptcore.opening.bases import with_bases, with_chain  # only updates and differences have bases
 
-        return with_bases(checkpoint, root, context)
+        return with_bases(checkpoint, root, context) if root.references.leaf else with_chain(checkpoint, context)
     if location.of_host:
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(checkpoint, root, context)
-    return _with_chain(checkpoint, context)
+    return checkpoint
 
 
 def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
-    """Return a checkpoint with the arrays that are computed from its base, if its layout states one."""
-    if checkpoint.is_files or checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
+    """Return a checkpoint of other software with the arrays that are computed from its base, if it has one."""
+    if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
         return checkpoint
     from ckptcore.opening.bases import with_chain  # only differences from a base need it
 
