@@ -23,6 +23,8 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.opening.open_checkpoints import open_checkpoint
+from ckptcore.policies import LatestN
+from ckptcore.step_names import StepNames
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
@@ -262,3 +264,12 @@ def test_a_version_that_was_replaced_meanwhile_is_no_base(
     assert base_of(place, 2) is None
     assert "not the version that" in caplog.text
     assert same_value(load(place, 2), weights(2))
+
+
+def test_versions_can_have_other_names(place: str) -> None:
+    names = StepNames.of("weight_v000001")
+    for number in (1, 2):
+        with publisher(place, version_names=names, keep=LatestN(1)) as versions:
+            versions.publish(number, weights(number))
+    assert ckptcore.metadata(f"{place}/weight_v000002").bases == ("weight_v000001",)
+    assert same_value(ckptcore.load(f"{place}/weight_v000002"), weights(2))
