@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +275,20 @@ def test_versions_can_have_other_names(place: str) -> None:
             versions.publish(number, weights(number))
     assert ckptcore.metadata(f"{place}/weight_v000002").bases == ("weight_v000001",)
     assert same_value(ckptcore.load(f"{place}/weight_v000002"), weights(2))
+
+
+def test_a_publish_does_not_wait_for_other_saves_of_its_context(place: str, tmp_path: Path) -> None:
+    """A checkpoint of the training may take minutes."""
+    published = threading.Event()
+
+    def take(name: str) -> None:
+        assert published.wait(60)
+
+    context = replace(CONTEXT)
+    with publisher(place, context=context, base_directory=tmp_path / "base") as versions:
+        layout = WatchedDeltas(taking=take)
+        saved = ckptcore.save_async(f"{place}-training/1", weights(1), layout=layout, context=context)
+        versions.publish(1, weights(1))
+        published.set()
+        saved.result()
+    assert same_value(load(place, 1), weights(1))
