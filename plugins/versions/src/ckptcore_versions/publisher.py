@@ -58,7 +58,7 @@ class Publisher:
         layout: str | Layout = "deltas",
         run: str | None = None,
         keep: PreservationPolicy | None = None,
-        full_every: int = 50,
+        full_every: int = 100,
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
