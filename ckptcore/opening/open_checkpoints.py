@@ -281,7 +281,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
 
     try:
-        return inspect_tree(location, version, context)
+        return _with_chain(inspect_tree(location, version, context), context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
@@ -348,7 +348,7 @@ def _open_tree(
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 
-        return open_foreign(location, version, context)
+        return _with_chain(open_foreign(location, version, context), context)
     if root.role == "member":
         _expect_committed(location, version, root, context)
         version = version.digested()
@@ -356,15 +356,24 @@ def _open_tree(
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
     checkpoint = Checkpoint.of_root(location, version, root, context, stored)
-    if root.references.leaf:
-        from ckptcore.opening.bases import with_bases  # only updates refer to bases
+    if root.references.bases:
+        from ckptcore.opening.bases import with_bases, with_chain  # only updates and differences have bases
 
-        return with_bases(checkpoint, root, context)
+        return with_bases(checkpoint, root, context) if root.references.leaf else with_chain(checkpoint, context)
     if location.of_host:
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(checkpoint, root, context)
     return checkpoint
+
+
+def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
+    """Return a checkpoint of other software with the arrays that are computed from its base, if it has one."""
+    if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
+        return checkpoint
+    from ckptcore.opening.bases import with_chain  # only differences from a base need it
+
+    return with_chain(checkpoint, context)
 
 
 def _expect_committed(location: Location, version: LocationVersion, member: Root, context: Context) -> None:

@@ -3,12 +3,15 @@
 ::
 
     values      handlers of leaves, containers and checkpointables; transforms of a tree while it is loaded
+    derived     arrays that are computed during a read
     layouts     layouts, and the stores that they write and read
     storage     storages
     job         strategies of saves and loads, commits and transactions; the processes of a job, their messages, and the
                 workers of a single controller
 """
 
+from ckptcore.protocols.derived import DerivedArray as DerivedArray
+from ckptcore.protocols.derived import Part as Part
 from ckptcore.protocols.job import Channels as Channels
 from ckptcore.protocols.job import Collectives as Collectives
 from ckptcore.protocols.job import Coordinator as Coordinator
@@ -24,6 +27,9 @@ from ckptcore.protocols.job import SaveStrategy as SaveStrategy
 from ckptcore.protocols.job import StagedLoad as StagedLoad
 from ckptcore.protocols.job import StepStrategy as StepStrategy
 from ckptcore.protocols.job import Transaction as Transaction
+from ckptcore.protocols.layouts import BaseReference as BaseReference
+from ckptcore.protocols.layouts import ChainedArrays as ChainedArrays
+from ckptcore.protocols.layouts import ChainLink as ChainLink
 from ckptcore.protocols.layouts import CheckpointInfo as CheckpointInfo
 from ckptcore.protocols.layouts import ChunkIndex as ChunkIndex
 from ckptcore.protocols.layouts import InspectedComposite as InspectedComposite
@@ -58,14 +64,12 @@ from ckptcore.protocols.values import AbstractLeaves as AbstractLeaves
 from ckptcore.protocols.values import CheckpointableHandler as CheckpointableHandler
 from ckptcore.protocols.values import ContainerHandler as ContainerHandler
 from ckptcore.protocols.values import Continuation as Continuation
-from ckptcore.protocols.values import DerivedArray as DerivedArray
 from ckptcore.protocols.values import DerivedTree as DerivedTree
 from ckptcore.protocols.values import FilesHandler as FilesHandler
 from ckptcore.protocols.values import Flattened as Flattened
 from ckptcore.protocols.values import HostBytes as HostBytes
 from ckptcore.protocols.values import HostMemory as HostMemory
 from ckptcore.protocols.values import LeafHandler as LeafHandler
-from ckptcore.protocols.values import Part as Part
 from ckptcore.protocols.values import Priority as Priority
 from ckptcore.protocols.values import StatefulCheckpointable as StatefulCheckpointable
 from ckptcore.protocols.values import Transform as Transform
