@@ -102,7 +102,7 @@ class Cache:
         self._durable = durable
         with SystemCall("create the cache", self.directory):
             os.makedirs(self.directory, exist_ok=True)
-            self._lock = self._locked()
+        self._lock = self._locked()
         try:
             for name in self._names():
                 if _HIDDEN.fullmatch(name):
@@ -113,8 +113,9 @@ class Cache:
 
     def _locked(self) -> FileLock:
         try:
-            lock = try_to_lock(self.directory)
-        except OSError as error:
+            with SystemCall("lock the cache", self.directory):
+                lock = try_to_lock(self.directory)
+        except StorageError as error:
             if error.errno not in NO_LOCKS:
                 raise
             raise StorageError(

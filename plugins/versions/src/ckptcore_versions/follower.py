@@ -314,7 +314,7 @@ class Follower:
             select = self._request.select
             chosen: Iterable[int] = range(len(tree.leaves))
             if select is not None:
-                chosen = sorted(chosen_leaves(checkpoint, select, self._context))
+                chosen = chosen_leaves(checkpoint, select, self._context).intersection(chosen)
             for leaf in chosen:
                 record = tree.leaves[leaf]
                 if isinstance(record, ArrayRecord):

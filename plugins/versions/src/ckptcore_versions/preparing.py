@@ -128,7 +128,7 @@ class Preparation:
             base = None
         self._directory = self._cache.begin()
         self._create_files()
-        self._read()
+        self._read_all()
         self._changed = all_boxes(self._plan) if base is None else self._compare(base)
         self._files = self._checksums(base)
 
@@ -183,7 +183,7 @@ class Preparation:
             finally:
                 close_descriptor(descriptor, path)
 
-    def _read(self) -> None:
+    def _read_all(self) -> None:
         """Read all parts from the storage, straight into the mapped files."""
         checkpoint = self._checkpoint
         with ExitStack() as closing:
