@@ -76,8 +76,13 @@ class WrittenWeights:
         for _, of_root in list(self._of_roots.values()):
             yield from of_root.values()
 
+    def forget_all(self) -> None:
+        """Forget all leaves, so that they are written whole."""
+        self._of_leaves.clear()
+        self._of_roots.clear()
+
     def take(self, weights: object) -> _Knowledge:
-        """Return what is known about weights, and forget it: a write that fails leaves nothing known."""
+        """Return what is known about weights, and forget what is known about them as a whole."""
         entry = self._of_roots.pop(id(weights), None)
         of_root = entry[1] if entry is not None and entry[0]() is weights else {}
         return _Knowledge(self, weights, of_root)
@@ -143,7 +148,7 @@ class Installation(ReadStrategy[Load[object]]):
         self,
         parts: Mapping[int, Sequence[tuple[Box, HostArray]]],
         names: Mapping[int, str],
-        known: _Knowledge | None,
+        known: _Knowledge,
         context: Context,
     ) -> None:
         """Write nothing yet.
@@ -151,7 +156,7 @@ class Installation(ReadStrategy[Load[object]]):
         Args:
             parts: by leaf of the stored tree, the local boxes with their elements.
             names: by leaf, the name of the array.
-            known: what is known about the weights; None: nothing.
+            known: what is known about the weights.
             context: options.
         """
         self.written_bytes = 0
@@ -184,7 +189,7 @@ class Installation(ReadStrategy[Load[object]]):
         boxes, leaf, handler = tuple(leaf_read.boxes), leaf_read.abstract, leaf_read.handler
         name = self._names[leaf_read.leaf]
         identity = _identity(leaf_read.leaf, handler, leaf)
-        pending = _ALL if self._known is None else self._known.pending(identity, name, boxes, leaf)
+        pending = self._known.pending(identity, name, boxes, leaf)
         views = [self._view(reading.checkpoint, leaf_read, box) for box in boxes]
         if pending is not None:
             pending = [box for box in pending if any(box.intersect(own) is not None for own in boxes)]
@@ -266,11 +271,7 @@ def _keep(reading: TreeRead, leaf_read: LeafRead) -> None:
 
 
 class Installer:
-    """Writes versions of one follower into weights.
-
-    Attributes:
-        written_bytes: bytes that the last installation wrote.
-    """
+    """Writes versions of one follower into weights."""
 
     def __init__(self, request: LoadRequest, context: Context) -> None:
         """Know no weights.
@@ -279,7 +280,6 @@ class Installer:
             request: options of each load.
             context: options.
         """
-        self.written_bytes = 0
         self._known = WrittenWeights()
         self._newest: Version | None = None
         self._request = request
@@ -294,18 +294,22 @@ class Installer:
     def install(self, version: Version, weights: object) -> object:
         """See `Version.load_into`."""
         with self._known.lock:
-            known = self._known.take(weights)
             is_newest = version is self._newest
-            strategy = Installation(version.parts, version.names, known if is_newest else None, self._context)
+            if not is_newest:
+                self._known.forget_all()
+            strategy = Installation(version.parts, version.names, self._known.take(weights), self._context)
             try:
                 installed = self._load(version.checkpoint, weights, strategy)
-            except TargetUndefinedError as error:
+            except BaseException as error:
+                self._known.forget_all()
+                if not isinstance(error, TargetUndefinedError):
+                    raise
                 raise TargetUndefinedError(
                     f"version {version.number} was written in part: the weights are a mixture of two versions. Do not "
                     f"use them before a load_into succeeds, which then writes everything. {error}"
                 ) from error
             finally:
-                self.written_bytes = strategy.written_bytes
+                version.written_bytes = strategy.written_bytes
             if is_newest:
                 self._known.note(installed, strategy.noted)
             return installed

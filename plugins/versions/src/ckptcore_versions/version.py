@@ -31,6 +31,7 @@ class Version:
         arrays: the arrays by name, mapped and read-only. An array of which the follower keeps some boxes is a
             `ckptcore.ShardedArray`. Valid as long as it is referenced; its file then takes disk space until it is
             released, even if the directory was removed.
+        written_bytes: the bytes that the last `load_into` wrote.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Version:
             name: _read_only(checkpoint.tree, leaf, self.parts[_original(checkpoint.tree, leaf)])
             for leaf, name in names.items()
         }
+        self.written_bytes = 0
         self.names = names
         self.checkpoint = dataclasses.replace(checkpoint, derived=None, read_instead=None)
         self._installer = installer
