@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import LayoutFactory
+from ckptcore.protocols import Layout, LayoutFactory
 
 
 class VersionsPlugin:
@@ -14,8 +14,14 @@ class VersionsPlugin:
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """Layouts by name."""
-        return {}
+        """Layouts by name. Their modules are imported on first use."""
+        return {"deltas": _deltas}
+
+
+def _deltas() -> Layout:
+    from ckptcore_versions.layout import DeltaLayout
+
+    return DeltaLayout()
 
 
 PLUGIN: Final = VersionsPlugin()
