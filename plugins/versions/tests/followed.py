@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +45,7 @@ class Published:
         self.weights: dict[int, Weights] = {}
         self.checkpointer = ckptcore.Checkpointer(location, step_names=FOLLOWED_NAMES, context=context)
 
-    def __enter__(self) -> Published:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
