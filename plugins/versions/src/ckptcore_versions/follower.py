@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -49,14 +49,15 @@ from ckptcore_versions.local_files import FilePlan, plan_files
 from ckptcore_versions.local_version import LocalVersion, open_from_base
 from ckptcore_versions.preparing import Preparation, Prepared, all_boxes
 from ckptcore_versions.version import Version
+from ckptcore_versions.version_directory import VERSION_NAMES
 
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
 logger = logger_named("ckptcore.versions")
 
-FOLLOWED_NAMES: Final = StepNames(
-    StepNameFormat("v", width=6), read=[StepNameFormat("v", width=None), StepNameFormat("weight_v", width=None)]
+FOLLOWED_NAMES: Final = replace(
+    VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)]
 )
 """The names of versions that a follower finds: ours, and those of slime and SGLang."""
 
@@ -380,7 +381,7 @@ class Follower:
         before = self._base
         if self._last is None:  # another process yielded the base
             prepared = prepared._replace(changed=all_boxes(prepared.local.plan))
-        version = Version(number, checkpoint.origin.custom, prepared, checkpoint, self._installer)
+        version = Version(prepared, checkpoint, self._installer)
         self._installer.add(version)
         self._base, self._last = prepared.local, number
         self._broken.clear()
