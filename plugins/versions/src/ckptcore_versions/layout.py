@@ -42,7 +42,7 @@ from ckptcore.protocols import (
 from ckptcore_versions.checksums import CRC32
 from ckptcore_versions.chunks import ChunkSizes, DeltaTable, chunk_shape, chunks_of, part_of
 from ckptcore_versions.encoding import encode, word_bytes, words_of
-from ckptcore_versions.held_version import HeldVersion
+from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.patched_arrays import PatchedArray
 
 _PIECE_BYTES: Final = 32 << 20
@@ -59,7 +59,7 @@ _FULL: Final = SafetensorsLayout()
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaLayout(Layout):
+class DeltaLayout(VersionLayout):
     """Stores the chunks of arrays that differ from a held version, each in the encoding with the fewest bytes.
 
     Each process encodes the boxes that it writes, on several threads. Arrays, and parts of arrays, that the held
@@ -85,8 +85,8 @@ class DeltaLayout(Layout):
         return LayoutCapabilities(any_replica_writes=self.held is not None)
 
     def against(self, held: HeldVersion | None) -> Layout:
-        """Return a layout that writes differences from a held version; None: one that writes everything."""
-        return DeltaLayout(held)
+        """Return a layout that writes differences from a held version; None: safetensors, which writes everything."""
+        return _FULL if held is None else DeltaLayout(held)
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """See `Layout`."""
