@@ -56,9 +56,7 @@ if TYPE_CHECKING:
 
 logger = logger_named("ckptcore.versions")
 
-FOLLOWED_NAMES: Final = replace(
-    VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)]
-)
+FOLLOWED_NAMES: Final = replace(VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)])
 """The names of versions that a follower finds: ours, and those of slime and SGLang."""
 
 

@@ -17,12 +17,13 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
+from ckptcore.model.tree import JSON
 from ckptcore.opening.bases import with_chain
 from ckptcore.opening.checkpoint import Checkpoint, reader_of
 from ckptcore.opening.foreign import inspect_tree
 from ckptcore.opening.open_checkpoints import open_tree
-from ckptcore.planning import ChunkColumns
-from ckptcore.protocols import BaseReference
+from ckptcore.planning import ChunkColumns, ChunkTable
+from ckptcore.protocols import BaseReference, ChunkIndex
 from ckptcore.runtime import runtime_of
 from ckptcore_versions.cache import CachedVersion
 from ckptcore_versions.local_files import FilePlan, Part, array_of, map_file
@@ -64,7 +65,7 @@ class LocalVersion(NamedTuple):
                 columns.add(part.leaf, file.name, part.offset, part.box)
         objects = {name: ObjectRecord(name, file.nbytes, file.checksums) for name, file in self.cached.files.items()}
         location = resolve_location(self.cached.directory, runtime_of(context).storages)
-        stored = StoredFormat(SafetensorsLayout(), columns.to_json())
+        stored = StoredFormat(_LocalLayout(), columns.to_json())
         store = reader_of(location.store, objects, context)
         return Checkpoint(location, read_version(location), None, stored, tree, store)
 
@@ -81,6 +82,22 @@ class LocalVersion(NamedTuple):
         if not is_same or (not version.digest and reference.name != version.name):
             return None
         return self.as_checkpoint(tree, context)
+
+
+class _LocalLayout(SafetensorsLayout):
+    """The layout of local files, which may have only some boxes of an array."""
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the table of the boxes."""
+        return _LocalTable(tree, state)
+
+
+class _LocalTable(ChunkTable):
+    """The boxes of a local version. A follower reads no others."""
+
+    def uncovered(self, leaf: int) -> str | None:
+        """Return None, because arrays need not be complete."""
+        return None
 
 
 def open_from_base(
