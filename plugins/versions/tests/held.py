@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from ckptcore_testing.locations import store_at
+from ckptcore_versions.chunks import part_of
 from ckptcore_versions.held_version import BaseVersion
 
 from ckptcore.model import ArraySpec, Box, HostArray, TreePath
@@ -30,12 +31,10 @@ class HeldState:
     Attributes:
         version: the version.
         state: its elements.
-        within: by path, the only box that is held of an array; others are held whole.
     """
 
     version: BaseVersion
     state: Mapping[str, Any]
-    within: Mapping[TreePath, Box] | None = None
 
     def elements(self, path: TreePath, spec: ArraySpec, box: Box) -> HostArray | None:
         """See `HeldVersion.elements`."""
@@ -47,7 +46,4 @@ class HeldState:
             return None
         if array.shape != spec.shape or array.dtype != spec.numpy_dtype:
             return None
-        if self.within is not None and path in self.within and not self.within[path].contains(box):
-            return None
-        part: HostArray = np.asarray(array)[(*box.slices, ...)]
-        return part
+        return part_of(np.asarray(array), box, Box.whole(spec.shape))

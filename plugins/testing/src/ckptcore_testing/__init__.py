@@ -19,8 +19,8 @@ pytest.register_assert_rewrite(
         for module in (
             "arrays", "begin_observers", "cases", "channels", "checkpointable_handlers", "collectives",
             "container_handlers", "coordinators", "coverage", "files_handlers", "layout_chains", "layout_crashes",
-            "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "run_directories",
-            "storage", "storage_directories", "storage_model", "trees",
+            "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins",
+            "run_directories", "storage", "storage_directories", "storage_model", "trees",
         )
     )
 )  # fmt: skip
