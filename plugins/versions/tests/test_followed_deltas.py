@@ -22,21 +22,7 @@ from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.model import Box
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOptions
-from plugins.versions.tests.followed import Weights, expect_equal
-
-SHAPE = (1200, 1000)
-
-
-def trained(number: int) -> Weights:
-    """Return the weights of a version: 2 % of the elements of a matrix change, a vector changes, another never does."""
-    elements = np.arange(SHAPE[0] * SHAPE[1], dtype=np.int64)
-    changed = number - (number + elements * 7919) % 50
-    return {
-        "matrix": np.maximum(changed, 0).astype(np.float32).reshape(SHAPE) + 0.5,
-        "vector": np.full(7, number, np.int32),
-        "frozen": np.arange(500_000, dtype=np.float32),
-    }
-
+from plugins.versions.tests.followed import TRAINED_SHAPE, expect_equal, trained
 
 class Counted:
     """A directory of versions in memory, whose reads are counted.
@@ -96,7 +82,7 @@ def test_only_the_deltas_since_the_version_before_are_read(counted: Counted, tmp
         version = read(follower.next_version(0), 3)
         assert counted.bytes_read() < 0.06 * whole
         assert set(version.changed) == {"matrix", "vector"}
-        assert sum([box.size for box in version.changed["matrix"]]) == SHAPE[0] * SHAPE[1]
+        assert sum([box.size for box in version.changed["matrix"]]) == TRAINED_SHAPE[0] * TRAINED_SHAPE[1]
 
 
 def test_a_late_joiner_reads_the_chain_and_a_follower_that_starts_again_what_it_lacks(
