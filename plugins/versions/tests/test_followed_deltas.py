@@ -24,6 +24,7 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOptions
 from plugins.versions.tests.followed import TRAINED_SHAPE, expect_equal, trained
 
+
 class Counted:
     """A directory of versions in memory, whose reads are counted.
 

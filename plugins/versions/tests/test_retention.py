@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from ckptcore_testing.locations import new_place
 from ckptcore_testing.trees import same_value
+from ckptcore_versions.chains import WholeChains
+from ckptcore_versions.version_directory import VERSION_NAMES
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError
 from ckptcore.policies import LatestN, PreserveAll, StepInfo
-from ckptcore_versions.chains import WholeChains
-from ckptcore_versions.version_directory import VERSION_NAMES
 from plugins.versions.tests.published import CONTEXT, load, location, present, publisher, weights
 
 
