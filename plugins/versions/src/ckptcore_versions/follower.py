@@ -354,7 +354,7 @@ _UNREADABLE: Final = (
     InvalidLocationError,
     UnsupportedVersionError,
 )
-"""Errors that concern one version, so that a follower goes on with another one."""
+"""Errors that concern one version, so that a follower tries another one."""
 
 
 @dataclass(frozen=True, slots=True)
