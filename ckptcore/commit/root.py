@@ -126,7 +126,7 @@ class Base:
     Attributes:
         path: its path, relative to the parent directory of the referring checkpoint. Names are separated by ``/``, and
             ``..`` is only at the beginning.
-        save_id: its save id.
+        save_id: its save id; empty if other software wrote it.
     """
 
     path: str
@@ -159,7 +159,8 @@ class References:
     """The arrays of a tree that are stored in bases, as columns. All columns are empty if there are none.
 
     Attributes:
-        bases: the checkpoints that store the arrays.
+        bases: the checkpoints that store the arrays. If there are no arrays, the base of the layout, if any: see
+            `ckptcore.protocols.Layout.base`.
         leaf: the numbers of the arrays, ascending; for tied arrays, the first.
         base: for each array, the number of its base.
         stored: for each array, its number in the tree of the base. The base itself stores the array: references are not
@@ -182,7 +183,7 @@ class References:
             leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
             for leaf in self.leaf
         )
-        if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
+        if not ascending or not fitting or (self.leaf and set(self.base) != set(range(len(self.bases)))):
             raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another checkpoint")
 
 

@@ -158,10 +158,10 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         own["index"] = root.index or None
         tables["objects"] = _encode_objects(root.objects)
     tables["custom"] = root.custom
-    if isinstance(root, Root) and root.references.leaf:
-        references = root.references
+    if isinstance(root, Root) and (references := root.references).bases:
         own["bases"] = [[base.path, base.save_id] for base in references.bases]
-        tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
+        if references.leaf:
+            tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
     inline: dict[str, JSON] = {}
     described: dict[str, JSON] = {}
     parts: dict[str, bytes] = {}
@@ -520,15 +520,17 @@ def _decode_files(document: dict[str, Any]) -> tuple[str, ...]:
 def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
     bases = document.get("bases", [])
     decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
-    if not all(_SAVE_ID.fullmatch(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
+    if not all(not base.save_id or _SAVE_ID.fullmatch(base.save_id) for base in decoded) or len(set(decoded)) != len(
+        decoded
+    ):
         raise _damaged(f"invalid bases {str(bases)[:200]}")
     return decoded
 
 
 def _decode_references(document: dict[str, Any], tables: dict[str, Any], tree: TreeMetadata) -> References:
     table: Any = tables.get("references")
-    if table is None and not document.get("bases"):
-        return References()
+    if table is None:
+        return References(_decode_bases(document))
     columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
     references = References(_decode_bases(document), *columns)
     references.check(tree)

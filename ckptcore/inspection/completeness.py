@@ -168,7 +168,7 @@ class FileCheck:
         """Keep the context, and begin with an empty cache."""
         self._context = context
         self._threads = runtime_of(context).io_threads
-        self._bases: dict[tuple[LocationAddress, Base], tuple[Problem, ...]] = {}
+        self._bases: dict[tuple[LocationAddress, Base], tuple[Sequence[Problem], Sequence[Base]]] = {}
 
     def check(
         self, checkpoint: Checkpoint | CompositeCheckpoint, location: AnyLocation, open_one: MemberOpener
@@ -300,17 +300,22 @@ class FileCheck:
     def _wrong_in_bases(self, bases: Sequence[Base], location: AnyLocation) -> Iterator[Problem]:
         if not bases:
             return
-        from ckptcore.opening.bases import base_location, read_base  # only updates refer to bases
+        from ckptcore.opening.bases import base_location, read_base  # only updates and differences have bases
 
         resolved = resolve_location(location, runtime_of(self._context).storages)
-        for base in bases:
+        needed = list(dict.fromkeys(bases))
+        for base in needed:  # grows: the base of a chain has a base
+            if not base.save_id:
+                continue  # other software wrote it
             at = base_location(resolved, base, self._context)
             known = self._bases.get((at.address, base))
             if known is None:
                 _, root = read_base(resolved.display, at, base.save_id)
                 sizes = {key: record.size for key, record in root.objects.items()}
-                known = self._bases[at.address, base] = tuple(self._wrong(at.store, sizes, f"../{base.path}/"))
-            yield from known
+                further = () if root.references.leaf else root.references.bases
+                known = self._bases[at.address, base] = self._wrong(at.store, sizes, f"../{base.path}/"), further
+            yield from known[0]
+            needed += [base for base in known[1] if base not in needed]
 
     def _wrong(
         self, store: StorageBackend, expected: Mapping[str, int], prefix: str = "", least: str = ""

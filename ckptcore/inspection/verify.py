@@ -197,10 +197,10 @@ def _raise_unjudged(error: Exception) -> None:
 
 def _bytes_to_check(checkpoint: Checkpoint) -> int:
     """Return the bytes of all objects and of arrays in bases; if there are neither, the bytes of all arrays."""
-    tree, root = checkpoint.tree, checkpoint.root
-    in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
-    nbytes = sum(record.size for record in checkpoint.objects.values())
-    return nbytes + sum(record.spec.nbytes for record in in_bases if isinstance(record, ArrayRecord)) or tree.nbytes
+    derived, nbytes = checkpoint.derived, sum(record.size for record in checkpoint.objects.values())
+    if checkpoint.root is not None and derived is not None:
+        nbytes += sum(derived.derivations[leaf].spec.nbytes for leaf in derived.leaves_from_bases)
+    return nbytes or checkpoint.tree.nbytes
 
 
 def _in_directory(directory: str, problem: Problem) -> Problem:
@@ -247,7 +247,7 @@ class _Verification:
             self._check_table_of_files()
         elif not self._problems:
             self._find_unstored(root)
-        self._read_from_bases(root)
+        self._read_from_bases()
         unverified = tuple(record.key for record in checkpoint.objects.values() if record.size and not record.checksums)
         objects = len(checkpoint.objects) + 1 + len(root.parts)
         return VerifyReport(tuple(self._problems), objects, self._done, unverified, unjudged=unjudged)
@@ -359,18 +359,19 @@ class _Verification:
         with self._reporting(ROOT_KEY):
             check_sizes(self._checkpoint, arrays)
 
-    def _read_from_bases(self, root: Root) -> None:
-        """Read the arrays that bases store. Checks no other data of the bases."""
-        checked, tree = self._checkpoint, self._checkpoint.tree
-        if root.references.leaf and not self._context.io.verify:
+    def _read_from_bases(self) -> None:
+        """Read the arrays that bases store, or that are computed from bases. Checks no other data of the bases."""
+        checked, derived = self._checkpoint, self._checkpoint.derived
+        if derived is None:
+            return
+        if not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
             checked = open_tree(checked.location, checked.version, verifying)
-        for leaf in root.references.leaf:
-            record = tree.leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # references were checked
-            with self._reporting(None, format_path(tree.paths[leaf])):
-                _read_in_pieces(checked, leaf, record.spec)
-            self._advance(record.spec.nbytes)
+        for leaf in derived.leaves_from_bases:
+            spec = derived.derivations[leaf].spec
+            with self._reporting(None, format_path(checked.tree.paths[leaf])):
+                _read_in_pieces(checked, leaf, spec)
+            self._advance(spec.nbytes)
 
     def _read_arrays(self) -> tuple[str, ...]:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
@@ -393,10 +394,11 @@ class _Verification:
                     with naming_arrays(checkpoint):
                         try:
                             read_leaf(checkpoint, number, self._context)
-                            unverified.update(checkpoint.index.unverified(number, checkpoint.store))
+                            unverified.update(_unverified(checkpoint, number))
                         except InsufficientMemoryError:
                             _read_in_pieces(checkpoint, number, record.spec)
-                            unverified.update([key for key, _, _ in checkpoint.index.extents(number)])
+                            stored, leaves = _own_leaves(checkpoint, number)
+                            unverified.update([key for leaf in leaves for key, _, _ in stored.index.extents(leaf)])
                 except CorruptCheckpointError as damage:
                     self._add(damage)
                 except UnsupportedLeafError:
@@ -411,6 +413,20 @@ class _Verification:
                 for piece in file_pieces(self._checkpoint, record):
                     self._advance(len(piece))
         return tuple(self._checkpoint.objects)
+
+
+def _own_leaves(checkpoint: Checkpoint, leaf: int) -> tuple[Checkpoint, Sequence[int]]:
+    """Return the arrays that a checkpoint of other software stores for a leaf: itself, or a base's differences."""
+    if checkpoint.derived is None:
+        return checkpoint, [leaf]
+    return checkpoint.derived.sources[0], checkpoint.derived.stored((leaf,)).get(0, ())
+
+
+def _unverified(checkpoint: Checkpoint, leaf: int) -> Iterator[str]:
+    """Yield the objects of a checkpoint of other software in which damage of an array may go undetected."""
+    stored, leaves = _own_leaves(checkpoint, leaf)
+    for number in leaves:
+        yield from stored.index.unverified(number, stored.store)
 
 
 def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:

@@ -1,8 +1,9 @@
-"""Bases of updates: the checkpoints that store the arrays to which an update refers."""
+"""Bases: the checkpoints that store arrays of an update, or those that a chain of differences begins with."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import posixpath
 import re
 from typing import Final
@@ -12,14 +13,26 @@ from ckptcore.commit.root import Base, Root, stored_numbers, stored_tree
 from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UnsupportedVersionError,
+)
 from ckptcore.io.threads import map_ordered, requests_of
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.derived import derive
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import BaseReference, ChainLink, DerivedArray
 from ckptcore.runtime import runtime_of
+
+_MAX_LINKS: Final = 1024
+"""Maximum number of checkpoints of a chain that have a base."""
+
+_MAX_NESTED: Final = 4
+"""Maximum number of updates that are bases of each other through chains."""
 
 _AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*")
 
@@ -68,7 +81,7 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
     Args:
         referring: the display name of the checkpoint that refers to the base.
         at: the location of the base.
-        save_id: the id of the save that the referring checkpoint expects there.
+        save_id: the id of the save that the referring checkpoint expects there; empty for any.
 
     Raises:
         CorruptCheckpointError: the base was deleted, was replaced by another save, or cannot be read.
@@ -82,7 +95,7 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
     except (InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError) as error:
         kind = CorruptCheckpointError if isinstance(error, InvalidLocationError) else type(error)
         raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
-    if isinstance(root, Root) and root.save_id == save_id:
+    if isinstance(root, Root) and save_id in ("", root.save_id):
         return version, root
     state = "was deleted" if root is None else f"was replaced by another save ({root.save_id})"
     raise CorruptCheckpointError(
@@ -91,8 +104,8 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
     )
 
 
-def open_base(referring: str, at: Location, save_id: str, context: Context) -> Checkpoint:
-    """Open a base. Its tree has only the arrays that the base stores itself, without the arrays of its own bases.
+def open_base(referring: str, at: Location, save_id: str, context: Context, nested: int = 0) -> Checkpoint:
+    """Open a base. Its tree has only the arrays that the base stores itself, without those that it refers to.
 
     Raises:
         CorruptCheckpointError: see `read_base`; also if the base has files instead of a tree.
@@ -102,16 +115,17 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
     if not root.layout:
         raise CorruptCheckpointError(f"{referring} refers to {at.display}, which has no tree. Load another checkpoint")
     tree = stored_tree(root.tree, root.references)
-    return dataclasses.replace(Checkpoint.of_root(at, version, root, context), tree=tree)
+    return with_chain(dataclasses.replace(Checkpoint.of_root(at, version, root, context), tree=tree), context, nested)
 
 
-def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
+def with_bases(opened: Checkpoint, root: Root, context: Context, nested: int = 0) -> Checkpoint:
     """Open the bases of a checkpoint. Returns the checkpoint with all of its arrays.
 
     Args:
         opened: the checkpoint, opened as if it stored all arrays itself.
         root: its root.
         context: options.
+        nested: the number of updates whose bases are being opened.
 
     Raises:
         CorruptCheckpointError: a base was deleted or replaced, cannot be read, or lacks an array that the checkpoint
@@ -122,7 +136,7 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
     own = dataclasses.replace(opened, tree=stored_tree(root.tree, references))
 
     def open_one(base: Base) -> Checkpoint:
-        return open_base(location.display, base_location(location, base, context), base.save_id, context)
+        return open_base(location.display, base_location(location, base, context), base.save_id, context, nested)
 
     parallelism = requests_of(location.parent).concurrency
     bases = map_ordered(runtime_of(context).io_threads, references.bases, open_one, parallelism=parallelism)
@@ -158,3 +172,115 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         description=f"with arrays of {', '.join([base.save_id for base in references.bases])}",
         is_builtin=True,
     )
+
+
+def with_chain(opened: Checkpoint, context: Context, nested: int = 0) -> Checkpoint:
+    """Open the chain of a checkpoint whose layout states a base. Returns the checkpoint with all of its arrays.
+
+    Returns the same checkpoint if its layout states none.
+
+    Args:
+        opened: the checkpoint, opened as if it stored all arrays itself.
+        context: options.
+        nested: the number of updates whose bases are being opened.
+
+    Raises:
+        CorruptCheckpointError: a base was deleted, was replaced or cannot be read, does not fit, or needs the
+            checkpoint itself; or the chain is too long.
+    """
+    links: list[Checkpoint] = []
+    names = {opened.location.name}
+    last = opened
+    while not last.is_files and (reference := _base_of(last)) is not None:
+        links.append(last)
+        if last.layout.name != opened.layout.name:
+            raise CorruptCheckpointError(
+                f"{opened.location.display} needs {last.location.display}, which has the layout {last.layout.name!r} "
+                f"and a base of its own: expected the layout {opened.layout.name!r}, or no base. Load another one"
+            )
+        if reference.name in names or len(links) > _MAX_LINKS:
+            why = "which needs it" if reference.name in names else f"the last of {_MAX_LINKS} bases of bases"
+            raise CorruptCheckpointError(
+                f"{last.location.display} is stored as differences from {reference.name[:200]!r}, {why}: it is "
+                "damaged. Load another checkpoint"
+            )
+        names.add(reference.name)
+        last = _open_link(last, reference, context)
+    if not links:
+        return opened
+    if last.root is not None and last.root.references.leaf:
+        if nested == _MAX_NESTED:
+            raise CorruptCheckpointError(
+                f"{opened.location.display} needs {last.location.display}, an update with a base that needs further "
+                "updates: it is damaged. Load another checkpoint"
+            )
+        last = with_bases(last, last.root, context, nested + 1)
+    try:
+        chained = opened.layout.derive([ChainLink(link.tree, link.state) for link in links], last.tree)
+    except CorruptCheckpointError as error:
+        raise type(error)(f"{opened.location.display}: {error}", key=error.key) from error
+    own, *bases = [
+        dataclasses.replace(link, tree=tree) for link, tree in zip(links, chained.stored, strict=True)
+    ]  # fmt: skip
+    return derive(
+        own,
+        chained.tree,
+        chained.arrays,
+        values={},
+        additional=[*bases, last],
+        most_bytes=context.memory.load_bytes,
+        description=f"from {', '.join([base.location.name for base in (*bases, last)])}",
+        is_builtin=True,
+    )
+
+
+def _base_of(checkpoint: Checkpoint) -> BaseReference | None:
+    """Return the base that the layout of a checkpoint states.
+
+    Raises:
+        CorruptCheckpointError: the state is damaged, or the base is not in the same directory.
+    """
+    display = checkpoint.location.display
+    try:
+        reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
+    except CorruptCheckpointError as error:
+        raise type(error)(f"{display}: {error}", key=error.key) from error
+    if reference is not None and not Base(reference.name, reference.save_id).is_sibling:
+        raise CorruptCheckpointError(
+            f"{display} is stored as differences from {reference.name[:200]!r}: expected the name of a checkpoint in "
+            "the same directory. Load another checkpoint"
+        )
+    return reference
+
+
+def _open_link(referring: Checkpoint, reference: BaseReference, context: Context) -> Checkpoint:
+    """Open the base of a checkpoint, as if it stored all of its arrays itself.
+
+    Raises:
+        CorruptCheckpointError: it was deleted or replaced, cannot be read, or differs from the one that was expected.
+        UnsupportedVersionError: its format has an unsupported version.
+    """
+    display = referring.location.display
+    at = base_location(referring.location, Base(reference.name, reference.save_id), context)
+    version = read_version(at)
+    if version.root is None and not reference.save_id:
+        from ckptcore.opening.foreign import inspect_tree  # only bases of other software need it
+
+        try:
+            return inspect_tree(at, version, context)
+        except (CheckpointNotFoundError, CompositeCheckpointError, CorruptCheckpointError) as error:
+            raise CorruptCheckpointError(
+                f"{display} is stored as differences from {at.display}, which cannot be read: {error}"
+            ) from error
+    version, root = read_base(display, at, reference.save_id)
+    if not root.layout:
+        raise CorruptCheckpointError(f"{display} refers to {at.display}, which has no tree. Load another checkpoint")
+    if reference.digest:
+        assert isinstance(version.root, bytes)  # it was parsed
+        digest = hashlib.sha256(version.root).hexdigest()
+        if digest != reference.digest:
+            raise CorruptCheckpointError(
+                f"{display} is stored as differences from {at.display}, which changed: expected a root with the "
+                f"SHA-256 {reference.digest[:64]}, found {digest}. Restore it, or load another checkpoint"
+            )
+    return Checkpoint.of_root(at, version, root, context)

@@ -303,17 +303,27 @@ def arrays_at(opened: Checkpoint, key: str | None, start: int | None, stop: int 
     """
     if key is None:
         return []
-    if opened.derived is not None:
-        return arrays_at(opened.derived.sources[0], key, start, stop)
+    stored = stored_in(opened)
     return [
-        format_path(opened.tree.paths[leaf])
-        for leaf, own, first, last in extents_of(opened)
+        format_path(stored.tree.paths[leaf])
+        for leaf, own, first, last in extents_of(stored)
         if own == key and (start is None or stop is None or (first < stop and start < last))
     ]
 
 
+def stored_in(opened: Checkpoint) -> Checkpoint:
+    """Return the first source of a derived checkpoint, with the tree of the arrays that it stores itself."""
+    while opened.derived is not None:
+        opened = opened.derived.sources[0]
+    return opened
+
+
 def extents_of(opened: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
-    """Yield the byte ranges of the arrays of a checkpoint in order of leaves: leaf, object key, start and stop."""
+    """Yield the byte ranges of the arrays of a checkpoint in order of leaves: leaf, object key, start and stop.
+
+    For a derived checkpoint, the leaves are those of `stored_in`.
+    """
+    opened = stored_in(opened)
     index, tree = opened.index, opened.tree
     for leaf, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases:

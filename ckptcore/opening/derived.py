@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.derivations import Stored, WholeArray, walk
-from ckptcore.errors import TransformError
+from ckptcore.errors import CorruptCheckpointError, TransformError
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -108,6 +108,11 @@ class Derived:
                     by_source.setdefault(array.checkpoint, {})[array.leaf] = None
         return {checkpoint: list(numbers) for checkpoint, numbers in by_source.items()}
 
+    @property
+    def leaves_from_bases(self) -> Sequence[int]:
+        """The numbers of the arrays that are computed from other sources than the first, in order; no aliases."""
+        return [leaf for leaf in sorted(self.derivations) if any(self.stored((leaf,)))]
+
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return the axis along which to divide an array into bands of about `nbytes` bytes, and the extent of a band.
 
@@ -154,6 +159,9 @@ class Derived:
         for fill in _read_fills(batch, self._read_stored):
             try:
                 fill.compute()
+            except CorruptCheckpointError as error:
+                path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
+                raise type(error)(f"{path} of {self.sources[0]}: {error}") from error
             except Exception as error:
                 path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
                 raise TransformError(
@@ -404,12 +412,15 @@ class _Fill:
             self.steps.append(lambda: copy_elements(out, result[0][box.slices]))
             return
         needed, views = derivation.needed(box), derivation.views(box, out)
-        if views is not None:
-            for part, view in zip(needed, views, strict=True):
+        parts: list[HostArray] = []
+        for part, view in zip(needed, views or [None] * len(needed), strict=True):
+            if view is None:
+                parts.append(self._computed(derivation.inputs[part.number], part.box))
+            else:
                 self._plan(derivation.inputs[part.number], part.box, view)
-            return
-        parts = [self._computed(derivation.inputs[part.number], part.box) for part in needed]
-        self.steps.append(functools.partial(derivation.make, box, parts, out))
+                parts.append(view)
+        if views is None or any(view is None for view in views):
+            self.steps.append(functools.partial(derivation.make, box, parts, out))
 
     def _result(self, derivation: WholeArray) -> list[HostArray]:
         """Return the list that will contain the whole array, which is computed once."""

@@ -281,7 +281,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
 
     try:
-        return inspect_tree(location, version, context)
+        return _with_chain(inspect_tree(location, version, context), context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
@@ -348,7 +348,7 @@ def _open_tree(
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 
-        return open_foreign(location, version, context)
+        return _with_chain(open_foreign(location, version, context), context)
     if root.role == "member":
         _expect_committed(location, version, root, context)
         version = version.digested()
@@ -364,7 +364,16 @@ def _open_tree(
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(checkpoint, root, context)
-    return checkpoint
+    return _with_chain(checkpoint, context)
+
+
+def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
+    """Return a checkpoint with the arrays that are computed from its base, if its layout states one."""
+    if checkpoint.is_files or checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
+        return checkpoint
+    from ckptcore.opening.bases import with_chain  # only differences from a base need it
+
+    return with_chain(checkpoint, context)
 
 
 def _expect_committed(location: Location, version: LocationVersion, member: Root, context: Context) -> None:

@@ -24,6 +24,9 @@ from ckptcore.protocols.job import SaveStrategy as SaveStrategy
 from ckptcore.protocols.job import StagedLoad as StagedLoad
 from ckptcore.protocols.job import StepStrategy as StepStrategy
 from ckptcore.protocols.job import Transaction as Transaction
+from ckptcore.protocols.layouts import BaseReference as BaseReference
+from ckptcore.protocols.layouts import ChainedArrays as ChainedArrays
+from ckptcore.protocols.layouts import ChainLink as ChainLink
 from ckptcore.protocols.layouts import CheckpointInfo as CheckpointInfo
 from ckptcore.protocols.layouts import ChunkIndex as ChunkIndex
 from ckptcore.protocols.layouts import InspectedComposite as InspectedComposite

@@ -12,6 +12,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import Chunk, ChunkLocations, ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
+from ckptcore.protocols.values import DerivedArray
 
 
 class Snapshot(Protocol):
@@ -184,6 +185,49 @@ class CheckpointInfo(NamedTuple):
     custom: Mapping[str, JSON] = _EMPTY
     metrics: Mapping[str, float] = _EMPTY
     members: Mapping[str, MemberKind] = _EMPTY
+
+
+class BaseReference(NamedTuple):
+    """A checkpoint that another one needs, because the other stores only its differences from it.
+
+    Attributes:
+        name: the name of its directory, which is in the same directory as that of the other checkpoint. May be hostile.
+        save_id: its save id; empty: not compared, for a checkpoint that other software wrote.
+        digest: the SHA-256 of its root, in hex digits; empty: not compared.
+    """
+
+    name: str
+    save_id: str = ""
+    digest: str = ""
+
+
+class ChainLink(NamedTuple):
+    """A checkpoint of a chain, in the terms of its layout.
+
+    Attributes:
+        tree: its tree, as in the root or as `Layout.inspect` returned it.
+        state: the state of the layout; may be hostile.
+    """
+
+    tree: TreeMetadata
+    state: JSON
+
+
+class ChainedArrays(NamedTuple):
+    """The arrays of a checkpoint, computed from what the checkpoints of its chain store.
+
+    Attributes:
+        tree: the tree of the checkpoint.
+        stored: for each link of the chain, the tree of the arrays in its objects. `Layout.index` gets this tree. It may
+            have arrays of encoded bytes, such as uint8, in place of those of the checkpoint.
+        arrays: by leaf number in `tree`, how to compute each array that is not an alias. A
+            `ckptcore.derivations.Stored` refers to a tree of `stored` by number; the number after the last link is that
+            of the base.
+    """
+
+    tree: TreeMetadata
+    stored: Sequence[TreeMetadata]
+    arrays: Mapping[int, DerivedArray]
 
 
 class ChunkIndex(Protocol):
@@ -442,6 +486,36 @@ class Layout(Protocol):
             members: the names of the checkpointables that `inspect_composite` finds.
         """
         return keys
+
+    # --- a base: for layouts that store differences from another checkpoint
+
+    def base(self, tree: TreeMetadata, state: JSON) -> BaseReference | None:
+        """Return the checkpoint that is needed to compute arrays of a checkpoint; None, the default, if there is none.
+
+        The root lists the base, so that it is not deleted. Bases can have bases. Together they are a *chain*, which the
+        core follows to a checkpoint without a base.
+
+        Args:
+            tree: the tree of the checkpoint.
+            state: the result of `finish` or `inspect`; may be hostile.
+
+        Raises:
+            CorruptCheckpointError: the state is damaged.
+        """
+        return None
+
+    def derive(self, links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArrays:
+        """Return how to compute the arrays of a checkpoint that has a base. Reads nothing. Required with `base`.
+
+        Args:
+            links: the checkpoint, its base, the base of that, and so on, as far as they have a base. All have this
+                layout.
+            base: the tree of the last base, which has any layout and no base of its own.
+
+        Raises:
+            CorruptCheckpointError: a link does not fit its base. The caller adds the location.
+        """
+        raise PluginError(f"the layout {self.name} states a base and does not implement derive()")
 
     # --- arrays in pieces
 

@@ -455,11 +455,14 @@ class DerivedArray(Protocol):
     def needed(self, box: Box) -> Sequence[Part]:
         """Return the boxes of inputs that are needed to compute a box of the array, with few elements."""
 
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray | None] | None:
         """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.
 
         There is one view for each part of `needed`, with the shape of the part. Together the views cover `out`. None if
         the elements are computed, or if this memory has no such views.
+
+        None in place of a view: the part is read into other memory, and `make` then changes `out` in place. Its `parts`
+        include the views.
 
         Args:
             box: the box of the array that `out` is for.

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.names import is_leftover_name
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Root, this_writer
+from ckptcore.commit.root import ROOT_KEY, Base, Claim, CompositeRoot, References, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.stored_root import read_root
 from ckptcore.commit.subdirectory import subdirectory
@@ -376,6 +376,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     state = part.receipts[0].state if part.is_files else part.layout.finish(tree, part.receipts, recorder)
     writer = "the object" if part.is_files else f"the layout {name}"
     objects = merge_objects(writer, part.receipts, recorder.objects)
+    base = None if part.is_files else part.layout.base(tree, state)
     return Root(
         save_id=info.save_id,
         created=info.created,
@@ -386,6 +387,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
         # The index is replaced after the root, so the root must not state its size and checksums.
         objects={key: record for key, record in objects.items() if key != index},
         role=info.role if info.members is None else "member",
+        references=References() if base is None else References((Base(base.name, base.save_id),)),
         index=index or "",
     )
 
