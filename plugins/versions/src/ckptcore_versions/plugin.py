@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import LayoutFactory
+from ckptcore.protocols import Layout, LayoutFactory
 
 
 class VersionsPlugin:
@@ -15,7 +15,13 @@ class VersionsPlugin:
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
         """Layouts by name."""
-        return {}
+        return {"slime": _slime}
+
+
+def _slime() -> Layout:
+    from ckptcore_versions.slime import SlimeLayout
+
+    return SlimeLayout()
 
 
 PLUGIN: Final = VersionsPlugin()

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.builtin.safetensors_files import METADATA, encode_file
+from ckptcore.builtin.safetensors_files import encode_file
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.io.elements import copy_elements, is_little, little_dtype, plain
 from ckptcore.model.arrays import Box, HostArray
@@ -27,7 +27,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plain_safetensors import encode_header
-from ckptcore.planning import ChunkTable, leaf_names
+from ckptcore.planning import ChunkTable
 from ckptcore.protocols import (
     BaseReference,
     ChainedArrays,
@@ -41,7 +41,7 @@ from ckptcore.protocols import (
 )
 from ckptcore_versions.held_version import HeldVersion
 from ckptcore_versions.slime_chains import derive_arrays
-from ckptcore_versions.slime_deltas import INDEX, Delta, inspect_delta
+from ckptcore_versions.slime_deltas import INDEX, Delta, inspect_delta, tensor_names
 from ckptcore_versions.slime_frames import MAX_OVERWRITE_BYTES, ChecksumFormat, EncodedTensor, Encoding, encode
 
 _THREADS: Final = min(8, os.cpu_count() or 1)
@@ -104,7 +104,7 @@ class SlimeLayout(Layout):
         Raises:
             NameCollisionError
         """
-        _names(tree)
+        tensor_names(tree)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the arrays of this process to files of safetensors.
@@ -113,7 +113,7 @@ class SlimeLayout(Layout):
             UnsupportedLeafError: an array is divided among processes.
         """
         plan, items = snapshot.plan, _whole_items(snapshot.plan)
-        names = _names(plan.tree)
+        names = tensor_names(plan.tree)
         state: dict[str, list[Any]] = {"files": [], "leaf": [], "file": [], "offset": []}
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
@@ -134,7 +134,7 @@ class SlimeLayout(Layout):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Copy the assets, and then write the index, which publishes the version."""
         state = _merged(receipts, ("files", "leaf", "file", "offset"))
-        names = _names(tree)
+        names = tensor_names(tree)
         metadata: dict[str, JSON] = {"total_size": tree.nbytes}
         if self._number is not None:
             metadata["version"] = f"{self._number:06d}"
@@ -157,7 +157,7 @@ class SlimeLayout(Layout):
     def base(self, tree: TreeMetadata, state: JSON) -> BaseReference | None:
         """Return the base of a delta."""
         delta = Delta.of_state(state)
-        return None if delta is None else delta.base
+        return None if delta is None else delta.reference
 
     def derive(self, links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArrays:
         """Return the arrays after the changes of all deltas."""
@@ -188,7 +188,7 @@ class _DeltaLayout(SlimeLayout):
         Raises:
             NameCollisionError, UnsupportedLeafError
         """
-        _names(tree)
+        tensor_names(tree)
         for leaf, record in enumerate(tree.leaves):
             if self.encoding == "overwrite" and isinstance(record, ArrayRecord):
                 if record.spec.nbytes >= MAX_OVERWRITE_BYTES:
@@ -237,7 +237,7 @@ class _DeltaLayout(SlimeLayout):
     def _encoded(self, snapshot: Snapshot) -> Iterator[tuple[str, EncodedTensor]]:
         """Yield the arrays that changed, in order."""
         plan = snapshot.plan
-        names = _names(plan.tree)
+        names = tensor_names(plan.tree)
         pending: deque[tuple[str, Future[EncodedTensor | None]]] = deque()
         with ThreadPoolExecutor(_THREADS, "ckptcore-frames") as threads:
             try:
@@ -286,11 +286,6 @@ class _DeltaLayout(SlimeLayout):
 
 
 _FRAME_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
-
-
-def _names(tree: TreeMetadata) -> dict[int, str]:
-    arrays = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
-    return leaf_names(arrays, reserved=(METADATA,))
 
 
 def _file_name(rank: int, number: int) -> str:

@@ -19,7 +19,7 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.plain_safetensors import read_header
-from ckptcore.planning import natural_column
+from ckptcore.planning import leaf_names, natural_column
 from ckptcore.protocols import BaseReference, Inspection, ReadStore
 from ckptcore_versions.slime_frames import READ_ENCODINGS
 
@@ -31,7 +31,21 @@ _MAX_INDEX_BYTES: Final = 1 << 28
 _MAX_VERSION: Final = 10**18
 _VERSION: Final = re.compile(r"[0-9]{1,18}")
 _FILE: Final = re.compile(r"[^/\\\0.][^/\\\0]{0,250}\.safetensors")
+_VERSION_0: Final = (
+    "Version 0 is the model that the trainer and the engines began with, which is not in this directory. Link or copy it "
+    "there as weight_v000000; a link also needs context=Context(io=IOOptions(bases='anywhere'))"
+)
 _AGAIN: Final = "restore the directory from a copy, or load another version"
+
+
+def tensor_names(tree: TreeMetadata) -> Mapping[int, str]:
+    """Return the names of arrays in files, by leaf.
+
+    Raises:
+        NameCollisionError: two arrays would have the same name.
+    """
+    arrays = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    return leaf_names(arrays, reserved=("__metadata__",))
 
 
 def version_name(number: int) -> str:
@@ -46,7 +60,7 @@ class Delta(NamedTuple):
         version, base_version: numbers of versions; the base is older.
         encoding: the encoding of its frames.
         checksum_format: the format of its checksums.
-        base: the name, save id and digest of its base. See `BaseReference`.
+        base: its base, if ckptcore wrote the delta; None: other software wrote it.
         files: the files with frames.
         names: the tensors that it changes, each once.
         file, offset, nbytes: of each frame, the number of its file, and its position and size there in bytes.
@@ -57,7 +71,7 @@ class Delta(NamedTuple):
     base_version: int
     encoding: str
     checksum_format: str
-    base: BaseReference
+    base: BaseReference | None
     files: Sequence[str]
     names: Sequence[str]
     file: Sequence[int]
@@ -84,7 +98,7 @@ class Delta(NamedTuple):
                 columns["base_version"],
                 columns["delta_encoding"],
                 columns["checksum_format"],
-                BaseReference(*columns["base"]),
+                BaseReference(*columns["base"][:3]) if "base" in columns else None,
                 *[columns[name] for name in _COLUMNS],
             )
             delta._check()
@@ -99,7 +113,7 @@ class Delta(NamedTuple):
             "base_version": self.base_version,
             "delta_encoding": self.encoding,
             "checksum_format": self.checksum_format,
-            "base": list(self.base),
+            **({} if self.base is None else {"base": list(self.base[:3])}),
             **{name: list(getattr(self, name)) for name in _COLUMNS},
         }
 
@@ -113,7 +127,7 @@ class Delta(NamedTuple):
         if self.checksum_format not in _CHECKSUM_DIGITS:
             known = ", ".join(_CHECKSUM_DIGITS)
             raise ValueError(f"the checksum format {self.checksum_format!r} is unknown, expected one of {known}")
-        texts = [*self.base, *self.files, *self.names, *self.checksums]
+        texts = [*(self.base or ()), *self.files, *self.names, *self.checksums]
         if {*map(type, texts)} - {str}:
             raise TypeError("expected text")
         if len(set(self.names)) != len(self.names):
@@ -125,6 +139,14 @@ class Delta(NamedTuple):
         digits = _CHECKSUM_DIGITS[self.checksum_format]
         if len(self.checksums) != count or any(not _is_hex(text, digits) for text in self.checksums):
             raise ValueError(f"the checksum of a tensor is missing, or does not have {digits} hex digits")
+
+    @property
+    def reference(self) -> BaseReference:
+        """The base."""
+        if self.base is not None:
+            return self.base
+        remedy = "" if self.base_version else _VERSION_0
+        return BaseReference(version_name(self.base_version), remedy=remedy)
 
     @property
     def tree(self) -> TreeMetadata:
@@ -211,9 +233,8 @@ def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: Mappi
     for number, file in enumerate(sorted(tensors)):
         columns["files"].append(file)
         _add_frames(store, file, number, tensors[file], columns)
-    base = BaseReference(version_name(base_version))
     return Delta(
-        version, base_version, metadata["delta_encoding"], metadata["checksum_format"], base, *columns.values()
+        version, base_version, metadata["delta_encoding"], metadata["checksum_format"], None, *columns.values()
     )
 
 

@@ -182,6 +182,15 @@ READ_ENCODINGS: Final = ("xor", *_SCATTERED)
 """The encodings that are read."""
 
 
+def most_frame_bytes(encoding: str, nbytes: int) -> int:
+    """Return an upper bound of the size of a frame for a tensor of `nbytes` bytes.
+
+    zstd adds at most 3 bytes to each block that it cannot compress. A writer may use short blocks.
+    """
+    width = 0 if encoding == "xor" else _SCATTERED[encoding].width
+    return 1024 + 2 * (width + (width + 1) * nbytes)
+
+
 def apply(frame: HostArray, elements: HostArray, encoding: str) -> None:
     """Apply the change in a frame to the bytes of a tensor. After an error, some bytes may be changed.
 
@@ -248,7 +257,7 @@ class _Payload:
         try:
             stated = zstd.get_frame_info(frame[:_HEADER_BYTES].data).decompressed_size
         except zstd.ZstdError as error:
-            raise CorruptCheckpointError(f"it is not a zstd frame: {error}") from error
+            raise CorruptCheckpointError(f"it does not begin with a whole header of a zstd frame") from error
         if stated is None or not least <= stated <= most:
             bounds = f"{least}" if least == most else f"{least} to {most}"
             raise CorruptCheckpointError(
