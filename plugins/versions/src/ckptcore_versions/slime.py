@@ -152,7 +152,7 @@ class SlimeLayout(Layout):
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the table of arrays, or that of the frames of a delta."""
         delta = Delta.of_state(state)
-        return ChunkTable(tree, state if delta is None else delta.table)
+        return ChunkTable(tree, state) if delta is None else _FrameTable(tree, delta.table)
 
     def base(self, tree: TreeMetadata, state: JSON) -> BaseReference | None:
         """Return the base of a delta."""
@@ -283,6 +283,14 @@ class _DeltaLayout(SlimeLayout):
         )
         store.put(INDEX, delta.index_json())
         return delta.to_state()
+
+
+class _FrameTable(ChunkTable):
+    """The table of the frames of a delta."""
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return no objects: a damaged frame does not give the elements of the recorded checksum."""
+        return ()
 
 
 _FRAME_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
