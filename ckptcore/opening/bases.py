@@ -29,7 +29,7 @@ from ckptcore.opening.derived import derive
 from ckptcore.protocols import BaseReference, ChainLink, DerivedArray
 from ckptcore.runtime import runtime_of
 
-_MAX_LINKS: Final = 1024
+_MAX_LINKS: Final = 1 << 14
 """Maximum number of checkpoints of a chain that have a base."""
 
 _MAX_NESTED: Final = 4
