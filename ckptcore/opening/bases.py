@@ -32,6 +32,9 @@ from ckptcore.runtime import runtime_of
 _MAX_LINKS: Final = 1 << 14
 """Maximum number of checkpoints of a chain that have a base."""
 
+_MAX_NAME: Final = 255
+"""Maximum length of the name of a base. It may be hostile, and file systems have this limit."""
+
 _MAX_NESTED: Final = 4
 """Maximum number of updates that are bases of each other through chains."""
 
@@ -252,7 +255,9 @@ def _base_of(checkpoint: Checkpoint) -> BaseReference | None:
         reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
     except CorruptCheckpointError as error:
         raise type(error)(f"{display}: {error}", key=error.key) from error
-    if reference is not None and not Base(reference.name, reference.save_id).is_sibling:
+    if reference is not None and (
+        len(reference.name) > _MAX_NAME or not Base(reference.name, reference.save_id).is_sibling
+    ):
         raise CorruptCheckpointError(
             f"{display} is stored as differences from {reference.name[:200]!r}: expected the name of a checkpoint in "
             "the same directory. Load another checkpoint"

@@ -45,13 +45,9 @@ class HeldVersion(Protocol):
 class VersionLayout(Layout, Protocol):
     """A layout of versions: writes full versions, and deltas against a held version."""
 
-    def against(self, held: HeldVersion | None, number: int) -> Layout:
-        """Return this layout, writing a version.
+    def against(self, held: HeldVersion | None) -> Layout:
+        """Return this layout, writing a delta against a version; None: a full version."""
 
-        Args:
-            held: the base of a delta; None: write a full version.
-            number: the number of the version.
-
-        Raises:
-            ValueError: the layout cannot write this number relative to this base.
-        """
+    def numbered(self, number: int) -> VersionLayout:
+        """Return this layout for a version with a number; by default the same layout, for formats without numbers."""
+        return self

@@ -14,8 +14,14 @@ class VersionsPlugin:
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """Layouts by name."""
-        return {"slime": _slime}
+        """Layouts by name. Their modules are imported on first use."""
+        return {"deltas": _deltas, "slime": _slime}
+
+
+def _deltas() -> Layout:
+    from ckptcore_versions.layout import DeltaLayout
+
+    return DeltaLayout()
 
 
 def _slime() -> Layout:

@@ -39,7 +39,8 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
-from ckptcore_versions.held_version import HeldVersion
+from ckptcore.step_names import StepNameFormat, StepNames
+from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime_chains import derive_arrays
 from ckptcore_versions.slime_deltas import INDEX, Delta, inspect_delta, tensor_names
 from ckptcore_versions.slime_frames import MAX_OVERWRITE_BYTES, ChecksumFormat, EncodedTensor, Encoding, encode
@@ -51,12 +52,15 @@ _FILE_BYTES: Final = 1 << 28
 _MAX_FULL_BYTES: Final = 5_000_000_000
 """Maximum bytes of the elements in a file of a full version. A larger array has a separate file."""
 
+VERSION_NAMES: Final = StepNames(StepNameFormat("weight_v", width=6))
+"""The names of directories of versions that readers of this format expect: ``weight_v000007``."""
+
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".index.json")
 """Suffixes of files with weights, which are not assets."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlimeLayout(Layout):
+class SlimeLayout(VersionLayout):
     """Versions of weights that the readers of slime, miles, SGLang, vime and stitch follow. Writes full versions.
 
     `against` returns the layout that writes a delta. A process writes the arrays that it holds whole, because these
@@ -81,18 +85,23 @@ class SlimeLayout(Layout):
         """The name "slime"."""
         return "slime"
 
-    def against(self, held: HeldVersion | None, number: int) -> Layout:
-        """Return the layout that writes a version. See `VersionLayout.against`.
+    def numbered(self, number: int) -> SlimeLayout:
+        """See `VersionLayout.numbered`. The index of a full version has the number if it is given."""
+        return replace(self, _number=number)
+
+    def against(self, held: HeldVersion | None) -> Layout:
+        """See `VersionLayout.against`.
 
         Raises:
             ValueError: the base is not the version before. Readers apply every version between, one by one.
         """
         if held is None:
-            return replace(self, _number=number)
-        if held.version.number != number - 1:
+            return self
+        number = held.version.number + 1
+        if self._number not in (None, number):
             raise ValueError(
-                f"version {number} cannot be a delta relative to version {held.version.number}: readers of slime's "
-                f"format need version {number - 1} as its base. Publish a full version"
+                f"version {self._number} cannot be a delta relative to version {held.version.number}: readers of "
+                "slime's format follow versions one by one. Publish a full version"
             )
         return _DeltaLayout(self.encoding, self.checksum_format, None, _number=number, held=held)
 

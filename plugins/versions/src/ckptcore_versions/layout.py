@@ -1,0 +1,311 @@
+"""The layout `deltas`: stores what changed in each array since a base, a checkpoint in the same directory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.derivations import Stored
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.io.elements import copy_elements, is_little, little_dtype, plain
+from ckptcore.io.threads import IOThreads, map_ordered
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    BytesSegment,
+    HostArray,
+    Receipt,
+    Segment,
+    TreeMetadata,
+    WritePlan,
+    format_path,
+)
+from ckptcore.planning import ChunkTable
+from ckptcore.protocols import (
+    BaseReference,
+    ChainedArrays,
+    ChainLink,
+    ChunkIndex,
+    DerivedArray,
+    Layout,
+    LayoutCapabilities,
+    Snapshot,
+    WriteStore,
+)
+from ckptcore_versions.checksums import CRC32
+from ckptcore_versions.chunks import ChunkSizes, DeltaTable, chunk_shape, chunks_of, part_of
+from ckptcore_versions.encoding import encode, word_bytes, words_of
+from ckptcore_versions.held_version import HeldVersion, VersionLayout
+from ckptcore_versions.patched_arrays import PatchedArray
+
+_PIECE_BYTES: Final = 32 << 20
+"""Bytes of elements that are encoded together, by several threads."""
+
+_OBJECT_BYTES: Final = 64 << 20
+"""An object is complete when it has this number of bytes. The encoded bytes of two objects are in memory at most."""
+
+_GROWTH: Final = 1 << 16
+"""Maximum ratio of the elements of an array to its encoded bytes, if no base has them."""
+
+_FULL: Final = SafetensorsLayout()
+"""Stores full versions, so that other software and mapped caches can use their files."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayout(VersionLayout):
+    """Stores the chunks of arrays that differ from a held version, each in the encoding with the fewest bytes.
+
+    Each process encodes the boxes that it writes, on several threads. Arrays, and parts of arrays, that the held
+    version lacks are stored whole. Without a held version the layout stores everything, in safetensors files.
+
+    A checkpoint of this layout needs its base, which is in the same directory. `ckptcore.delete` refuses to delete the
+    base, and `ckptcore.copy` makes a checkpoint without a base.
+
+    Attributes:
+        held: the version that is the base.
+    """
+
+    held: HeldVersion | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The name "deltas"."""
+        return "deltas"
+
+    @property
+    def capabilities(self) -> LayoutCapabilities:
+        """Processes that hold equal boxes share the encoding of differences."""
+        return LayoutCapabilities(any_replica_writes=self.held is not None)
+
+    def against(self, held: HeldVersion | None) -> Layout:
+        """Return a layout that writes differences from a held version; None: safetensors, which writes everything."""
+        return _FULL if held is None else DeltaLayout(held)
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """See `Layout`."""
+        if self.held is None:
+            _FULL.check(tree, size)
+
+    def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]] | None:
+        """See `Layout`."""
+        return _FULL.arrays_by_object(tree) if self.held is None else None
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Encode and write the boxes of this process."""
+        if self.held is None:
+            return _FULL.write(snapshot, store)
+        columns = ChunkSizes()
+        store.write_many(_objects(snapshot, self.held, columns))
+        return {"base": _base_state(self.held), **columns.to_json()}
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Merge the columns of all processes.
+
+        Raises:
+            CheckpointError: processes held different versions.
+        """
+        if self.held is None:
+            return _FULL.finish(tree, receipts, store)
+        base, columns = _base_state(self.held), ChunkSizes()
+        for receipt in receipts:
+            state: Any = receipt.state
+            if not isinstance(state, Mapping) or state.get("base") != base:
+                found = state["base"]["name"] if isinstance(state, Mapping) and "base" in state else "none"
+                raise CheckpointError(
+                    f"process {receipt.rank} wrote differences from the version {found!r}, and process 0 from "
+                    f"{base['name']!r}: every process must hold the same version. The save is not committed"
+                )
+            columns.extend(state)
+        return {"base": base, **columns.to_json()}
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the positions of the encoded bytes, as arrays of bytes. See `DeltaTable.encoded_tree`."""
+        if not _has_base(state):
+            return _FULL.index(tree, state)
+        return ChunkTable(tree, DeltaTable(state).columns(), CRC32)
+
+    def base(self, tree: TreeMetadata, state: JSON) -> BaseReference | None:
+        """Return the base that the state names; None for a full version."""
+        if not _has_base(state):
+            return None
+        fields: Any = state
+        base = fields["base"]
+        names = ("name", "save_id", "digest")
+        if not isinstance(base, dict) or not all(isinstance(base.get(name), str) for name in names) or not base["name"]:
+            raise CorruptCheckpointError(
+                f"the base of the checkpoint is damaged: expected {', '.join(names)}, found {str(base)[:200]}. Restore "
+                "the checkpoint from a copy, or load another one"
+            )
+        return BaseReference(*[base[name] for name in names])
+
+    def derive(self, links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArrays:
+        """Return arrays that read the elements of the base, and change them by the chunks of each link."""
+        tables = [DeltaTable(link.state) for link in links]
+        chunks = [table.arrays(link.tree) for table, link in zip(tables, links, strict=True)]
+        encoded = [{leaf: number for number, leaf in enumerate(table.encoded)} for table in tables]
+        trees = [*[link.tree for link in links], base]
+        leaves = [{path: leaf for leaf, path in enumerate(tree.paths)} for tree in trees]
+        arrays: dict[int, DerivedArray] = {}
+        for leaf in chunks[0]:
+            path, spec = links[0].tree.paths[leaf], chunks[0][leaf].spec
+            deltas = []
+            at: int | None = leaf
+            for number in range(len(links)):
+                assert at is not None  # the loop ends otherwise
+                of_link = chunks[number][at]
+                if of_link.nbytes:
+                    stored = ArraySpec((of_link.nbytes,), "uint8")
+                    deltas.append((Stored(stored, encoded[number][at], number), of_link))
+                at = _same_array(trees[number + 1], leaves[number + 1].get(path), spec)
+                if at is None:
+                    if not of_link.is_complete or spec.nbytes > _GROWTH * max(of_link.nbytes, 1):
+                        raise CorruptCheckpointError(
+                            f"{format_path(path)} ({spec}) is stored as differences from "
+                            f"{_base_name(links[number].state)!r}, which does not have it. Load another checkpoint"
+                        )
+                    break
+            below = None if at is None else Stored(spec, at, len(links))
+            arrays[leaf] = below if below is not None and not deltas else PatchedArray(spec, below, tuple(deltas[::-1]))
+        stored_trees = [table.encoded_tree(link.tree) for table, link in zip(tables, links, strict=True)]
+        return ChainedArrays(links[0].tree, stored_trees, arrays)
+
+
+def _same_array(tree: TreeMetadata, leaf: int | None, spec: ArraySpec) -> int | None:
+    """Return the stored array of a leaf; None if the leaf does not exist, or is another array."""
+    if leaf is None:
+        return None
+    stored = tree.aliases.get(leaf, leaf)
+    record = tree.leaves[stored]
+    return stored if isinstance(record, ArrayRecord) and record.spec == spec else None
+
+
+def _has_base(state: JSON) -> bool:
+    return isinstance(state, Mapping) and "base" in state
+
+
+def _base_name(state: JSON) -> str:
+    fields: Any = state  # `DeltaLayout.base` has checked it
+    return str(fields["base"]["name"])
+
+
+def _base_state(held: HeldVersion) -> dict[str, JSON]:
+    version = held.version
+    return {"name": version.name, "save_id": version.save_id, "digest": version.digest}
+
+
+class _Piece(NamedTuple):
+    """A part of a box that is encoded at once.
+
+    Attributes:
+        leaf, spec: the array.
+        box: the part.
+        new: its new elements, of any strides.
+        old: its old elements; None if the held version lacks them.
+        releases: the item to release afterwards; None if it has further pieces.
+    """
+
+    leaf: int
+    spec: ArraySpec
+    box: Box
+    new: HostArray
+    old: HostArray | None
+    releases: int | None
+
+
+def _objects(snapshot: Snapshot, held: HeldVersion, columns: ChunkSizes) -> Iterator[tuple[str, Sequence[Segment]]]:
+    """Encode all boxes of a snapshot. Yields objects, and adds their boxes to the columns."""
+    plan, threads = snapshot.plan, IOThreads()
+    number = position = 0
+    segments: list[Segment] = []
+    for batch in _batches(_pieces(snapshot, held)):
+        work = [(piece, chunk) for piece in batch for chunk in chunks_of(piece.box, chunk_shape(piece.spec))]
+        encoded = iter(map_ordered(threads, work, _encode))
+        for piece in batch:
+            cell = chunk_shape(piece.spec)
+            chunks = [next(encoded) for _ in chunks_of(piece.box, cell)]
+            columns.add(piece.leaf, _key(plan, number), position, piece.box, cell, [len(chunk) for chunk in chunks])
+            data = b"".join([part for chunk in chunks if chunk for part in (chunk, CRC32.encode(_crc(chunk)))])
+            segments.append(BytesSegment(data))
+            position += len(data)
+            if piece.releases is not None:
+                snapshot.release(piece.releases)
+            if position >= _OBJECT_BYTES:
+                yield _key(plan, number), segments
+                number, position, segments = number + 1, 0, []
+    if position:
+        yield _key(plan, number), segments
+
+
+def _key(plan: WritePlan, number: int) -> str:
+    return f"deltas.{plan.save_id}.{plan.rank:05d}-{number:05d}"
+
+
+def _crc(data: bytes) -> int:
+    return CRC32.of(memoryview(data))
+
+
+def _pieces(snapshot: Snapshot, held: HeldVersion) -> Iterator[_Piece]:
+    """Divide the boxes of a snapshot into pieces of whole chunks."""
+    plan = snapshot.plan
+    for number, item in enumerate(plan.items):
+        path, spec = plan.tree.paths[item.leaf], item.spec
+        boxes = [(box, array) for box, array in zip(item.boxes, snapshot.take(number), strict=True) if box.size]
+        if not boxes:
+            snapshot.release(number)
+        for last_box, (box, array) in zip([*[False] * (len(boxes) - 1), True], boxes, strict=False):
+            bands = _bands(box, spec)
+            for last_band, band in zip([*[False] * (len(bands) - 1), True], bands, strict=True):
+                old = held.elements(path, spec, band)
+                yield _Piece(
+                    item.leaf, spec, band, part_of(array, band, box), old, number if last_box and last_band else None
+                )
+
+
+def _bands(box: Box, spec: ArraySpec) -> Sequence[Box]:
+    """Divide a box along its first axis, at the grid of chunks, into parts of about `_PIECE_BYTES`."""
+    if not spec.shape:
+        return [box]
+    row_bytes = box.size // box.shape[0] * spec.numpy_dtype.itemsize
+    cell = chunk_shape(spec)[0]
+    rows = max(1, _PIECE_BYTES // (row_bytes * cell)) * cell
+    start, stop = box.start[0], box.stop[0]
+    bounds = [start, *range((start // rows + 1) * rows, stop, rows), stop]
+    return [box.band(0, low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces, so that small arrays are encoded together."""
+    batch: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        nbytes += piece.new.nbytes
+        if nbytes >= _PIECE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(work: tuple[_Piece, Box]) -> bytes:
+    """Encode a chunk of a piece."""
+    piece, chunk = work
+    size = word_bytes(piece.spec)
+    old = None if piece.old is None else _words(part_of(piece.old, chunk, piece.box), size)
+    return encode(old, _words(part_of(piece.new, chunk, piece.box), size))
+
+
+def _words(elements: HostArray, size: int) -> HostArray:
+    """Return elements as contiguous little-endian words. Copies them only if they are not."""
+    if not elements.flags.c_contiguous or not is_little(elements.dtype):
+        copied: HostArray = np.empty(elements.shape, little_dtype(elements.dtype))
+        copy_elements(copied, elements)
+        elements = copied
+    return words_of(plain(elements), size)
