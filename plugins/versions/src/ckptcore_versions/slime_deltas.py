@@ -209,7 +209,7 @@ def inspect_delta(store: ReadStore) -> Inspection | None:
         metadata = index["metadata"]
         if "delta_encoding" not in metadata:
             return None
-        delta = _read_delta(store, metadata, index["weight_map"])
+        delta = _read_delta(store, metadata, index.get("weight_map"))
         delta._check()
     except (TypeError, KeyError, ValueError, OverflowError, IndexError, RecursionError) as error:
         if isinstance(error, CorruptCheckpointError):
@@ -220,10 +220,12 @@ def inspect_delta(store: ReadStore) -> Inspection | None:
     )
 
 
-def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: Mapping[str, Any]) -> Delta:
+def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: object) -> Delta:
     if metadata["compression_format"] != "zstd":
         raise ValueError(f"the compression {metadata['compression_format']!r} is unknown, expected zstd")
     version, base_version = (_number(metadata[name], name) for name in ("version", "base_version"))
+    if not isinstance(weight_map, dict):
+        raise ValueError("it has no weight_map from names to files")
     tensors: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _FILE.fullmatch(file):
