@@ -22,6 +22,7 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Uncommitted
 from plugins.versions.tests.held import HeldState
 from plugins.versions.tests.held import version_at as held_version_at
 from plugins.versions.tests.slime_files import (
+    CHECKSUMS,
     INDEX,
     PAYLOADS,
     frame,
@@ -80,6 +81,15 @@ def test_every_encoding_is_read(encoding: str, tmp_path: Path) -> None:
     assert load(version)["w"].tobytes() == NEW["w"]
 
 
+def test_adjacent_frames_of_xor_are_read(tmp_path: Path) -> None:
+    """As readers of SGLang do."""
+    payload = xor_payload(OLD["w"], NEW["w"])
+    write_base(tmp_path)
+    checksums = {"w": CHECKSUMS["xxh3-128"](NEW["w"])}
+    write_frames(version_at(tmp_path, 1), {"w": frame(payload[:7]) + frame(b"") + frame(payload[7:])}, checksums)
+    assert load(version_at(tmp_path, 1))["w"].tobytes() == NEW["w"]
+
+
 BOMB = bytes(1 << 30)
 SIZELESS = zstandard.ZstdCompressor(write_content_size=False).compress(xor_payload(OLD["w"], NEW["w"]))
 XOR = frame(xor_payload(OLD["w"], NEW["w"]))
@@ -88,18 +98,21 @@ SCATTERED = scattered_payload(OLD["w"], NEW["w"])
 FRAMES: Mapping[str, tuple[str, Callable[[], bytes], str]] = {
     "empty": ("xor", lambda: b"", "zstd frame"),
     "no frame": ("xor", lambda: b"\0" * 30, "zstd frame"),
-    "a bomb": ("xor", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where 240 bytes are expected"),
-    "a bomb of positions": ("overwrite", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where 4 to 1204 bytes"),
+    "a bomb": ("xor", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where at most 240 bytes"),
+    "a bomb of positions": ("overwrite", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where at most 1204 bytes"),
     "a large bomb": ("xor", lambda: frame(BOMB), "which cannot need more than 1504"),
-    "another shape": ("xor", lambda: frame(bytes(236)), "a size of 236 bytes where 240 bytes"),
+    "another shape": ("xor", lambda: frame(bytes(236)), "fewer bytes than expected"),
     "no size": ("xor", lambda: SIZELESS, "no size"),
     "cut off": ("xor", lambda: XOR[:-3], "cut off"),
     "a damaged byte": ("xor", lambda: XOR[:8] + bytes([XOR[8] ^ 255]) + XOR[9:], ""),
-    "two frames": ("xor", lambda: XOR + XOR, "bytes follow the first zstd frame"),
-    "bytes after it": ("xor", lambda: XOR + b"x", "1 bytes follow the first zstd frame"),
+    "two frames": ("xor", lambda: XOR + XOR, "bytes follow its last zstd frame"),
+    "two frames of positions": ("overwrite", lambda: frame(SCATTERED) * 2, "bytes follow its last zstd frame"),
+    "positions in two frames": ("overwrite", lambda: frame(SCATTERED[:50]) + frame(SCATTERED[50:]), "50 bytes"),
+    "bytes after it": ("xor", lambda: XOR + b"x", "1 bytes follow its last zstd frame"),
+    "bytes between": ("xor", lambda: frame(bytes(100)) + b"x" + frame(bytes(140)), "does not begin a whole zstd frame"),
     "too many positions": ("overwrite", lambda: frame((241).to_bytes(4, "little") + bytes(5)), "241 changed bytes"),
     "fewer values": ("overwrite", lambda: frame(SCATTERED[:-1]), "changed bytes"),
-    "more values": ("overwrite", lambda: frame(SCATTERED + b"x"), "1205 bytes where 4 to 1204"),
+    "more values": ("overwrite", lambda: frame(SCATTERED + b"x"), "1205 bytes where at most 1204"),
     "a position outside": (
         "overwrite",
         lambda: frame(np.array([1, 240], "<u4").tobytes() + b"x"),
@@ -127,6 +140,15 @@ def test_a_hostile_frame_is_refused(name: str, tmp_path: Path) -> None:
     refused(lambda: load(version), "weight_v000001", "'w'", text, error=CorruptCheckpointError)
     problems = ckptcore.verify(version).problems
     assert problems and "'w'" in problems[0].message
+
+
+def test_a_frame_that_is_longer_than_it_states_is_refused() -> None:
+    content = bytearray(frame(np.random.default_rng(0).bytes(600)))
+    assert zstandard.get_frame_parameters(bytes(content)).content_size == 600
+    content[5:7] = bytes(2)  # sizes from 256 are stored in two bytes, less 256
+    assert zstandard.get_frame_parameters(bytes(content)).content_size == 256
+    elements = np.zeros(256, np.uint8)
+    refused(lambda: apply(np.frombuffer(content, np.uint8), elements, "xor"), error=CorruptCheckpointError)
 
 
 def test_memory_is_bounded_by_the_array(tmp_path: Path) -> None:

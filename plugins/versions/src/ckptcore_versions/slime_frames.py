@@ -1,4 +1,4 @@
-"""Frames of the format of slime: what changed in one tensor, as one zstd frame; and checksums of tensors.
+"""Frames of the format of slime: what changed in one tensor, compressed with zstd; and checksums of tensors.
 
 The payload of a frame is the change of the bytes of a tensor (slime 624b824a, ``slime/utils/disk_delta.py``, and the
 readers of SGLang, ``sglang/srt/weight_sync/local_checkpoint.py``):
@@ -8,8 +8,8 @@ readers of SGLang, ``sglang/srt/weight_sync/local_checkpoint.py``):
 * ``xor_sparse``: the same with u64, and with the old values XOR the new values. Only the fork of SGLang that stitch
   uses reads it, so it is not written.
 
-Numbers are little endian. A frame states the size of its payload, because readers decompress it in one call. Readers
-ignore what follows the first frame.
+Numbers are little endian. A frame states the size of its payload, because readers decompress it in one call. They read
+several adjacent frames only for ``xor``. Writers write one.
 """
 
 from __future__ import annotations
@@ -205,20 +205,21 @@ def apply(frame: HostArray, elements: HostArray, encoding: str) -> None:
         CorruptCheckpointError: the frame is damaged, or does not fit the tensor. The caller adds the name.
     """
     if encoding == "xor":
-        payload = _Payload(frame, len(elements), len(elements))
+        payload = _Payload(frame, len(elements), frames="several")
         for piece in _pieces(len(elements)):
             elements[piece] ^= payload.read(piece.stop - piece.start)
         payload.finish()
         return
     width, is_xor = _SCATTERED[encoding]
-    positions = _Payload(frame, width, width + (width + 1) * len(elements))
+    most = width + (width + 1) * len(elements)
+    positions = _Payload(frame, most, frames="one")
     count = int(positions.read(width).view(f"<u{width}")[0])
     if count > len(elements) or positions.nbytes != width + (width + 1) * count:
         raise CorruptCheckpointError(
-            f"the frame states {count} changed bytes of {len(elements)} in a payload of {positions.nbytes} bytes"
+            f"it states {count} changed bytes of {len(elements)} in a payload of {positions.nbytes} bytes"
         )
     # All positions come before all values. Decompressing twice takes less memory than keeping the positions.
-    values = _Payload(frame, positions.nbytes, positions.nbytes)
+    values = _Payload(frame, most, frames="one")
     values.skip(width + width * count)
     last = -1
     for piece in _pieces(count):
@@ -238,43 +239,56 @@ def apply(frame: HostArray, elements: HostArray, encoding: str) -> None:
 
 
 class _Payload:
-    """The payload of a frame, decompressed in pieces.
+    """The payload of a frame, or of several adjacent frames, decompressed in pieces.
 
     Attributes:
-        nbytes: the size that the frame states.
+        nbytes: the size that the first frame states.
     """
 
-    def __init__(self, frame: HostArray, least: int, most: int) -> None:
-        """Check the header of a frame, and decompress nothing yet.
+    def __init__(self, frame: HostArray, most: int, *, frames: Literal["one", "several"]) -> None:
+        """Check the header of the first frame, and decompress nothing yet.
 
         Args:
-            frame: the frame.
-            least, most: bounds of the size of the payload, in bytes.
+            frame: the frames.
+            most: maximum size of the payload, in bytes.
+            frames: the number of frames that are allowed.
 
         Raises:
-            CorruptCheckpointError: the frame states no size, or a size out of bounds, or is not a frame.
+            CorruptCheckpointError: see `_start`.
         """
-        try:
-            stated = zstd.get_frame_info(frame[:_HEADER_BYTES].data).decompressed_size
-        except zstd.ZstdError as error:
-            raise CorruptCheckpointError(f"it does not begin with a whole header of a zstd frame") from error
-        if stated is None or not least <= stated <= most:
-            bounds = f"{least}" if least == most else f"{least} to {most}"
-            raise CorruptCheckpointError(
-                f"its zstd frame states {'no size' if stated is None else f'a size of {stated} bytes'} where {bounds} "
-                "bytes are expected"
-            )
-        self.nbytes = stated
         self._frame = frame
         self._position = 0
+        self._left = most
+        self.nbytes = self._start()
+        if frames == "one":
+            self._left = 0
+
+    def _start(self) -> int:
+        """Start to decompress the frame at the position. Return the size that it states.
+
+        Raises:
+            CorruptCheckpointError: the frame states no size or a size above the limit, or is not a frame.
+        """
+        try:
+            header = self._frame[self._position : self._position + _HEADER_BYTES]
+            stated = zstd.get_frame_info(header.data).decompressed_size
+        except zstd.ZstdError as error:
+            raise CorruptCheckpointError(f"byte {self._position} does not begin a whole zstd frame") from error
+        if stated is None or stated > self._left:
+            raise CorruptCheckpointError(
+                f"a zstd frame states {'no size' if stated is None else f'a size of {stated} bytes'} where at most "
+                f"{self._left} bytes are expected"
+            )
+        self._left -= stated
         # zstd allocates a window, but no more than the stated size.
         self._decompressor = zstd.ZstdDecompressor()
+        return stated
 
     def read(self, nbytes: int) -> HostArray:
         """Return the next bytes, as a uint8 array that may be read-only.
 
         Raises:
-            CorruptCheckpointError: the frame is damaged, or ends earlier.
+            CorruptCheckpointError: a frame is damaged, or the payload ends earlier.
         """
         parts = [self._decompress(nbytes)]
         while (left := nbytes - sum(map(len, parts))) > 0:
@@ -287,24 +301,25 @@ class _Payload:
             nbytes -= len(self._decompress(min(nbytes, _PIECE_BYTES)))
 
     def finish(self) -> None:
-        """Check that all bytes were read and that nothing follows the frame.
+        """Check that all bytes were read and that nothing follows.
 
         Raises:
-            CorruptCheckpointError: the frame is damaged, longer than it states, or followed by other bytes.
+            CorruptCheckpointError: a frame is damaged, or other bytes follow.
         """
         while not self._decompressor.eof:
             if self._decompress(1):
-                raise CorruptCheckpointError(f"its zstd frame is longer than the {self.nbytes} bytes that it states")
+                raise CorruptCheckpointError("its zstd frame is longer than it states")
         left = len(self._frame) - self._position + len(self._decompressor.unused_data)
         if left:
-            raise CorruptCheckpointError(
-                f"{left} bytes follow the first zstd frame, and readers of this format read only one frame"
-            )
+            raise CorruptCheckpointError(f"{left} bytes follow its last zstd frame")
 
     def _decompress(self, most: int) -> bytes:
         """Return some of the next bytes, at most `most`. They may be empty."""
         if self._decompressor.eof:
-            raise CorruptCheckpointError(f"its zstd frame ends before the {self.nbytes} bytes that it states")
+            self._position -= len(self._decompressor.unused_data)
+            if self._position == len(self._frame):
+                raise CorruptCheckpointError("its zstd frames have fewer bytes than expected")
+            self._start()
         data: HostArray | bytes = b""
         if self._decompressor.needs_input:
             data = self._frame[self._position : self._position + _INPUT_BYTES]
