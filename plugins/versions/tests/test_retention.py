@@ -40,9 +40,7 @@ def test_a_chain_is_kept_as_long_as_one_of_its_versions(place: str, caplog: pyte
         assert same_value(load(place, number), weights(number))
 
 
-def test_a_pinned_version_and_its_bases_stay_until_they_are_free(
-    place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pinned_version_and_its_bases_stay_until_they_are_free(place: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with publisher(place, keep=LatestN(1), full_every=3) as versions:
         versions.publish(1, weights(1))

@@ -291,11 +291,12 @@ class Follower:
                 # The files of the base are damaged, or it is a version of other software that was written again.
                 return attempt.prepare(self._cache, number, name, location, lambda plan: None, held)
 
-    def _find_base(self, plan: FilePlan) -> LocalVersion | None:
+    def _find_base(self, plan: FilePlan | None) -> LocalVersion | None:
         """Return the newest local version, at first from the cache; None if it has other files than a plan."""
-        if self._base is None:
+        if self._base is None and plan is not None:
             self._base = self._restored(plan)
-        return self._base if self._base is not None and self._base.plan.files == plan.files else None
+        has_files = self._base is not None and (plan is None or self._base.plan.files == plan.files)
+        return self._base if has_files else None
 
     def _pinned(self, number: int, copy: int) -> AbstractContextManager[object]:
         """Pin a version. Return an empty context if the directory is not writable."""
@@ -377,7 +378,7 @@ class _Attempt:
         number: int,
         name: str,
         location: AnyLocation,
-        find_base: Callable[[FilePlan], LocalVersion | None],
+        find_base: Callable[[FilePlan | None], LocalVersion | None],
         held: ExitStack,
     ) -> tuple[Preparation, Checkpoint]:
         """Prepare a version from a local base and the deltas since, or from the storage alone.
@@ -385,12 +386,14 @@ class _Attempt:
         Args:
             cache: where to prepare it.
             number, name, location: the version.
-            find_base: returns a local version with the same files; None if there is none.
+            find_base: returns a local version with the files of a plan, or with any files; None if there is none.
             held: discards what was prepared, unless it is completed before.
         """
 
         def opener(at: Location, version: LocationVersion, context: Context) -> Checkpoint:
-            return open_from_base(at, version, context, lambda link: find_base(self.plan(link)))
+            return open_from_base(
+                at, version, context, lambda link: find_base(None if link.root is None else self.plan(link)), self.plan
+            )
 
         def run(checkpoint: Checkpoint) -> tuple[Preparation, Checkpoint]:
             root, plan = checkpoint.version.root, self.plan(checkpoint)

@@ -183,11 +183,14 @@ class Preparation:
         for file in self._plan.files:
             for part in file.parts:
                 derivation = derived.derivations[part.leaf] if self._is_from_base and derived is not None else None
+                is_equal = isinstance(derivation, Stored) and derivation.checkpoint + 1 == len(derived.sources)
+                if is_equal:
+                    continue
                 if isinstance(derivation, PatchedArray) and derivation.base is not None:
                     boxes = [chunk.box for _, chunks in derivation.deltas for chunk in chunks.within(part.box)]
                     common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
                     changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
-                elif not isinstance(derivation, Stored):
+                else:
                     compared.append((file.name, part))
         for leaf, box in self._compare(base, compared):
             changed.setdefault(leaf, {})[box] = None

@@ -347,9 +347,7 @@ def _groups(plan: WritePlan, items: Sequence[int]) -> list[list[int]]:
 def _metadata(tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
     """Return the metadata of a file of a full version: the other names of its arrays, as safetensors.torch has them."""
     here = set(leaves)
-    aliases: dict[str, JSON] = {
-        names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
-    }
+    aliases: dict[str, JSON] = {names[alias]: names[target] for alias, target in tree.aliases.items() if target in here}
     return {**aliases, "format": "pt"}
 
 

@@ -214,10 +214,10 @@ def inspect_delta(store: ReadStore) -> Inspection | None:
     except (TypeError, KeyError, ValueError, OverflowError, IndexError, RecursionError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
-        raise CorruptCheckpointError(f"{INDEX} does not describe a delta of weights: {error}; {_AGAIN}", key=INDEX) from error
-    return Inspection(
-        delta.tree, delta.to_state(), "slime", {"weight_version": metadata}, files=(INDEX, *delta.files)
-    )
+        raise CorruptCheckpointError(
+            f"{INDEX} does not describe a delta of weights: {error}; {_AGAIN}", key=INDEX
+        ) from error
+    return Inspection(delta.tree, delta.to_state(), "slime", {"weight_version": metadata}, files=(INDEX, *delta.files))
 
 
 def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: object) -> Delta:
@@ -229,7 +229,9 @@ def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: objec
     tensors: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise ValueError(f"weight_map has the file {str(file)[:80]!r}, expected a name such as model-00001.safetensors")
+            raise ValueError(
+                f"weight_map has the file {str(file)[:80]!r}, expected a name such as model-00001.safetensors"
+            )
         tensors.setdefault(file, []).append(name)
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     for number, file in enumerate(sorted(tensors)):

@@ -56,9 +56,7 @@ def load(name: str, path: Path) -> Any:
 
 
 slime, sglang, directory = map(Path, sys.argv[1:])
-rank_zero = types.SimpleNamespace(
-    get_data_parallel_rank=lambda **_: 0, get_tensor_model_parallel_rank=lambda: 0
-)
+rank_zero = types.SimpleNamespace(get_data_parallel_rank=lambda **_: 0, get_tensor_model_parallel_rank=lambda: 0)
 package = "slime.backends.megatron_utils.update_weight"
 stub("ray", get=lambda references: references)
 stub("ray.actor", ActorHandle=object)
