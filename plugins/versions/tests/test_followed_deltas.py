@@ -226,8 +226,8 @@ def test_an_array_that_is_added_is_read(publisher: Publisher, tmp_path: Path) ->
         expect_equal(version, weights)
 
 
-ROWS = 3 << 13
-"""Rows of 4 KiB, 96 MiB in all: what a process wrote has many more bytes than a block of checksums."""
+ROWS = 3 << 12
+"""Rows of 4 KiB, 48 MiB in all: what a process wrote has many more bytes than a block of checksums."""
 
 
 def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_path: Path) -> None:

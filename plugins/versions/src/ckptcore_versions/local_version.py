@@ -53,7 +53,7 @@ class LocalVersion(NamedTuple):
         return cls(cached, plan, memory)
 
     def as_checkpoint(self, context: Context) -> Checkpoint:
-        """Return the files as an open checkpoint, which has only the boxes that they have. Reads verify their blocks."""
+        """Return the files as an open checkpoint, which has only some boxes of arrays. Reads verify their blocks."""
         columns = ChunkColumns()
         for file in self.plan.files:
             for part in file.parts:
@@ -108,8 +108,8 @@ def open_from_base(
         location: the location.
         version: its version.
         context: options.
-        find_base: returns a local version; called with the version as if it stored all arrays itself. A version of other
-            software then has only the arrays that changed.
+        find_base: returns a local version; called with the version as if it stored all arrays itself. A version of
+            other software then has only the arrays that changed.
         plan_of: returns the files of an open version.
 
     Raises:
