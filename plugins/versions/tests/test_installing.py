@@ -16,7 +16,10 @@ from ckptcore_versions import Follower, Version, follow, installing
 from ckptcore_versions.follower import FOLLOWED_NAMES
 
 import ckptcore
+from ckptcore import ShardedArray
+from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import TargetUndefinedError, TreeMismatchError
+from ckptcore.model import Box
 from plugins.versions.tests.followed import Published, first_weights
 
 MATRIX_BYTES = 600 * 1000 * 4
@@ -126,6 +129,19 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(published: 
     with pytest.raises(TreeMismatchError, match="bias"):
         after(published, follower, 1).load_into(weights)
     assert not weights["layers"]["0"]["weight"].any()
+
+
+def test_weights_that_need_more_than_the_cache_has_are_refused_before_anything_changes(
+    published: Published, tmp_path: Path
+) -> None:
+    part = ArrayShard(Box((0, 0), (10, 1000)))
+    like = {**first_weights(), "layers": {"0": {"weight": ShardedArray((600, 1000), np.float32, [part])}}}
+    weights = zeros(first_weights())
+    with follow(published.location, cache=tmp_path / "cache", like=like) as follower:
+        version = after(published, follower, 1)
+        with pytest.raises(TreeMismatchError, match="which the cache does not have"):
+            version.load_into(weights)
+    assert not weights["bias"].any() and not weights["scale"].any()
 
 
 class Model(torch.nn.Module):
