@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,7 +253,8 @@ def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_pa
         cache = tmp_path / f"cache{rank}"
         with follow(location, cache=cache, like=like, start=0, timeout=0, context=counted) as follower:
             for version, matrix in zip(follower, (first, second), strict=True):
-                (shard,) = version.arrays["matrix"].shards
+                array: Any = version.arrays["matrix"]
+                (shard,) = array.shards
                 np.testing.assert_array_equal(shard.elements, matrix[box.slices])
                 read_bytes.append(plan.bytes_read)
                 plan.bytes_read = 0

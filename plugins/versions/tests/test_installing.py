@@ -172,7 +172,7 @@ def test_a_module_is_written_in_place(tmp_path: Path) -> None:
             assert torch.equal(served.inner.weight, trained.inner.weight) and served.inner.weight is parameter
             assert torch.equal(served.inner.bias, trained.inner.bias)
             assert served.output.weight is served.inner.weight
-        assert set(version.arrays) == {"inner.weight", "inner.bias", "output.weight"}
+        assert version is not None and set(version.arrays) == {"inner.weight", "inner.bias", "output.weight"}
         del served, parameter
         gc.collect()
         assert not version._installer._known._of_roots
@@ -238,8 +238,9 @@ def test_weights_are_written_while_the_next_version_is_prepared(published: Publi
 def test_shards_of_jax_are_read_and_written(published: Published, tmp_path: Path) -> None:
     devices = jax.devices()
     assert len(devices) > 1
-    by_rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec("x"))
-    replicated = jax.sharding.NamedSharding(by_rows.mesh, jax.sharding.PartitionSpec())
+    spec: Any = jax.sharding.PartitionSpec
+    by_rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), spec("x"))
+    replicated = jax.sharding.NamedSharding(by_rows.mesh, spec())
     rows = 600 // len(devices) * len(devices)
     assert rows == 600
     weights: Any = {

@@ -8,7 +8,7 @@ version_directory   the directory of versions as the directory of a run
 selecting           the leaves that a version has
 version_labels      `labels`: run, number, step and digests of a version
 follower            `follow`: yields the newest version from a cache
-cache               the directory of the versions that a follower keeps; `local_files` and `local_version` are what is in it
+cache               the directory of the versions that a follower keeps, as a `local_version` with `local_files`
 preparing           preparation of a version in the cache, and what changed in it
 installing          writes of a version into weights; `version` has what a follower yields
 layout              the layout `deltas`; `held_version` is what it knows of a publisher
