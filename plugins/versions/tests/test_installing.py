@@ -181,7 +181,7 @@ def test_a_module_is_written_in_place(tmp_path: Path) -> None:
 def test_arrays_of_jax_are_replaced_in_their_containers_if_they_changed(
     published: Published, follower: Follower
 ) -> None:
-    weights = {
+    weights: Any = {
         "layers": {"0": {"weight": jnp.zeros((600, 1000))}},
         "bias": jnp.zeros(5, jnp.bfloat16),
         "scale": np.zeros((), np.float64),
