@@ -28,7 +28,11 @@ def weights(number: int) -> dict[str, Any]:
     large = np.random.default_rng(0).standard_normal((800, 600)).astype(np.float32)
     for step in range(1, number + 1):
         large[step * 100 : step * 100 + 30, ::7] *= np.float32(1.0001)
-    state = {"w": large, "frozen": np.ones((200, 300), np.float32), "scalar": np.array(number, np.int32)}
+    state: dict[str, Any] = {
+        "w": large,
+        "frozen": np.ones((200, 300), np.float32),
+        "scalar": np.array(number, np.int32),
+    }
     if number >= 2:
         state["new"] = np.arange(1000.0) + number
     return {**state, "bias": np.full(7 if number < 3 else 9, number, np.float32)}

@@ -36,14 +36,13 @@ def tree_of(*specs: ArraySpec) -> TreeMetadata:
 def table(spec: ArraySpec, boxes: list[Box], cell: tuple[int, ...], size: int = 20) -> dict[str, Any]:
     """Return the state of an array whose chunks all have the same encoded size; every third chunk is equal."""
     sizes = ChunkSizes()
-    offset = number = 0
+    number = 0
     for box in boxes:
         of_box = []
         for _ in chunks_of(box, cell):
             of_box.append(0 if number % 3 == 2 else size)
             number += 1
-        sizes.add(0, "object", offset, box, cell, of_box)
-        offset += sum([stored + CRC32.nbytes for stored in of_box if stored])
+        sizes.add(0, "object", box, cell, 0, of_box)
     state: dict[str, Any] = sizes.to_json()
     return state
 
@@ -133,15 +132,39 @@ def test_the_columns_of_raw_chunks_are_those_of_the_encoded_bytes() -> None:
     index = ChunkTable(tree, delta.columns(), CRC32)
     index.check([0])
     chunks = list(index.boxes(0, Box.whole(record.spec.shape)))
-    assert [chunk.offset for chunk in chunks] == [24 * number for number in range(len(chunks))]
     assert len(chunks) == delta.arrays(tree_of(spec))[0].nbytes // 20 == 8
+    assert [chunk.box.start for chunk in chunks] == [(20 * number,) for number in range(8)]
+    assert sorted(chunk.offset for chunk in chunks) == [24 * number for number in range(8)]
+
+
+def test_a_shard_of_several_arrays_is_one_range_of_an_object() -> None:
+    """Objects have the chunks of all arrays stripe by stripe."""
+    specs = [ArraySpec((48, 100), "float32"), ArraySpec((240,), "float64"), ArraySpec((), "int64")]
+    sizes = ChunkSizes()
+    sizes.add(0, "object", Box((0, 0), (48, 100)), (4, 50), 0, [30] * 24)
+    sizes.add(1, "object", Box((0,), (240,)), (20,), 0, [15] * 12)
+    sizes.add(2, "object", Box((), ()), (), 0, [17])
+    delta = DeltaTable(sizes.to_json())
+    index = ChunkTable(delta.encoded_tree(tree_of(*specs)), delta.columns(), CRC32)
+    arrays = delta.arrays(tree_of(*specs))
+    third = [(0, Box((16, 0), (32, 100))), (1, Box((80,), (160,)))]
+    ranges = [
+        (chunk.offset, chunk.offset + chunk.box.size + CRC32.nbytes)
+        for leaf, box in third
+        for encoded in arrays[leaf].within(box)
+        for chunk in index.boxes(leaf, Box((encoded.start,), (encoded.stop,)))
+    ]
+    nbytes = sum(stop - start for start, stop in ranges)
+    assert len(ranges) == 8 + 4
+    assert max(stop for _, stop in ranges) - min(start for start, _ in ranges) == nbytes
+    assert [stored.offsets.min() for boxes in delta.boxes.values() for stored in boxes] == [0, 68, 87]
 
 
 def test_arrays_that_did_not_change_have_no_encoded_bytes() -> None:
     specs = [ArraySpec((4,), "int8"), ArraySpec((6,), "int8"), ArraySpec((0, 3), "int8")]
     sizes = ChunkSizes()
-    sizes.add(0, "object", 0, Box((0,), (4,)), (4,), [0])
-    sizes.add(1, "object", 0, Box((0,), (6,)), (6,), [12])
+    sizes.add(0, "object", Box((0,), (4,)), (4,), 0, [0])
+    sizes.add(1, "object", Box((0,), (6,)), (6,), 0, [12])
     delta = DeltaTable(sizes.to_json())
     assert delta.encoded == [1]
     assert delta.encoded_tree(tree_of(*specs)).paths == (("array 1",),)
@@ -153,8 +176,8 @@ def test_arrays_that_did_not_change_have_no_encoded_bytes() -> None:
 def test_columns_of_several_processes_are_joined() -> None:
     spec = ArraySpec((4, 3), "int8")
     first, second, both = ChunkSizes(), ChunkSizes(), ChunkSizes()
-    first.add(0, "a", 0, Box((0, 0), (2, 3)), (2, 3), [11])
-    second.add(0, "b", 0, Box((2, 0), (4, 3)), (2, 3), [15])
+    first.add(0, "a", Box((0, 0), (2, 3)), (2, 3), 0, [11])
+    second.add(0, "b", Box((2, 0), (4, 3)), (2, 3), 0, [15])
     both.extend(first.to_json())
     both.extend(second.to_json())
     chunks = DeltaTable(both.to_json()).arrays(tree_of(spec))[0]
@@ -176,7 +199,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "huge leaf": (_state(leaf=[2**80]), "damaged"),
     "unknown file": (_state(file=[1]), "numbers from 0 to 0"),
     "no files": (_state(files=[3]), "file names"),
-    "negative offset": (_state(offset=[-1]), "found -1"),
+    "negative start": (_state(box=[-1, 0, 10, 8]), "found -1"),
     "outside": (_state(box=[0, 0, 11, 8], bytes=[20, 20, 20]), "do not cover it exactly"),
     "empty box": (_state(box=[0, 0, 0, 8]), "a box from"),
     "box to the left": (_state(box=[5, 0, 2, 8]), "a box from"),
@@ -191,6 +214,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "text": (_state(bytes=["20", 20]), "whole numbers"),
     "boolean": (_state(bytes=[20, True]), "whole numbers"),
     "other axes": (_state(axes=[1]), "different lengths"),
+    "no such axis": (_state(axis=[2]), "axis 2"),
     "many axes": (_state(axes=[65]), "numbers from 0 to 64"),
     "axes of another array": (_state(axes=[1], box=[0, 10], chunk=[5]), "expected boxes with 2 axes"),
     "twice": (
@@ -226,8 +250,8 @@ def test_chunks_of_a_leaf_without_an_array_are_refused() -> None:
 def test_a_tampered_table_raises_no_other_error() -> None:
     specs = [ArraySpec((10, 8), "float32"), ArraySpec((6,), "int8")]
     sizes = ChunkSizes()
-    sizes.add(0, "object", 0, Box((0, 0), (10, 8)), (5, 8), [20, 0])
-    sizes.add(1, "object", 24, Box((0,), (6,)), (6,), [12])
+    sizes.add(0, "object", Box((0, 0), (10, 8)), (5, 8), 0, [20, 0])
+    sizes.add(1, "object", Box((0,), (6,)), (6,), 0, [12])
     for state in tampered(sizes.to_json(), 3000):
         try:
             delta = DeltaTable(state)
