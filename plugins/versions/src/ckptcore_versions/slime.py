@@ -52,9 +52,6 @@ _FILE_BYTES: Final = 1 << 28
 _MAX_FULL_BYTES: Final = 5_000_000_000
 """Maximum bytes of the elements in a file of a full version. A larger array has a separate file."""
 
-VERSION_NAMES: Final = StepNames(StepNameFormat("weight_v", width=6))
-"""The names of directories of versions that readers of this format expect: ``weight_v000007``."""
-
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".index.json")
 """Suffixes of files with weights, which are not assets."""
 
@@ -85,6 +82,15 @@ class SlimeLayout(VersionLayout):
         """The name "slime"."""
         return "slime"
 
+    @property
+    def version_names(self) -> StepNames:
+        """The names that readers of this format expect: ``weight_v000007``."""
+        return StepNames(StepNameFormat("weight_v", width=6))
+
+    def accepts_base(self, base: int, number: int) -> bool:
+        """Return True for the version before, because readers apply every version between, one by one."""
+        return base == number - 1
+
     def numbered(self, number: int) -> SlimeLayout:
         """See `VersionLayout.numbered`. The index of a full version has the number if it is given."""
         return replace(self, _number=number)
@@ -93,17 +99,17 @@ class SlimeLayout(VersionLayout):
         """See `VersionLayout.against`.
 
         Raises:
-            ValueError: the base is not the version before. Readers apply every version between, one by one.
+            ValueError: the base is not the version before.
         """
         if held is None:
             return self
-        number = held.version.number + 1
-        if self._number not in (None, number):
+        base = held.version.number
+        if self._number is not None and not self.accepts_base(base, self._number):
             raise ValueError(
-                f"version {self._number} cannot be a delta relative to version {held.version.number}: readers of "
+                f"version {self._number} cannot be a delta relative to version {base}: readers of "
                 "slime's format follow versions one by one. Publish a full version"
             )
-        return _DeltaLayout(self.encoding, self.checksum_format, None, _number=number, held=held)
+        return _DeltaLayout(self.encoding, self.checksum_format, None, _number=base + 1, held=held)
 
     # --- write
 
