@@ -67,7 +67,9 @@ def frame(payload: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(payload)
 
 
-def index_of(number: int, files: Mapping[str, str], encoding: str = "xor", checksum: str = "xxh3-128") -> dict[str, Any]:
+def index_of(
+    number: int, files: Mapping[str, str], encoding: str = "xor", checksum: str = "xxh3-128"
+) -> dict[str, Any]:
     """Return the index of a delta."""
     metadata = {
         "version": f"{number:06d}",

@@ -1,4 +1,4 @@
-"""Long chains in the format of slime, versions that arrive in any order, and the memory and requests of reading them."""
+"""Long chains in the format of slime, versions that arrive in any order, and the memory and requests of reads."""
 
 from __future__ import annotations
 
@@ -162,13 +162,12 @@ def test_boxes_and_memory_of_any_order_are_filled(tmp_path: Path, monkeypatch: p
         ckptcore.load_into(version_at(tmp_path, 19), target, context=CONTEXT)
         assert np.array_equal(target["w"], whole)
         opened = ckptcore.open(version_at(tmp_path, 19), context=CONTEXT)
-        for box in (np.s_[2:7, 3:], np.s_[39], np.s_[:, 4], np.s_[...]):
+        boxes: list[Any] = [np.s_[2:7, 3:], np.s_[39], np.s_[:, 4], np.s_[...]]
+        for box in boxes:
             assert np.array_equal(opened["w"][box], whole[box])
 
 
-def test_frames_of_a_long_chain_are_not_in_memory_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_of_a_long_chain_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes, count = 1 << 20, 24
     rng = np.random.default_rng(1)
     monkeypatch.setattr(derived, "_CHANGES_BYTES", nbytes)

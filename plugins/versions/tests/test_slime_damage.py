@@ -99,7 +99,11 @@ FRAMES: Mapping[str, tuple[str, Callable[[], bytes], str]] = {
     "empty": ("xor", lambda: b"", "zstd frame"),
     "no frame": ("xor", lambda: b"\0" * 30, "zstd frame"),
     "a bomb": ("xor", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where at most 240 bytes"),
-    "a bomb of positions": ("overwrite", lambda: frame(bytes(1 << 20)), "a size of 1048576 bytes where at most 1204 bytes"),
+    "a bomb of positions": (
+        "overwrite",
+        lambda: frame(bytes(1 << 20)),
+        "a size of 1048576 bytes where at most 1204 bytes",
+    ),
     "a large bomb": ("xor", lambda: frame(BOMB), "which cannot need more than 1504"),
     "another shape": ("xor", lambda: frame(bytes(236)), "fewer bytes than expected"),
     "no size": ("xor", lambda: SIZELESS, "no size"),
@@ -218,7 +222,17 @@ def test_a_hostile_index_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../weight_v000000/model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", ".safetensors", "x.bin", "a\0", 7],
+    [
+        "../weight_v000000/model.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        ".safetensors",
+        "x.bin",
+        "a\0",
+        7,
+    ],
     ids=repr,
 )
 def test_an_index_names_files_of_its_directory_alone(file: Any, tmp_path: Path) -> None:
@@ -305,7 +319,9 @@ def test_an_index_before_its_files_is_unfinished(tmp_path: Path) -> None:
 def test_files_before_their_index_are_unfinished(tmp_path: Path) -> None:
     version = write_versions(tmp_path)
     (version / INDEX).rename(tmp_path / "late")
-    refused(lambda: load(version), "their index, which is written last, does not exist", error=UncommittedCheckpointError)
+    refused(
+        lambda: load(version), "their index, which is written last, does not exist", error=UncommittedCheckpointError
+    )
     assert ckptcore.CheckpointReader(tmp_path).latest == 0
     (tmp_path / "late").rename(version / INDEX)
     assert ckptcore.CheckpointReader(tmp_path).latest == 1

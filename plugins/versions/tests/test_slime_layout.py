@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def weights(number: int) -> dict[str, Any]:
     return {**state, "head": tied, "scale": np.asarray(scale), "empty": np.zeros((0, 3), np.float32), "step": number}
 
 
-NAMES = {
+NAMES: Mapping[str, Callable[[Any], Any]] = {
     "model.layers.0.w": lambda state: state["model"]["layers"][0]["w"],
     "model.layers.1.w": lambda state: state["model"]["layers"][1]["w"],
     "model.tied": lambda state: state["model"]["tied"],
@@ -79,9 +79,7 @@ def bytes_of(state: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: np.asarray(find(state)).tobytes() for name, find in NAMES.items()}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "checksum"), [("xor", "xxh3-128"), ("overwrite", "adler32"), ("xor", "adler32")]
-)
+@pytest.mark.parametrize(("encoding", "checksum"), [("xor", "xxh3-128"), ("overwrite", "adler32"), ("xor", "adler32")])
 def test_other_software_and_ckptcore_follow_every_version(encoding: Any, checksum: Any, tmp_path: Path) -> None:
     publish_all(str(tmp_path), 7, SlimeLayout(encoding, checksum), full=(1, 5))
     for number in range(1, 8):
@@ -130,7 +128,9 @@ def test_a_full_version_is_a_hugging_face_checkpoint(tmp_path: Path) -> None:
     metadata, files = listed_files(version)
     assert metadata["version"] == "000001" and "delta_encoding" not in metadata
     assert files[file.name][0]["__metadata__"] == {"head": "model.tied", "format": "pt"}
-    assert safetensors.numpy.load_file(file)["model.layers.1.w"].tolist() == weights(1)["model"]["layers"][1]["w"].tolist()
+    assert (
+        safetensors.numpy.load_file(file)["model.layers.1.w"].tolist() == weights(1)["model"]["layers"][1]["w"].tolist()
+    )
     assert sorted(path.name for path in (tmp_path / "weight_v000002").iterdir()) == [
         "checkpoint.json", "model-00001-00001.safetensors", INDEX
     ]  # fmt: skip

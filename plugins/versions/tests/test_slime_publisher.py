@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from ckptcore_testing import run_ranks
 from ckptcore_testing.cases import refused
-from ckptcore_versions import Publisher, labels
-from ckptcore_versions.slime import SlimeLayout
+from ckptcore_versions import Publisher, SlimeLayout, labels
 
 import ckptcore
 from ckptcore import ShardedArray

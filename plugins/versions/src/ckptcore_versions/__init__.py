@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptcore_versions.labels import VersionLabels as VersionLabels
 from ckptcore_versions.labels import labels as labels
 from ckptcore_versions.publisher import Publisher as Publisher
+from ckptcore_versions.slime import SlimeLayout as SlimeLayout
 from ckptcore_versions.version_directory import VERSION_NAMES as VERSION_NAMES
 
-__all__ = ["VERSION_NAMES", "Publisher", "VersionLabels", "labels"]
+__all__ = ["VERSION_NAMES", "Publisher", "SlimeLayout", "VersionLabels", "labels"]

@@ -1,6 +1,6 @@
 """The layout `slime`: the directories of versions that slime, miles, SGLang, vime and stitch share.
 
-A full version is a Hugging Face checkpoint with an index. A delta has, for each tensor that changed, one zstd frame; see
+A full version is a Hugging Face checkpoint with an index. A delta has a zstd frame for each tensor that changed; see
 `ckptcore_versions.slime_deltas`. Both have files ``model-00001-00002.safetensors``: the number of the process, and that
 of its file, from 1. Readers find them through the index.
 """
@@ -205,12 +205,12 @@ class _DeltaLayout(SlimeLayout):
         """
         tensor_names(tree)
         for leaf, record in enumerate(tree.leaves):
-            if self.encoding == "overwrite" and isinstance(record, ArrayRecord):
-                if record.spec.nbytes >= MAX_OVERWRITE_BYTES:
-                    raise UnsupportedLeafError(
-                        f"{format_path(tree.paths[leaf])} ({record.spec}) has {record.spec.nbytes} bytes, and the "
-                        "encoding 'overwrite' has positions of 32 bits: pass SlimeLayout(encoding='xor')"
-                    )
+            nbytes = record.spec.nbytes if isinstance(record, ArrayRecord) else 0
+            if self.encoding == "overwrite" and nbytes >= MAX_OVERWRITE_BYTES:
+                raise UnsupportedLeafError(
+                    f"{format_path(tree.paths[leaf])} has {nbytes} bytes, and the encoding "
+                    "'overwrite' has positions of 32 bits: pass SlimeLayout(encoding='xor')"
+                )
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Encode the changes of the arrays of this process, and write them.
@@ -353,9 +353,7 @@ def _groups(plan: WritePlan, items: Sequence[int]) -> list[list[int]]:
 def _metadata(tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
     """Return the metadata of a file of a full version: the other names of its arrays, as safetensors.torch has them."""
     here = set(leaves)
-    aliases: dict[str, JSON] = {
-        names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
-    }
+    aliases: dict[str, JSON] = {names[alias]: names[target] for alias, target in tree.aliases.items() if target in here}
     return {**aliases, "format": "pt"}
 
 
