@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptcore_versions.follower import Follower, follow
     from ckptcore_versions.publisher import Publisher
+    from ckptcore_versions.slime import SlimeLayout
     from ckptcore_versions.version import Version
     from ckptcore_versions.version_directory import VERSION_NAMES
     from ckptcore_versions.version_labels import VersionLabels, labels
@@ -30,13 +31,14 @@ _HOMES = {
     "VERSION_NAMES": "version_directory",
     "Follower": "follower",
     "Publisher": "publisher",
+    "SlimeLayout": "slime",
     "Version": "version",
     "VersionLabels": "version_labels",
     "follow": "follower",
     "labels": "version_labels",
 }
 
-__all__ = ["VERSION_NAMES", "Follower", "Publisher", "Version", "VersionLabels", "follow", "labels"]
+__all__ = ["VERSION_NAMES", "Follower", "Publisher", "SlimeLayout", "Version", "VersionLabels", "follow", "labels"]
 
 
 def __getattr__(name: str) -> object:
