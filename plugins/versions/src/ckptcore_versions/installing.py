@@ -122,6 +122,20 @@ class WrittenWeights:
         self._of_leaves[key] = _Written(name, boxes, reference, {})
 
 
+class LocalArrays(NamedTuple):
+    """The arrays of a local version.
+
+    Attributes:
+        checkpoint: the version, opened; only its tree is used.
+        names: by leaf, the name of the array.
+        parts: by leaf, the local boxes with their elements. An array that is tied to an earlier one is not listed.
+    """
+
+    checkpoint: Checkpoint
+    names: Mapping[int, str]
+    parts: Mapping[int, Sequence[tuple[Box, HostArray]]]
+
+
 class _Knowledge(NamedTuple):
     """Knowledge about weights that are being written."""
 
@@ -145,22 +159,19 @@ class Installation(ReadStrategy[Load[object]]):
 
     def __init__(
         self,
-        parts: Mapping[int, Sequence[tuple[Box, HostArray]]],
-        names: Mapping[int, str],
+        local: LocalArrays,
         known: _Knowledge,
         context: Context,
     ) -> None:
         """Write nothing yet.
 
         Args:
-            parts: by leaf of the stored tree, the local boxes with their elements.
-            names: by leaf, the name of the array.
+            local: the version.
             known: what is known about the weights.
             context: options.
         """
         self.written_bytes = 0
-        self._parts = parts
-        self._names = names
+        self._local = local
         self._known = known
         self._context = context
         self._threads: IOThreads = runtime_of(context).io_threads
@@ -191,7 +202,7 @@ class Installation(ReadStrategy[Load[object]]):
 
     def _write_leaf(self, reading: TreeRead, leaf_read: LeafRead) -> None:
         boxes, leaf, handler = tuple(leaf_read.boxes), leaf_read.abstract, leaf_read.handler
-        name = self._names[leaf_read.leaf]
+        name = self._local.names[leaf_read.leaf]
         identity = _identity(leaf_read.leaf, handler, leaf)
         pending = self._known.pending(identity, name, boxes, leaf)
         views = self._views(reading.checkpoint, leaf_read)
@@ -255,7 +266,7 @@ class Installation(ReadStrategy[Load[object]]):
         """
         views: list[HostArray] = []
         for box in leaf_read.boxes if leaf_read.array is None else ():
-            for kept, elements in self._parts.get(leaf_read.leaf, ()):
+            for kept, elements in self._local.parts.get(leaf_read.leaf, ()):
                 if kept.contains(box):
                     views.append(box_of(elements, kept, box))
                     break
@@ -303,15 +314,15 @@ class Installer:
             self._known.add_changes(version.changed)
             self._newest = version
 
-    def install(self, version: Version, weights: object) -> object:
+    def install(self, version: Version, local: LocalArrays, weights: object) -> object:
         """See `Version.load_into`."""
         with self._known.lock:
             is_newest = version is self._newest
             if not is_newest:
                 self._known.forget_all()
-            strategy = Installation(version.parts, version.names, self._known.take(weights), self._context)
+            strategy = Installation(local, self._known.take(weights), self._context)
             try:
-                installed = self._load(version.checkpoint, weights, strategy)
+                installed = self._load(local.checkpoint, weights, strategy)
             except BaseException as error:
                 self._known.forget_all()
                 if not isinstance(error, TargetUndefinedError):
