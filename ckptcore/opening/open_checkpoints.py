@@ -357,7 +357,8 @@ def _open_tree(
     location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
     """Open a tree by its root, or a tree of other software if there is no root."""
-    return _with_chain(_open_stored_tree(location, version, root, context, known), context)
+    opened = _open_stored_tree(location, version, root, context, known)
+    return opened if root is not None and not root.references.bases else _with_chain(opened, context)
 
 
 def _open_stored_tree(
@@ -390,8 +391,6 @@ def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
     """Return a checkpoint with the arrays that are computed from its base, if it has one."""
     if checkpoint.is_files or checkpoint.read_instead is not None:
         return checkpoint  # an update, or copies on this host
-    if checkpoint.root is not None and not checkpoint.root.references.bases:
-        return checkpoint
     if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
         return checkpoint
     from ckptcore.opening.bases import with_chain  # only differences from a base need it
