@@ -20,9 +20,9 @@ from ckptcore_versions import slime, slime_frames
 from ckptcore_versions.slime import SlimeLayout
 
 import ckptcore
-from ckptcore import ShardedArray
+from ckptcore import ArrayShard, ShardedArray
 from ckptcore.errors import CheckpointReferredError, UnsupportedLeafError
-from ckptcore.model import HostArray
+from ckptcore.model import Box, HostArray
 from plugins.versions.tests.held import HeldState, version_at
 from plugins.versions.tests.slime_files import INDEX, listed_files, pull, write_delta
 
@@ -231,6 +231,24 @@ def test_each_process_writes_the_arrays_that_it_holds(tmp_path: Path) -> None:
         assert pull(tmp_path, number) == {name: array.tobytes() for name, array in arrays(number).items()}
     _, files = listed_files(tmp_path / "weight_v000002")
     assert sorted(files) == ["model-00001-00001.safetensors", "model-00003-00001.safetensors"]
+
+
+def test_a_job_loads_parts(tmp_path: Path) -> None:
+    publish_all(str(tmp_path), 4, SlimeLayout())
+    whole = NAMES["model.layers.0.w"](weights(4))
+
+    def load(rank: int, context: ckptcore.Context) -> HostArray:
+        abstract = ckptcore.metadata(tmp_path / "weight_v000004").abstract
+        start, stop = (0, 31) if rank == 0 else (31, 70)
+        part = ShardedArray(whole.shape, whole.dtype, [ArrayShard(Box((start, 0), (stop, 90)))])
+        abstract["model"]["layers"][0]["w"] = part
+        loaded = ckptcore.load(tmp_path / "weight_v000004", abstract, context=context)
+        (shard,) = loaded["model"]["layers"][0]["w"].shards
+        elements: HostArray = shard.elements
+        return elements
+
+    parts = run_ranks(2, load)
+    assert_same_bits(np.concatenate(parts), whole, "w")
 
 
 def test_an_array_that_is_divided_is_named(tmp_path: Path) -> None:

@@ -224,11 +224,13 @@ class _DeltaLayout(SlimeLayout):
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             group: dict[str, EncodedTensor] = {}
+            nbytes = 0
             for name, encoded in self._encoded(snapshot):
                 group[name] = encoded
-                if sum([len(tensor.frame) for tensor in group.values()]) >= _FILE_BYTES:
+                nbytes += len(encoded.frame)
+                if nbytes >= _FILE_BYTES:
                     yield file_of(group)
-                    group = {}
+                    group, nbytes = {}, 0
             if group:
                 yield file_of(group)
 
