@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ from ckptcore_versions.slime import SlimeLayout
 
 import ckptcore
 from ckptcore import ArrayShard, ShardedArray
-from ckptcore.errors import CheckpointReferredError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointReferredError,
+    InvalidLocationError,
+    MissingDistributionError,
+    UnsupportedLeafError,
+)
 from ckptcore.model import Box, HostArray
 from plugins.versions.tests.held import HeldState, version_at
 from plugins.versions.tests.slime_files import INDEX, listed_files, pull, write_delta
@@ -320,3 +326,35 @@ def test_positions_of_32_bits_are_not_exceeded(tmp_path: Path, monkeypatch: pyte
 def test_a_layout_can_be_pickled() -> None:
     layout = SlimeLayout("overwrite", "adler32", "/models/m").numbered(3)
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_unknown_options_are_refused(tmp_path: Path) -> None:
+    refused(lambda: SlimeLayout("plus"), "encoding='plus'", "'xor'", error=ValueError)  # type: ignore[arg-type]
+    refused(lambda: SlimeLayout("xor", "md5"), "'md5'", "'xxh3-128'", error=ValueError)  # type: ignore[arg-type]
+    layout = SlimeLayout(assets=tmp_path / "missing")
+    refused(lambda: publish(str(tmp_path), 1, layout, full=True), "missing", error=InvalidLocationError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_blake3_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    refused(
+        lambda: publish(str(tmp_path), 1, SlimeLayout("xor", "blake3"), full=True),
+        "pip install 'ckptcore-versions[blake3]'",
+        error=MissingDistributionError,
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_with_different_bases_do_not_publish(tmp_path: Path) -> None:
+    publish_all(str(tmp_path), 2, SlimeLayout(), full=(1, 2))
+
+    def save(rank: int, context: ckptcore.Context) -> None:
+        base = version_at(f"{tmp_path}/weight_v{rank + 1:06d}", 2)
+        layout = SlimeLayout().against(HeldState(base, weights(2)))
+        ckptcore.save(tmp_path / "weight_v000003", weights(3), layout=layout, context=context)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_ranks(2, save)
+    assert "every process must hold the same version" in str(caught.value.exceptions[0])
+    assert not (tmp_path / "weight_v000003").exists()
