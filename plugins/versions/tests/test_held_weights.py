@@ -1,4 +1,4 @@
-"""The memory of a publish: one copy of the weights, in host memory or in a mapped file, and little beside it."""
+"""The memory of a publish: one copy of the weights, in host memory or in a mapped file, and little more."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from plugins.versions.tests.published import CONTEXT, base_of, load, publisher
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
 _ARRAY_BYTES = 1 << 20
-_COUNT = 80
+_COUNT = 40
 _ENCODED_BYTES = 32 << 20
 """Bytes of elements that the layout encodes together."""
 
 
 def _weights(number: int) -> dict[str, Any]:
-    """Return 80 arrays of 1 MiB."""
+    """Return 40 arrays of 1 MiB."""
     weights = {f"w{array:02d}": np.arange(_ARRAY_BYTES // 4, dtype=np.float32) for array in range(_COUNT)}
     for array in weights.values():
         array[:number] += 1
