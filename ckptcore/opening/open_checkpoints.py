@@ -226,7 +226,8 @@ def open_tree(
         if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
         return _open_default(location, version, root, name, context, known)
-    return _open_tree(location, version, root, context, known)
+    opened = _open_stored_tree(location, version, root, context, known)
+    return opened if root is not None and not root.references.bases else _with_chain(opened, context)
 
 
 def _open_default(
@@ -245,7 +246,7 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    checkpoint = _open_tree(inner, inner_version, root, context, known)
+    checkpoint = _with_chain(_open_stored_tree(inner, inner_version, root, context, known), context)
     expect_member(checkpoint, location, composite, composite.members[name])
     return checkpoint
 
@@ -351,14 +352,6 @@ def _committed_root(
     if isinstance(root, PartialSave):
         raise not_finalized(location, root)
     return root
-
-
-def _open_tree(
-    location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
-) -> Checkpoint:
-    """Open a tree by its root, or a tree of other software if there is no root."""
-    opened = _open_stored_tree(location, version, root, context, known)
-    return opened if root is not None and not root.references.bases else _with_chain(opened, context)
 
 
 def _open_stored_tree(
