@@ -226,7 +226,8 @@ def open_tree(
         if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
         return _open_default(location, version, root, name, context, known)
-    return _open_tree(location, version, root, context, known)
+    checkpoint = _open_tree(location, version, root, context, known)
+    return checkpoint if root is not None and not root.references.bases else _with_chain(checkpoint, context)
 
 
 def _open_default(
@@ -245,7 +246,7 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    checkpoint = _open_tree(inner, inner_version, root, context, known)
+    checkpoint = _with_chain(_open_tree(inner, inner_version, root, context, known), context)
     expect_member(checkpoint, location, composite, composite.members[name])
     return checkpoint
 
@@ -271,6 +272,18 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     Raises:
         Errors of `open_tree`.
     """
+    opened = open_stored(location, version, context)
+    return opened if isinstance(opened, CompositeCheckpoint) else _with_chain(opened, context)
+
+
+def open_stored(location: Location, version: LocationVersion, context: Context) -> Checkpoint | CompositeCheckpoint:
+    """Open like `open_either`, but do not follow the chain of a checkpoint that stores differences from a base.
+
+    The arrays of such a checkpoint are then as in `ChainLink`. A chain can have thousands of checkpoints.
+
+    Raises:
+        Errors of `open_tree`.
+    """
     root = _committed_root(location, version)
     composite = _open_composite(location, version, root, context)
     if composite is None:
@@ -281,7 +294,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
 
     try:
-        return _with_chain(inspect_tree(location, version, context), context)
+        return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
@@ -344,11 +357,11 @@ def _committed_root(
 def _open_tree(
     location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
-    """Open a tree by its root, or a tree of other software if there is no root."""
+    """Open a tree by its root, or a tree of other software if there is no root. See `open_stored`."""
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 
-        return _with_chain(open_foreign(location, version, context), context)
+        return open_foreign(location, version, context)
     if root.role == "member":
         _expect_committed(location, version, root, context)
         version = version.digested()
@@ -356,10 +369,10 @@ def _open_tree(
     if known is not None and isinstance(data, bytes):
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
     checkpoint = Checkpoint.of_root(location, version, root, context, stored)
-    if root.references.bases:
-        from ckptcore.opening.bases import with_bases, with_chain  # only updates and differences have bases
+    if root.references.leaf:
+        from ckptcore.opening.bases import with_bases  # only updates refer to bases
 
-        return with_bases(checkpoint, root, context) if root.references.leaf else with_chain(checkpoint, context)
+        return with_bases(checkpoint, root, context)
     if location.of_host:
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
@@ -368,7 +381,11 @@ def _open_tree(
 
 
 def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
-    """Return a checkpoint of other software with the arrays that are computed from its base, if it has one."""
+    """Return a checkpoint with the arrays that are computed from its base, if it has one."""
+    if checkpoint.is_files or checkpoint.read_instead is not None:
+        return checkpoint  # an update, or copies on this host
+    if checkpoint.root is not None and not checkpoint.root.references.bases:
+        return checkpoint
     if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
         return checkpoint
     from ckptcore.opening.bases import with_chain  # only differences from a base need it

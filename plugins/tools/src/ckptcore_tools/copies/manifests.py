@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -29,7 +29,7 @@ from ckptcore.io.threads import for_each, requests_of
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, format_names
 from ckptcore.opening.members import is_deleted, lost_members, member_opener, open_member, present_members
-from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_stored
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.foreign_files import expect_files, matches_any
@@ -119,6 +119,7 @@ class Manifest:
         objects: all other objects except `markers`, the largest first.
         markers: objects that readers of any software may use to recognise a checkpoint. Write them after
             `objects`.
+        foreign_base: the base of a checkpoint of other software that is stored as differences; empty if there is none.
     """
 
     location: Location
@@ -127,6 +128,7 @@ class Manifest:
     members: tuple[StoredRoot, ...]
     objects: tuple[ObjectRecord, ...]
     markers: tuple[ObjectRecord, ...]
+    foreign_base: str = ""
 
     @classmethod
     def of(
@@ -203,6 +205,20 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
         )
 
 
+def refuse_differences(manifest: Manifest) -> None:
+    """Refuse a checkpoint of other software that is stored as differences from a base.
+
+    Raises:
+        InvalidLocationError: its files alone cannot be loaded.
+    """
+    if manifest.foreign_base:
+        raise InvalidLocationError(
+            f"{manifest.location.display} is stored as differences from {manifest.foreign_base}, so that a copy of its "
+            "files cannot be loaded alone. Pass layout='safetensors' to write all arrays, or copy the directory of "
+            "versions with copy_steps. Nothing was written"
+        )
+
+
 def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
     """List the objects of a checkpoint. Reads roots, sizes and foreign metadata, but no array.
 
@@ -221,7 +237,7 @@ def read_manifest(source: AnyLocation, context: Context, *, without: Location | 
             other software lists a checkpointable that is missing.
     """
     reader = _ManifestReader(source, context, without)
-    return ConsistentRead(source, context, open_either).retry_if_replaced(reader.read)
+    return ConsistentRead(source, context, open_stored).retry_if_replaced(reader.read)
 
 
 class _ManifestReader:
@@ -281,6 +297,7 @@ class _ManifestReader:
             )
         open_one = member_opener(checkpoint, self._source, self._context)
         files = FileCheck(self._context).check(checkpoint, self._source, open_one)
+        base = ""
         if isinstance(checkpoint, CompositeCheckpoint):
             refuse_lost(checkpoint, files.deleted)
             for name, directories in present_members(checkpoint).items():
@@ -289,11 +306,14 @@ class _ManifestReader:
                         expect_files(open_one(name, directory), directory)
         else:
             expect_files(checkpoint, "")
+            reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
+            base = "" if reference is None else reference.name
         for problem in files.problems:
             raise CorruptCheckpointError(
                 f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
             )
-        return Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
+        manifest = Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
+        return replace(manifest, foreign_base=base)
 
     def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
