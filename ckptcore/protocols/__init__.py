@@ -3,14 +3,15 @@
 ::
 
     values      handlers of leaves, containers and checkpointables; transforms of a tree while it is loaded
+    derived     arrays that are computed during a read
     layouts     layouts, and the stores that they write and read
     storage     storages
     job         strategies of saves and loads, commits and transactions; the processes of a job, their messages, and the
                 workers of a single controller
 """
 
-from ckptcore.protocols.derived_arrays import DerivedArray as DerivedArray
-from ckptcore.protocols.derived_arrays import Part as Part
+from ckptcore.protocols.derived import DerivedArray as DerivedArray
+from ckptcore.protocols.derived import Part as Part
 from ckptcore.protocols.job import Channels as Channels
 from ckptcore.protocols.job import Collectives as Collectives
 from ckptcore.protocols.job import Coordinator as Coordinator

@@ -24,7 +24,7 @@ from ckptcore.model.arrays import (
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, Key, NodeKind
-from ckptcore.protocols.derived_arrays import DerivedArray
+from ckptcore.protocols.derived import DerivedArray
 
 
 class Priority:

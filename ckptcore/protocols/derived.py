@@ -1,4 +1,4 @@
-"""Protocol of derived arrays, which are computed from stored arrays during a read."""
+"""The protocol of derived arrays, which are computed from stored arrays during a read."""
 
 from __future__ import annotations
 
