@@ -20,7 +20,10 @@ from ckptcore_versions.layout import DeltaLayout
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError
+from ckptcore.inspection.completeness import FileCheck
 from ckptcore.opening import bases
+from ckptcore.opening.members import member_opener
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from plugins.versions.tests.held import HeldState, version_at
 
 CONTEXT = ckptcore.Context(durability="none")
@@ -227,3 +230,21 @@ def test_processes_with_different_bases_do_not_save(tmp_path: Path) -> None:
         run_ranks(2, save)
     assert "every process must hold the same version" in str(caught.value.exceptions[0])
     assert not (tmp_path / "v2").exists()
+
+
+def test_missing_files_of_any_base_are_found_without_reading_arrays(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 4)
+    (tmp_path / "v0" / "model.safetensors").unlink()
+    (delta,) = (tmp_path / "v2").glob("deltas.*")
+    delta.write_bytes(delta.read_bytes()[:-1])
+    checkpoint = open_checkpoint(last, CONTEXT)
+    found = FileCheck(CONTEXT).check(checkpoint, last, member_opener(checkpoint, last, CONTEXT))
+    assert [problem.key for problem in found.problems] == [f"../v2/{delta.name}", "../v0/model.safetensors"]
+
+
+def test_a_base_that_the_layout_does_not_need_is_not_read(tmp_path: Path) -> None:
+    """Only deletions look at it."""
+    ckptcore.save(tmp_path / "v1", weights(1), context=CONTEXT)
+    root = json.loads((tmp_path / "v1" / "checkpoint.json").read_bytes())
+    (tmp_path / "v1" / "checkpoint.json").write_bytes(sealed({**root, "bases": [["missing", ""]]}))
+    assert_loads(f"{tmp_path}/v1", 1)
