@@ -238,8 +238,8 @@ def test_missing_files_of_any_base_are_found_without_reading_arrays(tmp_path: Pa
     (delta,) = (tmp_path / "v2").glob("deltas.*")
     delta.write_bytes(delta.read_bytes()[:-1])
     checkpoint = open_checkpoint(last, CONTEXT)
-    found = FileCheck(CONTEXT).check(checkpoint, last, member_opener(checkpoint, last, CONTEXT))
-    assert [problem.key for problem in found.problems] == [f"../v2/{delta.name}", "../v0/model.safetensors"]
+    files = FileCheck(CONTEXT).check(checkpoint, last, member_opener(checkpoint, last, CONTEXT))
+    assert [problem.key for problem in files.problems] == [f"../v2/{delta.name}", "../v0/model.safetensors"]
 
 
 def test_a_base_that_the_layout_does_not_need_is_not_read(tmp_path: Path) -> None:

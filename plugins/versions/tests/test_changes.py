@@ -45,15 +45,15 @@ def save_chain(directory: Path, count: int) -> None:
         ckptcore.save(directory / f"v{number}", weights(number), layout=DeltaLayout().against(held), context=CONTEXT)
 
 
-def opened(directory: Path, number: int) -> Checkpoint:
+def open_version(directory: Path, number: int) -> Checkpoint:
     return open_checkpoint(f"{directory}/v{number}", CONTEXT)
 
 
 def changes(directory: Path, held: int, number: int) -> tuple[Changes, Checkpoint]:
-    checkpoint = opened(directory, number)
-    found = Changes.between(version_at(f"{directory}/v{held}"), checkpoint)
-    assert found is not None
-    return found, checkpoint
+    checkpoint = open_version(directory, number)
+    between = Changes.between(version_at(f"{directory}/v{held}"), checkpoint)
+    assert between is not None
+    return between, checkpoint
 
 
 def leaf_of(checkpoint: Checkpoint, name: str) -> int:
@@ -126,7 +126,7 @@ def test_strided_and_partial_targets_are_changed_in_place(tmp_path: Path) -> Non
 def test_a_version_outside_of_the_chain_has_no_changes(tmp_path: Path) -> None:
     save_chain(tmp_path, 3)
     versions = [version_at(f"{tmp_path}/v{number}") for number in range(3)]
-    checkpoint = opened(tmp_path, 1)
+    checkpoint = open_version(tmp_path, 1)
     assert Changes.between(versions[0], checkpoint) is not None
     for other in (
         versions[2],
@@ -136,7 +136,7 @@ def test_a_version_outside_of_the_chain_has_no_changes(tmp_path: Path) -> None:
         versions[0]._replace(digest="0" * 64),
     ):
         assert Changes.between(other, checkpoint) is None
-    assert Changes.between(versions[0], opened(tmp_path, 0)) is None  # a full version
+    assert Changes.between(versions[0], open_version(tmp_path, 0)) is None  # a full version
 
 
 def test_an_update_and_a_version_of_another_layout_have_no_changes(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_held_version_of_other_software_is_found_by_its_name(tmp_path: Path) -
     base = BaseVersion("v0", "", "", 0)
     layout = DeltaLayout().against(HeldState(base, weights(0)))
     ckptcore.save(tmp_path / "v1", weights(1), layout=layout, context=CONTEXT)
-    between = Changes.between(base, opened(tmp_path, 1))
+    between = Changes.between(base, open_version(tmp_path, 1))
     assert between is not None
     elements = weights(0)["w"]
-    between.apply([(leaf_of(opened(tmp_path, 1), "w"), Box.whole(elements.shape), elements)])
+    between.apply([(leaf_of(open_version(tmp_path, 1), "w"), Box.whole(elements.shape), elements)])
     assert_same_bits(elements, weights(1)["w"], "w")

@@ -82,11 +82,11 @@ class LayoutChainTests:
 
     def test_boxes_of_arrays_come_back(self, tmp_path: Path) -> None:
         states = [{"w": _weights(300, 200, number)} for number in range(4)]
-        opened = ckptcore.open(self._chain(tmp_path, states), context=_CONTEXT)
+        arrays = ckptcore.open(self._chain(tmp_path, states), context=_CONTEXT)
         choices = random.Random(3)
         for _ in range(20):
             rows, columns = sorted(choices.sample(range(301), 2)), sorted(choices.sample(range(201), 2))
-            part = opened["w"][rows[0] : rows[1], columns[0] : columns[1]]
+            part = arrays["w"][rows[0] : rows[1], columns[0] : columns[1]]
             assert_same_bits(part, states[3]["w"][rows[0] : rows[1], columns[0] : columns[1]], f"{rows} {columns}")
 
     def test_a_copy_needs_no_base(self, tmp_path: Path) -> None:

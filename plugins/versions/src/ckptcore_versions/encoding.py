@@ -176,10 +176,10 @@ def decode(encoded: memoryview, words: HostArray, *, has_old: bool = True, is_wh
         _apply_changes(content, words, is_packed=kind == _PACKED)
     else:
         raise _damaged(f"unknown encoding {kind}")
-    if is_whole and (found := xxh3_64_intdigest(_bytes(words))) != digest:
+    if is_whole and (actual := xxh3_64_intdigest(_bytes(words))) != digest:
         raise CorruptCheckpointError(
             f"the elements of a chunk differ from those that were saved: expected XXH3-64 {digest:016x}, found "
-            f"{found:016x}. The base or the differences are damaged; load another checkpoint"
+            f"{actual:016x}. The base or the differences are damaged; load another checkpoint"
         )
 
 

@@ -25,6 +25,7 @@ from ckptcore.model import (
     Receipt,
     Segment,
     TreeMetadata,
+    TreePath,
     WritePlan,
     format_path,
 )
@@ -42,6 +43,7 @@ from ckptcore.protocols import (
 )
 from ckptcore_versions.checksums import CRC32
 from ckptcore_versions.chunks import (
+    ArrayChunks,
     ChunkSizes,
     DeltaTable,
     chunk_shape,
@@ -130,9 +132,9 @@ class DeltaLayout(VersionLayout):
         for receipt in receipts:
             state: Any = receipt.state
             if not isinstance(state, Mapping) or state.get("base") != base:
-                found = state["base"]["name"] if isinstance(state, Mapping) and "base" in state else "none"
+                other = state["base"]["name"] if isinstance(state, Mapping) and "base" in state else "none"
                 raise CheckpointError(
-                    f"process {receipt.rank} wrote differences from the version {found!r}, and process 0 from "
+                    f"process {receipt.rank} wrote differences from the version {other!r}, and process 0 from "
                     f"{base['name']!r}: every process must hold the same version. The save is not committed"
                 )
             columns.extend(state)
@@ -160,34 +162,71 @@ class DeltaLayout(VersionLayout):
 
     def derive(self, links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArrays:
         """Return arrays that read the elements of the base, and change them by the chunks of each link."""
-        tables = [DeltaTable(link.state) for link in links]
-        chunks = [table.arrays(link.tree) for table, link in zip(tables, links, strict=True)]
-        encoded = [{leaf: number for number, leaf in enumerate(table.encoded)} for table in tables]
-        trees = [*[link.tree for link in links], base]
+        deltas = [_Delta.of(link) for link in links]
+        trees = [*[link.tree for link in links[1:]], base]
         leaves = [{path: leaf for leaf, path in enumerate(tree.paths)} for tree in trees]
-        arrays: dict[int, DerivedArray] = {}
-        for leaf in chunks[0]:
-            path, spec = links[0].tree.paths[leaf], chunks[0][leaf].spec
-            deltas = []
-            at: int | None = leaf
-            for number in range(len(links)):
-                assert at is not None  # the loop ends otherwise
-                of_link = chunks[number][at]
-                if of_link.nbytes:
-                    stored = ArraySpec((of_link.nbytes,), "uint8")
-                    deltas.append((Stored(stored, encoded[number][at], number), of_link))
-                at = _same_array(trees[number + 1], leaves[number + 1].get(path), spec)
-                if at is None:
-                    if not of_link.is_complete or spec.nbytes > _GROWTH * max(of_link.nbytes, 1):
-                        raise CorruptCheckpointError(
-                            f"{format_path(path)} ({spec}) is stored as differences from "
-                            f"{_base_name(links[number].state)!r}, which does not have it. Load another checkpoint"
-                        )
-                    break
-            below = None if at is None else Stored(spec, at, len(links))
-            arrays[leaf] = below if below is not None and not deltas else PatchedArray(spec, below, tuple(deltas[::-1]))
-        stored_trees = [table.encoded_tree(link.tree) for table, link in zip(tables, links, strict=True)]
-        return ChainedArrays(links[0].tree, stored_trees, arrays)
+        arrays = {leaf: _array_of(leaf, deltas, trees, leaves) for leaf in deltas[0].chunks}
+        return ChainedArrays(links[0].tree, [delta.encoded_tree for delta in deltas], arrays)
+
+
+class _Delta(NamedTuple):
+    """A link of a chain.
+
+    Attributes:
+        link: the link.
+        chunks: the chunks of each array, by leaf.
+        encoded: by leaf, the number of the array of encoded bytes of each array that changed.
+        encoded_tree: the tree of these arrays.
+    """
+
+    link: ChainLink
+    chunks: Mapping[int, ArrayChunks]
+    encoded: Mapping[int, int]
+    encoded_tree: TreeMetadata
+
+    @classmethod
+    def of(cls, link: ChainLink) -> _Delta:
+        """Parse the state of a link, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        table = DeltaTable(link.state)
+        numbers = {leaf: number for number, leaf in enumerate(table.encoded)}
+        return cls(link, table.arrays(link.tree), numbers, table.encoded_tree(link.tree))
+
+
+def _array_of(
+    leaf: int, deltas: Sequence[_Delta], trees: Sequence[TreeMetadata], leaves: Sequence[Mapping[TreePath, int]]
+) -> DerivedArray:
+    """Return how to compute an array of the newest delta.
+
+    Args:
+        leaf: its leaf there.
+        deltas: the links of the chain, from the newest.
+        trees: the tree of the base of each delta.
+        leaves: the leaves of these trees, by path.
+
+    Raises:
+        CorruptCheckpointError: a base does not have the array, and the delta does not store all of it.
+    """
+    path, spec = deltas[0].link.tree.paths[leaf], deltas[0].chunks[leaf].spec
+    changes: list[tuple[Stored, ArrayChunks]] = []
+    for number, delta in enumerate(deltas):
+        chunks = delta.chunks[leaf]
+        if chunks.nbytes:
+            changes.insert(0, (Stored(ArraySpec((chunks.nbytes,), "uint8"), delta.encoded[leaf], number), chunks))
+        below = _same_array(trees[number], leaves[number].get(path), spec)
+        if below is None:
+            if not chunks.is_complete or spec.nbytes > _GROWTH * max(chunks.nbytes, 1):
+                raise CorruptCheckpointError(
+                    f"{format_path(path)} ({spec}) is stored as differences from {_base_name(delta.link.state)!r}, "
+                    "which does not have it. Load another checkpoint"
+                )
+            return PatchedArray(spec, None, tuple(changes))
+        leaf = below
+    stored = Stored(spec, leaf, len(deltas))
+    return PatchedArray(spec, stored, tuple(changes)) if changes else stored
 
 
 def _same_array(tree: TreeMetadata, leaf: int | None, spec: ArraySpec) -> int | None:
