@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
-from ckptcore_versions.follower import FOLLOWED_NAMES
+from ckptcore_versions.following.follower import FOLLOWED_NAMES
 
 import ckptcore
 

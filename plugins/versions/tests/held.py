@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from ckptcore_testing.locations import store_at
-from ckptcore_versions.chunks import part_of
+from ckptcore_versions.deltas.chunks import part_of
 from ckptcore_versions.held_version import BaseVersion
 
 from ckptcore.model import ArraySpec, Box, HostArray, TreePath

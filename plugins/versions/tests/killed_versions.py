@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import ckptcore_versions.layout  # noqa: F401  # here, so that the processes need not import it
+import ckptcore_versions.deltas.layout  # noqa: F401  # here, so that the processes need not import it
 import numpy as np
 import safetensors.numpy
 from ckptcore_versions import Publisher, Version, follow
-from ckptcore_versions.cache import complete_versions
+from ckptcore_versions.following.cache import complete_versions
 
 import ckptcore
 from ckptcore import ShardedArray

@@ -15,8 +15,8 @@ from ckptcore_testing import StorageSample, run_ranks
 from ckptcore_testing.cases import refused
 from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import new_place
+from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.layout import DeltaLayout
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.arrays import assert_same_bits
-from ckptcore_versions.changes import Changes
-from ckptcore_versions.chunks import part_of
+from ckptcore_versions.deltas.changes import Changes
+from ckptcore_versions.deltas.chunks import part_of
+from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.layout import DeltaLayout
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ckptcore_testing import strategies
 from ckptcore_testing.hostile_json import tampered
-from ckptcore_versions.checksums import CRC32
-from ckptcore_versions.chunks import (
+from ckptcore_versions.deltas.checksums import CRC32
+from ckptcore_versions.deltas.chunks import (
     MAX_CHUNK_BYTES,
     ArrayChunks,
     ChunkSizes,

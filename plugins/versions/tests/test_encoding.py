@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from ckptcore_testing import strategies
 from ckptcore_testing.arrays import DTYPE_NAMES, bit_patterns
-from ckptcore_versions import encoding
-from ckptcore_versions.encoding import HEAD_BYTES, decode, word_bytes, words_of
+from ckptcore_versions.deltas import encoding
+from ckptcore_versions.deltas.encoding import HEAD_BYTES, decode, word_bytes, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -16,7 +16,7 @@ from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
-from ckptcore_versions.chunks import MAX_CHUNK_BYTES
+from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
 
 import ckptcore
 from ckptcore import ShardedArray

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ckptcore_testing import run_ranks
 from ckptcore_versions import Version, follow
-from ckptcore_versions import preparing as preparing_module
+from ckptcore_versions.following import preparing as preparing_module
 
 import ckptcore
 from ckptcore.errors import (

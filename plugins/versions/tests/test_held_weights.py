@@ -14,7 +14,7 @@ import pytest
 from ckptcore_testing.trees import same_value
 from ckptcore_versions import Publisher
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.held_weights import HeldWeights, in_files_of, in_host_memory
+from ckptcore_versions.publishing.held_weights import HeldWeights, in_files_of, in_host_memory
 
 from ckptcore.context import MemoryOptions
 from ckptcore.errors import CorruptCheckpointError, StorageError, StorageFullError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_versions import Follower, Version, follow, installing
-from ckptcore_versions.follower import FOLLOWED_NAMES
+from ckptcore_versions.following.follower import FOLLOWED_NAMES
 
 import ckptcore
 from ckptcore import ShardedArray

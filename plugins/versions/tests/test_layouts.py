@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptcore_testing import LayoutChainTests, LayoutTests
-from ckptcore_versions.layout import DeltaLayout
+from ckptcore_versions.deltas.layout import DeltaLayout
 
 import ckptcore
 from ckptcore.protocols import Layout

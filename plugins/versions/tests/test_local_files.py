@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors
 from ckptcore_versions import follow, local_files
-from ckptcore_versions.follower import FOLLOWED_NAMES
-from ckptcore_versions.local_files import PIECE_BYTES, pieces
+from ckptcore_versions.following.follower import FOLLOWED_NAMES
+from ckptcore_versions.following.local_files import PIECE_BYTES, pieces
 from safetensors.numpy import load_file
 
 import ckptcore

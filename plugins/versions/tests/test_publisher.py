@@ -14,7 +14,7 @@ import pytest
 from ckptcore_testing.faults import FaultPlan, FullAfter
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
-from ckptcore_versions import version_saves
+from ckptcore_versions.publishing import version_saves
 
 import ckptcore
 from ckptcore import select

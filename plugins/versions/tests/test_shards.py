@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, run_ranks
 from ckptcore_testing.arrays import assert_same_bits
-from ckptcore_versions.changes import Changes
+from ckptcore_versions.deltas.changes import Changes
+from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.layout import DeltaLayout
 
 import ckptcore
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.cases import refused
-from ckptcore_versions import slime, slime_deltas
-from ckptcore_versions.slime import SlimeLayout
+from ckptcore_versions.slime import delta_index
+from ckptcore_versions.slime import layout as slime
+from ckptcore_versions.slime.layout import SlimeLayout
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError
@@ -196,7 +197,7 @@ def test_listing_steps_reads_each_version_once(tmp_path: Path, monkeypatch: pyte
     def inspect(store: Any) -> Any:
         nonlocal inspected
         inspected += 1
-        return slime_deltas.inspect_delta(store)
+        return delta_index.inspect_delta(store)
 
     monkeypatch.setattr(slime, "inspect_delta", inspect)
     assert tuple(ckptcore.CheckpointReader(tmp_path).steps) == tuple(range(12))

@@ -14,8 +14,8 @@ import pytest
 import zstandard
 from ckptcore_testing.cases import check_each, refused
 from ckptcore_testing.hostile_json import sealed, tampered
-from ckptcore_versions.slime import SlimeLayout
-from ckptcore_versions.slime_frames import apply, encode
+from ckptcore_versions.slime.frames import apply, encode
+from ckptcore_versions.slime.layout import SlimeLayout
 
 import ckptcore
 from ckptcore.builtin import safetensors_directories

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptcore_versions.slime import SlimeLayout
+from ckptcore_versions.slime.layout import SlimeLayout
 
 import ckptcore
 from plugins.versions.tests.held import HeldState, version_at

@@ -17,8 +17,9 @@ from ckptcore_testing import run_ranks
 from ckptcore_testing.arrays import assert_same_bits
 from ckptcore_testing.cases import refused
 from ckptcore_testing.locations import new_place
-from ckptcore_versions import slime, slime_frames
-from ckptcore_versions.slime import SlimeLayout
+from ckptcore_versions.slime import frames as slime_frames
+from ckptcore_versions.slime import layout as slime
+from ckptcore_versions.slime.layout import SlimeLayout
 
 import ckptcore
 from ckptcore import ArrayShard, ShardedArray

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import HeldVersion
-from ckptcore_versions.layout import DeltaLayout
 from ckptcore_versions.version_labels import name_of
 
 from ckptcore.model import JSON, HostArray

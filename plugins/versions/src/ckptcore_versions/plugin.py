@@ -19,13 +19,13 @@ class VersionsPlugin:
 
 
 def _deltas() -> Layout:
-    from ckptcore_versions.layout import DeltaLayout
+    from ckptcore_versions.deltas.layout import DeltaLayout
 
     return DeltaLayout()
 
 
 def _slime() -> Layout:
-    from ckptcore_versions.slime import SlimeLayout
+    from ckptcore_versions.slime.layout import SlimeLayout
 
     return SlimeLayout()
 

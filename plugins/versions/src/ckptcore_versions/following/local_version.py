@@ -23,8 +23,8 @@ from ckptcore.opening.open_checkpoints import open_stored, open_tree
 from ckptcore.planning import ChunkColumns, ChunkTable
 from ckptcore.protocols import BaseReference, ChunkIndex
 from ckptcore.runtime import runtime_of
-from ckptcore_versions.cache import CachedVersion
-from ckptcore_versions.local_files import FilePlan, Part, array_of, map_file
+from ckptcore_versions.following.cache import CachedVersion
+from ckptcore_versions.following.local_files import FilePlan, Part, array_of, map_file
 
 
 class LocalVersion(NamedTuple):

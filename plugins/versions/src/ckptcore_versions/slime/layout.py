@@ -1,8 +1,8 @@
 """The layout `slime`: the directories of versions that slime, miles, SGLang, vime and stitch share.
 
-A full version is a Hugging Face checkpoint with an index. A delta has a zstd frame for each tensor that changed; see
-`ckptcore_versions.slime_deltas`. Both have files ``model-00001-00002.safetensors``: the number of the process, and that
-of its file, from 1. Readers find them through the index.
+A full version is a Hugging Face checkpoint with an index. A delta has a zstd frame for each tensor that changed: see
+`ckptcore_versions.slime.delta_index`. Both have files ``model-00001-00002.safetensors``: the number of the process, and
+that of its file, from 1. Readers find them through the index.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ckptcore.protocols import (
 )
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
-from ckptcore_versions.slime_chains import derive_arrays
-from ckptcore_versions.slime_deltas import INDEX, Delta, inspect_delta, tensor_names
-from ckptcore_versions.slime_frames import (
+from ckptcore_versions.slime.chains import derive_arrays
+from ckptcore_versions.slime.delta_index import INDEX, Delta, inspect_delta, tensor_names
+from ckptcore_versions.slime.frames import (
     MAX_OVERWRITE_BYTES,
     ChecksumFormat,
     EncodedTensor,

@@ -10,8 +10,8 @@ from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
-from ckptcore_versions.installing import Installer, LocalArrays
-from ckptcore_versions.preparing import Prepared
+from ckptcore_versions.following.installing import Installer, LocalArrays
+from ckptcore_versions.following.preparing import Prepared
 from ckptcore_versions.version_labels import VersionLabels, labels_in
 
 

@@ -13,8 +13,8 @@ from ckptcore.io.elements import bytes_of, copy_elements, is_little, little_dtyp
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
-from ckptcore_versions.chunks import ArrayChunks, EncodedChunk, part_of
-from ckptcore_versions.encoding import decode, word_bytes, words_of
+from ckptcore_versions.deltas.chunks import ArrayChunks, EncodedChunk, part_of
+from ckptcore_versions.deltas.encoding import decode, word_bytes, words_of
 
 _RUN_BYTES: Final = 8 << 20
 """Maximum encoded bytes of a run, unless one chunk has more."""

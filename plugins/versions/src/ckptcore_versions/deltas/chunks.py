@@ -15,8 +15,8 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, natural_column, uncovered
-from ckptcore_versions.checksums import CRC32
-from ckptcore_versions.encoding import HEAD_BYTES
+from ckptcore_versions.deltas.checksums import CRC32
+from ckptcore_versions.deltas.encoding import HEAD_BYTES
 
 MAX_CHUNK_BYTES: Final = 1 << 20
 """Maximum bytes of the elements of a chunk that is read. A chunk of one element may have more."""

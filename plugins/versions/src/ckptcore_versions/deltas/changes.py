@@ -13,9 +13,9 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.planning import plan_read
-from ckptcore_versions.chunks import ArrayChunks
+from ckptcore_versions.deltas.chunks import ArrayChunks
+from ckptcore_versions.deltas.patched_arrays import ChangedBox, EncodedRun, PatchedArray, apply_runs, runs_of
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.patched_arrays import ChangedBox, EncodedRun, PatchedArray, apply_runs, runs_of
 
 _READ_BYTES: Final = 32 << 20
 """Encoded bytes that are in memory together, unless one run has more."""

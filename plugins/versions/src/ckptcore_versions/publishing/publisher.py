@@ -20,9 +20,9 @@ from ckptcore.select import Selection
 from ckptcore.step_names import StepNames
 from ckptcore.training.checkpointer import Checkpointer
 from ckptcore_versions.held_version import VersionLayout
-from ckptcore_versions.held_weights import HeldWeights, in_files_of, in_host_memory
+from ckptcore_versions.publishing.held_weights import HeldWeights, in_files_of, in_host_memory
+from ckptcore_versions.publishing.version_saves import Publications, VersionRequest, VersionSave
 from ckptcore_versions.version_directory import VERSION_NAMES, VersionDirectory
-from ckptcore_versions.version_saves import Publications, VersionRequest, VersionSave
 
 _CAPTURED_BYTES: Final = 256 << 20
 """Most bytes of weights that are copied and not yet encoded, if the base of the next version is in memory."""

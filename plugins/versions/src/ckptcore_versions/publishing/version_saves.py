@@ -39,8 +39,8 @@ from ckptcore.saving.writing import PlainSave
 from ckptcore.select import Selection
 from ckptcore_versions.chains import Chain, ChainVersion
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
-from ckptcore_versions.held_weights import HeldWeights
-from ckptcore_versions.selecting import selected
+from ckptcore_versions.publishing.held_weights import HeldWeights
+from ckptcore_versions.publishing.selecting import selected
 from ckptcore_versions.version_directory import VersionDirectory
 from ckptcore_versions.version_labels import labels_in, metadata_of, name_of
 

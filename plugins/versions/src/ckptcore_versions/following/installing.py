@@ -23,10 +23,10 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import LeafHandler, ReadStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.shapes import first_fixed
-from ckptcore_versions.local_files import box_of, pieces
+from ckptcore_versions.following.local_files import box_of, pieces
 
 if TYPE_CHECKING:
-    from ckptcore_versions.version import Version
+    from ckptcore_versions.following.version import Version
 
 _ALL: Final = None
 """The pending boxes of a leaf of which nothing is known."""

@@ -43,13 +43,13 @@ from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.restoring import SkippedStep
 from ckptcore.training.run_directory import RunDirectory, RunSteps, exchanges_of
-from ckptcore_versions.cache import Cache
+from ckptcore_versions.following.cache import Cache
+from ckptcore_versions.following.installing import Installer
+from ckptcore_versions.following.local_files import FilePlan, plan_files
+from ckptcore_versions.following.local_version import LocalVersion, open_from_base
+from ckptcore_versions.following.preparing import Preparation, Prepared, all_boxes
+from ckptcore_versions.following.version import Version
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.installing import Installer
-from ckptcore_versions.local_files import FilePlan, plan_files
-from ckptcore_versions.local_version import LocalVersion, open_from_base
-from ckptcore_versions.preparing import Preparation, Prepared, all_boxes
-from ckptcore_versions.version import Version
 from ckptcore_versions.version_directory import VERSION_NAMES
 
 if TYPE_CHECKING:

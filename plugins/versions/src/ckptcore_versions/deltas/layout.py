@@ -41,8 +41,8 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
-from ckptcore_versions.checksums import CRC32
-from ckptcore_versions.chunks import (
+from ckptcore_versions.deltas.checksums import CRC32
+from ckptcore_versions.deltas.chunks import (
     ArrayChunks,
     ChunkSizes,
     DeltaTable,
@@ -53,9 +53,9 @@ from ckptcore_versions.chunks import (
     part_of,
     stripes_of,
 )
-from ckptcore_versions.encoding import encode, word_bytes, words_of
+from ckptcore_versions.deltas.encoding import encode, word_bytes, words_of
+from ckptcore_versions.deltas.patched_arrays import PatchedArray
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
-from ckptcore_versions.patched_arrays import PatchedArray
 
 _PIECE_BYTES: Final = 32 << 20
 """Bytes of elements that are encoded together, by several threads."""

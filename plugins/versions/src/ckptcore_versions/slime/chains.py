@@ -15,8 +15,8 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import ChainedArrays, ChainLink, DerivedArray, Part
-from ckptcore_versions.slime_deltas import Delta, tensor_names
-from ckptcore_versions.slime_frames import apply, checksum, most_frame_bytes
+from ckptcore_versions.slime.delta_index import Delta, tensor_names
+from ckptcore_versions.slime.frames import apply, checksum, most_frame_bytes
 
 
 class _Change(NamedTuple):

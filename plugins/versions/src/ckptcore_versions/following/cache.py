@@ -23,8 +23,8 @@ from ckptcore.errors import DirectoryInUseError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
+from ckptcore_versions.following.local_files import checksums_of_file, map_file
 from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.local_files import checksums_of_file, map_file
 
 logger = logger_named("ckptcore.versions")
 

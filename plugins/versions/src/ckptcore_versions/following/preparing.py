@@ -20,9 +20,9 @@ from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.runtime import runtime_of
-from ckptcore_versions.cache import Cache, CachedFile
-from ckptcore_versions.held_version import BaseVersion
-from ckptcore_versions.local_files import (
+from ckptcore_versions.deltas.patched_arrays import PatchedArray
+from ckptcore_versions.following.cache import Cache, CachedFile
+from ckptcore_versions.following.local_files import (
     INDEX_NAME,
     FilePlan,
     Part,
@@ -32,8 +32,8 @@ from ckptcore_versions.local_files import (
     map_file,
     pieces,
 )
-from ckptcore_versions.local_version import LocalVersion
-from ckptcore_versions.patched_arrays import PatchedArray
+from ckptcore_versions.following.local_version import LocalVersion
+from ckptcore_versions.held_version import BaseVersion
 
 _GROUP_BYTES: Final = 4 << 20
 """Bytes of arrays that one thread reads and changes at a time. The chunks of a larger array have threads of their own.

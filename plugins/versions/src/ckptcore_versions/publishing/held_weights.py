@@ -19,7 +19,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import TreePath
 from ckptcore.planning.partition import cut_box
-from ckptcore_versions.chunks import part_of
+from ckptcore_versions.deltas.chunks import part_of
 from ckptcore_versions.held_version import BaseVersion
 
 _ALIGNMENT: Final = 64

@@ -21,7 +21,7 @@ from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.plain_safetensors import read_header
 from ckptcore.planning import leaf_names, natural_column
 from ckptcore.protocols import BaseReference, Inspection, ReadStore
-from ckptcore_versions.slime_frames import READ_ENCODINGS
+from ckptcore_versions.slime.frames import READ_ENCODINGS
 
 INDEX: Final = "model.safetensors.index.json"
 """The file whose writing publishes a version."""
