@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from ckptcore_versions import Follower, Version, follow, installing
+from ckptcore_versions import Follower, Version, follow
+from ckptcore_versions.following import installing
 from ckptcore_versions.following.follower import FOLLOWED_NAMES
 
 import ckptcore

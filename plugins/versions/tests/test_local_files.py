@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from ckptcore_versions import follow, local_files
+from ckptcore_versions import follow
+from ckptcore_versions.following import local_files
 from ckptcore_versions.following.follower import FOLLOWED_NAMES
 from ckptcore_versions.following.local_files import PIECE_BYTES, pieces
 from safetensors.numpy import load_file
