@@ -37,7 +37,7 @@ class ArrayShard:
         return ArrayShard(self.box, elements, self.replica, self.replicas)
 
 
-@dataclass(frozen=True, slots=True, eq=False, init=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False, weakref_slot=True)
 class ShardedArray:
     """An array that is divided between the processes of a job. This process holds some of its boxes.
 

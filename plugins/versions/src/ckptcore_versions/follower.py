@@ -1,0 +1,431 @@
+"""Follower: yields the newest version of a directory again and again, from a cache on a local disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from ckptcore.api.checkpoints import abstract
+from ckptcore.commit.location import AnyLocation, Location, LocationLike
+from ckptcore.commit.stored_root import LocationVersion
+from ckptcore.context import Context, default_context
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    StorageError,
+    StorageFullError,
+    UnsupportedVersionError,
+)
+from ckptcore.events import logger_named
+from ckptcore.io.threads import IOThreads
+from ckptcore.loading.load import Load, LoadRequest, files_instead, recorded_load
+from ckptcore.loading.new_values import NewValue
+from ckptcore.loading.selections import chosen_leaves
+from ckptcore.model.arrays import Box
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead
+from ckptcore.runtime import runtime_of
+from ckptcore.step_names import StepNameFormat, StepNames
+from ckptcore.training.path_directory import as_run_directory
+from ckptcore.training.restoring import SkippedStep
+from ckptcore.training.run_directory import RunDirectory, RunSteps, exchanges_of
+from ckptcore_versions.cache import Cache
+from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.installing import Installer
+from ckptcore_versions.local_files import FilePlan, plan_files
+from ckptcore_versions.local_version import LocalVersion, open_from_base
+from ckptcore_versions.preparing import Preparation, Prepared, all_boxes
+from ckptcore_versions.version import Version
+from ckptcore_versions.version_directory import VERSION_NAMES
+
+if TYPE_CHECKING:
+    from ckptcore.select import Selection
+
+logger = logger_named("ckptcore.versions")
+
+FOLLOWED_NAMES: Final = replace(VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)])
+"""The names of versions that a follower finds: ours, and those of slime and SGLang."""
+
+
+def follow(
+    location: LocationLike | RunDirectory,
+    *,
+    cache: str | os.PathLike[str],
+    like: Any = None,
+    select: Selection | None = None,
+    start: int | None = None,
+    timeout: float | None = None,
+    poll_seconds: float = 1.0,
+    step_names: StepNames | None = None,
+    context: Context | None = None,
+) -> Follower:
+    """Follow the versions in a directory: yield the newest one, and each time a newer one that is complete.
+
+    A version is read into the cache and verified before it is yielded. Older versions that were not yielded by then are
+    skipped. In a job of several processes, every process follows with a cache of its own, and all yield the same
+    versions.
+
+    Args:
+        location: a path or URL of the directory of versions. It need not exist yet.
+        cache: a directory on a local disk, for this follower alone. It needs space for three versions. A follower that
+            starts again goes on from the newest version in it.
+        like: a tree of arrays, or of abstract arrays, with their shardings. Only the boxes that this process needs for
+            it are read and kept. None: whole arrays.
+        select: the arrays to follow, such as those of an adapter; None: all.
+        start: begin with this version, or the next one after it if it does not exist; None: the newest.
+        timeout: end after this many seconds without a newer version; None: never.
+        poll_seconds: seconds between listings. `Follower.wake` looks at once.
+        step_names: the names of versions; None: those of this library, of slime and of SGLang.
+        context: options. With ``durability="none"``, a version in the cache may be lost when the power fails.
+
+    Raises:
+        DirectoryInUseError: another follower uses the cache.
+        InvalidLocationError: the location is a checkpoint, not a directory of versions.
+        StorageError: the cache or the location cannot be used.
+    """
+    return Follower(
+        location,
+        cache=cache,
+        request=LoadRequest(select=select),
+        like=like,
+        start=start,
+        timeout=timeout,
+        poll_seconds=poll_seconds,
+        step_names=step_names or FOLLOWED_NAMES,
+        context=context or default_context(),
+    )
+
+
+class Follower:
+    """Yields versions: see `follow`. Iterate over it in one thread, and close it or use it in a ``with`` statement.
+
+    If an error ends the iteration, such as a full disk, the last version is still there. A new iteration goes on after
+    it.
+
+    Attributes:
+        skipped: the versions that could not be read since the last one that was yielded, each with the reason.
+    """
+
+    def __init__(
+        self,
+        location: LocationLike | RunDirectory,
+        *,
+        cache: str | os.PathLike[str],
+        request: LoadRequest,
+        like: object,
+        start: int | None,
+        timeout: float | None,
+        poll_seconds: float,
+        step_names: StepNames,
+        context: Context,
+    ) -> None:
+        """Open the cache and list the versions. See `follow`."""
+        self.skipped: tuple[SkippedStep, ...] = ()
+        self._request = request
+        self._like = None if like is None else abstract(like, context=context)
+        self._start = start
+        self._timeout = timeout
+        self._poll_seconds = poll_seconds
+        self._context = context
+        self._steps: RunSteps = as_run_directory(location).open(step_names, context)
+        self._agree = exchanges_of(f"{self._steps.main.display}/follower", context, runtime_of(context).job())
+        self._threads: IOThreads = runtime_of(context).io_threads
+        self._last: int | None = None
+        self._base: LocalVersion | None = None
+        self._broken: dict[int, _Broken] = {}
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._installer = Installer(request, context)
+        self._cache = Cache(cache, durable=context.durability == "full")
+
+    def __repr__(self) -> str:
+        return f"<Follower of {self._steps.main.display}, cache {self._cache.directory}>"
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration, from any thread, and release the cache. Versions that were yielded stay on the disk."""
+        self._is_closed = True
+        self._wake.set()
+        self._cache.close()
+
+    def wake(self) -> None:
+        """Look for a newer version now, such as when a message says that there is one. May be called in any thread."""
+        self._wake.set()
+
+    def __iter__(self) -> Iterator[Version]:
+        """Yield versions until the timeout, or until `close`.
+
+        Raises:
+            The errors of `next_version`.
+        """
+        while (version := self.next_version(self._timeout)) is not None:
+            yield version
+
+    def next_version(self, timeout: float | None = None) -> Version | None:
+        """Wait for a newer version, and prepare it. Return None after the timeout, or if the follower was closed.
+
+        A version that is damaged, or whose chain is broken, is logged and skipped. If the storage fails after a version
+        was yielded, the follower waits and tries again.
+
+        Args:
+            timeout: seconds to wait for a newer version; 0 looks once; None: forever.
+
+        Raises:
+            StorageFullError: the disk of the cache is full. The version before is intact.
+            StorageError: the storage fails, and there is no version yet, or the timeout is over.
+            TreeMismatchError: `like` or `select` does not fit the version.
+            RankFailedError: another process of the job failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._is_closed:
+            self._wake.clear()
+            failure = None
+            try:
+                version = self._look()
+            except StorageFullError:
+                raise
+            except StorageError as error:
+                if self._last is None or runtime_of(self._context).job().size > 1:
+                    raise
+                logger.warning("%s: version %d stays in use: %s", self._steps.main.display, self._last, error)
+                version, failure = None, error
+            if version is not None:
+                return version
+            rest = self._poll_seconds if deadline is None else min(self._poll_seconds, deadline - time.monotonic())
+            # The leader checks the clock for all processes, so that all stop waiting together.
+            if self._agree("wait").lead("over", functools.partial(_is_over, rest, deadline)):
+                if failure is not None:
+                    raise failure
+                return None
+            self._wake.wait(rest)
+        return None
+
+    def _look(self) -> Version | None:
+        """List the versions, and prepare the best one that can be read."""
+        self._steps.reload(self._agree("list"))
+        for number in self._agree("choose").lead("choose", self._choose):
+            version = self._try(number)
+            if version is not None:
+                return version
+        return None
+
+    def _choose(self) -> list[int]:
+        """Return the versions to try, in order."""
+        least = -1 if self._last is None else self._last
+        if self._last is None and self._start is not None:
+            least = self._start - 1
+        numbers = list(itertools.takewhile(lambda number: number > least, self._steps.newest_first()))
+        if self._last is None and self._start is not None:
+            numbers.reverse()
+        return [number for number in numbers if number not in self._broken or self._broken[number].is_due()]
+
+    def _try(self, number: int) -> Version | None:
+        """Prepare a version. Return None if any process finds it damaged or deleted."""
+        agreement = self._agree(f"follow-{number}")
+        with ExitStack() as held:
+            opened: tuple[Preparation, Checkpoint] | None = None
+            with agreement.stage("prepare") as stage:
+                try:
+                    opened = self._prepare(number, held)
+                except _UNREADABLE as error:
+                    stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
+            reason: Any = agreement.lead("outcome", lambda: _first(stage.payloads))
+            if reason is not None:
+                self._skip(number, *reason)
+                return None
+            assert opened is not None  # otherwise there is a reason
+            preparation, checkpoint = opened
+            with agreement.stage("complete"):
+                prepared = preparation.complete()
+        return self._yielded(number, prepared, checkpoint)
+
+    def _prepare(self, number: int, held: ExitStack) -> tuple[Preparation, Checkpoint]:
+        """Prepare a version, with a pin on it until `held` is closed. The pin also keeps its bases.
+
+        Raises:
+            The errors of `_UNREADABLE`: this version cannot be read.
+            StorageError, TreeMismatchError
+        """
+        copies = self._steps.copies(number)
+        if not copies:
+            raise CheckpointNotFoundError(self._steps.main.missing(number))
+        held.enter_context(self._pinned(number, copies[0]))
+        location = self._steps.copy_location(number, copies[0])
+        name = self._steps.directories[copies[0]].name(number)
+        try:
+            return self._prepare_from(self._find_base, number, name, location, held)
+        except CorruptCheckpointError:
+            base = self._base
+            if base is None or (base.cached.version.digest and base.cached.is_intact(self._threads)):
+                raise
+            # The files of the base are damaged, or it is a version of other software that was written again.
+            return self._prepare_from(lambda plan: None, number, name, location, held)
+
+    def _prepare_from(
+        self,
+        find_base: Callable[[FilePlan], LocalVersion | None],
+        number: int,
+        name: str,
+        location: AnyLocation,
+        held: ExitStack,
+    ) -> tuple[Preparation, Checkpoint]:
+        """Prepare a version from a local base and the deltas since, or from the storage alone."""
+
+        def opener(at: Location, version: LocationVersion, context: Context) -> Checkpoint:
+            return open_from_base(at, version, context, lambda link: find_base(self._plan(link)))
+
+        def prepare(checkpoint: Checkpoint) -> tuple[Preparation, Checkpoint]:
+            root, plan = checkpoint.version.root, self._plan(checkpoint)
+            version = BaseVersion(
+                name,
+                "" if checkpoint.root is None else checkpoint.root.save_id,
+                hashlib.sha256(root).hexdigest() if isinstance(root, bytes) else "",
+                number,
+            )
+            preparation = Preparation(self._cache, checkpoint, version, plan, self._context)
+            held.callback(preparation.discard)
+            preparation.run(find_base(plan))
+            return preparation, checkpoint
+
+        return ConsistentRead(location, self._context, opener).retry_if_replaced(prepare)
+
+    def _find_base(self, plan: FilePlan) -> LocalVersion | None:
+        """Return the newest local version, at first from the cache; None if it has other files than a plan."""
+        if self._base is None:
+            self._base = self._restored(plan)
+        return self._base if self._base is not None and self._base.plan.files == plan.files else None
+
+    def _pinned(self, number: int, copy: int) -> AbstractContextManager[object]:
+        """Pin a version. Return an empty context if the directory is not writable."""
+        directory = self._steps.directories[copy]
+        try:
+            return directory.pin(number)
+        except StorageError as error:
+            directory.warn_once(
+                "versions in %s are read without a lease, so that they may be deleted meanwhile: %s",
+                directory.display,
+                error,
+            )
+            return nullcontext()
+
+    def _plan(self, checkpoint: Checkpoint) -> FilePlan:
+        """Return the files of a version: of the boxes that this process needs."""
+        if checkpoint.is_files:
+            raise files_instead(checkpoint)
+        tree = checkpoint.tree
+        boxes: dict[int, dict[Box, None]] = {}
+        if self._like is not None:
+            with recorded_load(checkpoint.location.display, self._context) as recording:
+                load = Load(checkpoint, NewValue(self._like), self._context, recording, self._request)
+                for leaf_read in load.plan(checkpoint).leaf_reads:
+                    boxes.setdefault(leaf_read.leaf, {}).update(dict.fromkeys(leaf_read.boxes))
+        else:
+            select = self._request.select
+            chosen: Iterable[int] = range(len(tree.leaves))
+            if select is not None:
+                chosen = chosen_leaves(checkpoint, select, self._context).intersection(chosen)
+            for leaf in chosen:
+                record = tree.leaves[leaf]
+                if isinstance(record, ArrayRecord):
+                    boxes[tree.aliases.get(leaf, leaf)] = {Box.whole(record.spec.shape): None}
+        return plan_files(tree, {leaf: list(of_leaf) for leaf, of_leaf in sorted(boxes.items())})
+
+    def _restored(self, plan: FilePlan) -> LocalVersion | None:
+        """Return the newest intact version in the cache that has the same files as a plan; None if there is none."""
+        for cached in self._cache.versions():
+            if plan.describes(cached.directory, {name: file.nbytes for name, file in cached.files.items()}):
+                if cached.is_intact(self._threads):
+                    return LocalVersion.open(cached, plan)
+                logger.warning("%s is damaged, and is not used", cached.directory)
+        return None
+
+    def _skip(self, number: int, reason: str, is_gone: bool) -> None:
+        """Note that a version cannot be read."""
+        if is_gone:
+            logger.info("version %d was deleted before it could be read: %s", number, reason)
+            return
+        broken = self._broken.setdefault(number, _Broken())
+        broken.wait()
+        if broken.tries == 1:
+            served = "no version is" if self._last is None else f"version {self._last} stays"
+            logger.warning("version %d cannot be read, %s in use: %s", number, served, reason)
+        others = [skip for skip in self.skipped if skip.step != number]
+        self.skipped = tuple(sorted([*others, SkippedStep(number, reason)], key=lambda skip: skip.step))
+
+    def _yielded(self, number: int, prepared: Prepared, checkpoint: Checkpoint) -> Version:
+        """Return a version that is complete on all processes, as the newest one."""
+        before = self._base
+        if self._last is None:  # another process yielded the base
+            prepared = prepared._replace(changed=all_boxes(prepared.local.plan))
+        version = Version(prepared, checkpoint, self._installer)
+        self._installer.add(version)
+        self._base, self._last = prepared.local, number
+        self._broken.clear()
+        self.skipped = ()
+        kept = {local.cached.directory for local in (before, self._base) if local is not None}
+        self._cache.keep_only(kept)
+        return version
+
+
+_UNREADABLE: Final = (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UnsupportedVersionError,
+)
+"""Errors that concern one version, so that a follower goes on with another one."""
+
+
+@dataclass(slots=True)
+class _Broken:
+    """A version that cannot be read. It may be restored, so it is tried again, after more and more listings.
+
+    Attributes:
+        tries: the number of attempts to read it.
+        listings: the number of listings until the next attempt.
+    """
+
+    tries: int = 0
+    listings: int = 0
+
+    def wait(self) -> None:
+        """Note a failed attempt."""
+        self.listings = 2**self.tries
+        self.tries = min(self.tries + 1, 10)
+
+    def is_due(self) -> bool:
+        """Count a listing. Return True if the version should be tried again."""
+        self.listings -= 1
+        return self.listings < 0
+
+
+def _is_over(rest: float, deadline: float | None) -> bool:
+    return deadline is not None and rest <= 0
+
+
+def _first(payloads: Sequence[Any]) -> JSON:
+    """Return the first reason why a process could not read a version; None if there is none."""
+    return next((payload for payload in payloads if payload is not None), None)

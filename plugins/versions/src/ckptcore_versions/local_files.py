@@ -1,0 +1,271 @@
+"""Local files of a version: safetensors files with the boxes of its arrays that a follower keeps.
+
+An array that is kept whole is in ``model.safetensors``, or in one of several files with an index, as Hugging Face names
+them. Other boxes are in files of slices, as in the layout `safetensors` of the core: the first box of each array is in
+the first file, the second box in the second file, and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ckptcore.builtin.local_calls import SystemCall, close_descriptor
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.builtin.safetensors_files import METADATA, SHARDING, encode_file, file_names, header_entry
+from ckptcore.io.checksums import checksums_of
+from ckptcore.io.elements import c_strides
+from ckptcore.io.threads import IOThreads, for_each
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES, ArrayRecord, TreeMetadata
+from ckptcore.model.tree import JSON
+from ckptcore.planning import leaf_names
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+PIECE_BYTES: Final = 1 << 20
+"""Maximum bytes of a piece of an array that is compared or copied at a time."""
+
+_RUN_BLOCKS: Final = 16
+"""Number of blocks whose checksums one thread computes at a time."""
+
+
+class Part(NamedTuple):
+    """A box of an array in a file.
+
+    Attributes:
+        leaf: the number of the array in the tree.
+        spec: shape and dtype of the whole array.
+        box: the box; its elements are contiguous in the file, in C order.
+        offset: the position of its first element in the file, in bytes.
+    """
+
+    leaf: int
+    spec: ArraySpec
+    box: Box
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.size * self.spec.numpy_dtype.itemsize
+
+    def extent(self, box: Box) -> tuple[int, int]:
+        """Return the range of the file from the first to the last element of a box: half-open, in bytes."""
+        itemsize, strides = self.spec.numpy_dtype.itemsize, c_strides(self.box.shape)
+        start, stop = box.relative(self.box.start)
+        first = sum([low * stride for low, stride in zip(start, strides, strict=True)])
+        last = sum([(high - 1) * stride for high, stride in zip(stop, strides, strict=True)])
+        return self.offset + first * itemsize, self.offset + (last + 1) * itemsize
+
+
+class PlannedFile(NamedTuple):
+    """A file of a version.
+
+    Attributes:
+        name: its name in the directory.
+        head: the bytes before its first element.
+        parts: the boxes in it, in order.
+    """
+
+    name: str
+    head: bytes
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return len(self.head) + sum([part.nbytes for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """The files of a version.
+
+    Attributes:
+        files: the files with elements.
+        index: the content of the index; None if there is none.
+        names: the name of each kept array in the files, by leaf. Tied arrays have several names.
+    """
+
+    files: tuple[PlannedFile, ...]
+    index: bytes | None
+    names: Mapping[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files with elements."""
+        return sum([file.nbytes for file in self.files])
+
+    def describes(self, directory: str, sizes: Mapping[str, int]) -> bool:
+        """Return True if files in a directory have the arrays and boxes of this plan at the same positions.
+
+        Args:
+            directory: the path.
+            sizes: the names of the files, and their sizes in bytes.
+        """
+        if sizes != {file.name: file.nbytes for file in self.files}:
+            return False
+        try:
+            for file in self.files:
+                with open(os.path.join(directory, file.name), "rb") as stored:
+                    if stored.read(len(file.head)) != file.head:
+                        return False
+        except OSError:
+            return False
+        return True
+
+
+def plan_files(tree: TreeMetadata, boxes: Mapping[int, Sequence[Box]]) -> FilePlan:
+    """Plan the files of a version.
+
+    Args:
+        tree: its tree.
+        boxes: by leaf, the boxes to keep, without duplicates; an array that is tied to an earlier one is not listed.
+
+    Raises:
+        NameCollisionError: two arrays would have the same name.
+    """
+    records = {leaf: record for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    names = leaf_names({leaf: tree.paths[leaf] for leaf in records}, reserved=(METADATA,))
+    whole = {leaf for leaf, kept in boxes.items() if list(kept) == [Box.whole(records[leaf].spec.shape)]}
+    layout = SafetensorsLayout(standalone=True)
+    grouped = [[leaf for leaf in leaves if leaf in whole] for leaves in layout.arrays_by_object(tree)]
+    groups = [leaves for leaves in grouped if leaves]
+    slices = [
+        [(leaf, kept[number]) for leaf, kept in boxes.items() if leaf not in whole and len(kept) > number]
+        for number in range(max([len(kept) for leaf, kept in boxes.items() if leaf not in whole], default=0))
+    ]
+    keys = file_names(layout.stem, len(groups)) if groups or slices else file_names(layout.stem, 1)
+    files = []
+    for key, leaves in zip(keys, groups or ([] if slices else [[]]), strict=not slices):
+        metadata: dict[str, JSON] = {
+            names[alias]: names[target] for alias, target in tree.aliases.items() if target in leaves
+        }
+        metadata["format"] = "pt"
+        entries = [(leaf, Box.whole(records[leaf].spec.shape)) for leaf in leaves]
+        files.append(_planned(key, metadata, [(names[leaf], records[leaf]) for leaf in leaves], entries, records))
+    for number, entries in enumerate(slices, start=1):
+        tensors, begins = [], {}
+        for leaf, box in entries:
+            record = ArrayRecord(ArraySpec(box.shape, records[leaf].spec.dtype))
+            added_axes = len(header_entry(record)[1]) - len(box.start)
+            tensors.append((names[leaf], record))
+            begins[names[leaf]] = {"saved_offsets": [*box.start, *[0] * added_axes]}
+        metadata = {"format": "pt", SHARDING: json.dumps(begins, separators=(",", ":"))}
+        key = f"shard-00001-{layout.stem}-{number:05d}-of-{len(slices):05d}.safetensors"
+        files.append(_planned(key, metadata, tensors, entries, records))
+    index = None
+    if len(groups) > 1 and not slices:
+        weight_map = {names[part.leaf]: file.name for file in files for part in file.parts}
+        total = sum([part.nbytes for file in files for part in file.parts])
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
+    kept_names = {leaf: name for leaf, name in names.items() if tree.aliases.get(leaf, leaf) in boxes}
+    return FilePlan(tuple(files), index, kept_names)
+
+
+def _planned(
+    key: str,
+    metadata: Mapping[str, JSON],
+    tensors: Sequence[tuple[str, ArrayRecord]],
+    entries: Sequence[tuple[int, Box]],
+    records: Mapping[int, ArrayRecord],
+) -> PlannedFile:
+    head, starts = encode_file(metadata, tensors)
+    parts = [Part(leaf, records[leaf].spec, box, start) for (leaf, box), start in zip(entries, starts, strict=True)]
+    return PlannedFile(key, head, tuple(parts))
+
+
+def map_file(path: str, nbytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Map a file.
+
+    Args:
+        path: the file.
+        nbytes: its size in bytes.
+        writable: True to change the file. False: changes of the memory stay private to this process, so that a library
+            that requires writable memory cannot change the file.
+
+    Raises:
+        StorageError
+    """
+    with SystemCall("map", path):
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            if writable:
+                return mmap.mmap(descriptor, nbytes)
+            # Without MAP_NORESERVE, the kernel may refuse a private mapping that is larger than the memory.
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            close_descriptor(descriptor, path)
+
+
+def array_of(part: Part, memory: mmap.mmap) -> HostArray:
+    """Return a view of the elements of a part in the memory of its file."""
+    dtype = part.spec.numpy_dtype
+    if not part.box.size:
+        return np.empty(part.box.shape, dtype)
+    return np.ndarray(part.box.shape, dtype, memory, part.offset)
+
+
+def box_of(elements: HostArray, whole: Box, box: Box) -> HostArray:
+    """Return a view of a box, given the elements of a larger box. Also a view if the array has no axes."""
+    index: Any = (*box.within(whole), ...)
+    view: HostArray = elements[index]
+    return view
+
+
+def pieces(box: Box, itemsize: int) -> Iterator[Box]:
+    """Divide a box into boxes of at most `PIECE_BYTES`, in C order. An element that is larger is a piece by itself."""
+    shape = box.shape
+    if not box.size:
+        return
+    if math.prod(shape) * itemsize <= PIECE_BYTES:
+        yield box
+        return
+    axis = next((axis for axis, extent in enumerate(shape) if extent > 1), None)
+    if axis is None:
+        yield box
+        return
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    if row <= PIECE_BYTES:
+        yield from box.bands(axis, max(1, PIECE_BYTES // max(1, row)))
+        return
+    for band in box.bands(axis, 1):
+        yield from pieces(band, itemsize)
+
+
+def checksums_of_file(
+    memory: mmap.mmap, threads: IOThreads, blocks: Collection[int] | None = None, before: bytes = b""
+) -> bytes:
+    """Return the checksums of the blocks of a file, in the form of `ckptcore.model.metadata.ObjectRecord.checksums`.
+
+    Args:
+        memory: the file, mapped.
+        threads: compute.
+        blocks: the blocks to compute; None: all.
+        before: the checksums of the other blocks, and of those to compute.
+    """
+    count = -(-len(memory) // BLOCK_BYTES)
+    chosen = range(count) if blocks is None else sorted(blocks)
+    checksums = bytearray(before or count * CHECKSUM_BYTES)
+    view = memoryview(memory)
+
+    def compute(run: Sequence[int]) -> None:
+        for block in run:
+            data = view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            checksums[block * CHECKSUM_BYTES : (block + 1) * CHECKSUM_BYTES] = checksums_of(data)
+
+    try:
+        runs_of_blocks = [chosen[first : first + _RUN_BLOCKS] for first in range(0, len(chosen), _RUN_BLOCKS)]
+        for_each(threads, runs_of_blocks, compute)
+    finally:
+        view.release()
+    return bytes(checksums)

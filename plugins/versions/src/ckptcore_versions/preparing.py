@@ -1,0 +1,279 @@
+"""Preparation of a version in a cache, while an older version is used: its files, and what changed in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ckptcore.builtin.local_calls import SystemCall, allocate, close_descriptor
+from ckptcore.context import Context
+from ckptcore.derivations import Stored
+from ckptcore.errors import StorageFullError
+from ckptcore.io.threads import IOThreads, for_each
+from ckptcore.loading.reading import check_sizes, incomplete_read
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.metadata import BLOCK_BYTES
+from ckptcore.model.transfer import ReadItem, ReadPlan
+from ckptcore.opening.checkpoint import Checkpoint, check_additional
+from ckptcore.runtime import runtime_of
+from ckptcore_versions.cache import Cache, CachedFile
+from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.local_files import (
+    INDEX_NAME,
+    FilePlan,
+    Part,
+    array_of,
+    box_of,
+    checksums_of_file,
+    map_file,
+    pieces,
+)
+from ckptcore_versions.local_version import LocalVersion
+from ckptcore_versions.patched_arrays import PatchedArray
+
+_GROUP_BYTES: Final = 4 << 20
+"""Bytes of arrays that one thread reads and changes at a time. The chunks of a larger array have threads of their own.
+"""
+
+
+class Prepared(NamedTuple):
+    """A version that was prepared.
+
+    Attributes:
+        local: the version.
+        changed: by leaf, the boxes that differ from the base; those of all parts if there was no base.
+    """
+
+    local: LocalVersion
+    changed: Mapping[int, tuple[Box, ...]]
+
+
+class Preparation:
+    """The preparation of one version, in a hidden directory of a cache.
+
+    Attributes:
+        version: the identity of the version.
+    """
+
+    def __init__(
+        self, cache: Cache, checkpoint: Checkpoint, version: BaseVersion, plan: FilePlan, context: Context
+    ) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            cache: where to prepare it.
+            checkpoint: the version, opened.
+            version: its identity.
+            plan: its files.
+            context: options.
+        """
+        self.version = version
+        self._cache = cache
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._threads: IOThreads = runtime_of(context).io_threads
+        self._directory = ""
+        self._present: LocalVersion | None = None
+        self._is_from_base = False
+        self._files: Mapping[str, CachedFile] = {}
+        self._changed: Mapping[int, tuple[Box, ...]] = {}
+
+    def run(self, base: LocalVersion | None) -> None:
+        """Prepare all files, unless the base is this version. `complete` or `discard` must follow, also after an error.
+
+        Args:
+            base: the version before; None if there is none.
+
+        Raises:
+            CorruptCheckpointError: the version or its chain is damaged.
+            StorageFullError: the disk of the cache is full.
+            StorageError
+        """
+        if base is not None and base.cached.version == self.version and self.version.digest:
+            self._present = base
+            return
+        self._is_from_base = base is not None and _is_last_source(self._checkpoint, base)
+        check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
+        self._directory = self._cache.begin()
+        self._create_files()
+        self._read_all()
+        check_additional(self._checkpoint)
+        self._changed = all_boxes(self._plan) if base is None else self._changes(base)
+        self._files = self._checksums(base)
+
+    def complete(self) -> Prepared:
+        """Make the version durable and complete, and map it.
+
+        Raises:
+            StorageFullError, StorageError
+        """
+        if self._present is not None:
+            return Prepared(self._present, {})
+        cached = self._cache.complete(self._directory, self.version, self._files)
+        return Prepared(LocalVersion.open(cached, self._plan), self._changed)
+
+    def discard(self) -> None:
+        """Remove the files, unless the version is complete."""
+        if self._directory:
+            self._cache.discard(self._directory)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def _create_files(self) -> None:
+        """Create the files with their headers, and allocate their space: mapped memory cannot report a full disk.
+
+        Raises:
+            StorageFullError, StorageError
+        """
+        status = os.statvfs(self._directory)
+        free = status.f_bavail * status.f_frsize
+        if free < self._plan.nbytes:  # for file systems that cannot allocate
+            raise StorageFullError(
+                f"{self._cache.directory} has {free} bytes free, and the version {self.version.number} needs "
+                f"{self._plan.nbytes}: free some space. The version before is intact"
+            )
+        for file in self._plan.files:
+            with self._opened(file.name, os.O_CREAT | os.O_EXCL) as descriptor:
+                os.ftruncate(descriptor, file.nbytes)
+                allocate(descriptor, file.nbytes)
+                _write(descriptor, 0, file.head)
+        if self._plan.index is not None:
+            with self._opened(INDEX_NAME, os.O_CREAT | os.O_EXCL) as descriptor:
+                _write(descriptor, 0, self._plan.index)
+
+    @contextmanager
+    def _opened(self, name: str, flags: int = 0) -> Iterator[int]:
+        path = self._path(name)
+        with SystemCall("write", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+            try:
+                yield descriptor
+            finally:
+                close_descriptor(descriptor, path)
+
+    def _read_all(self) -> None:
+        """Read all parts, straight into the mapped files."""
+        targets: list[tuple[Part, HostArray]] = []
+        for file in self._plan.files:
+            memory = map_file(self._path(file.name), file.nbytes, writable=True)
+            targets += [(part, array_of(part, memory)) for part in file.parts if part.box.size]
+        if self._checkpoint.derived is None:
+            self._read_parts(targets)  # the reader has threads, and plans few large reads
+        else:
+            for_each(self._threads, _groups(targets), self._read_parts)
+
+    def _read_parts(self, targets: Sequence[tuple[Part, HostArray]]) -> None:
+        missing = {number: part for number, (part, _) in enumerate(targets)}
+        plan = ReadPlan(self._checkpoint.tree, tuple([ReadItem(part.leaf, part.box) for part, _ in targets]))
+        for number in self._checkpoint.read(plan, [array for _, array in targets]):
+            missing.pop(number, None)
+        for part in missing.values():
+            raise incomplete_read(self._checkpoint, part.leaf)
+
+    def _changes(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
+        """Return the boxes that differ from the base, by leaf: the chunks of deltas, or pieces that were compared."""
+        derived = self._checkpoint.derived
+        changed: dict[int, dict[Box, None]] = {}
+        compared: list[tuple[str, Part]] = []
+        for file in self._plan.files:
+            for part in file.parts:
+                derivation = derived.derivations[part.leaf] if self._is_from_base and derived is not None else None
+                if isinstance(derivation, PatchedArray) and derivation.base is not None:
+                    boxes = [chunk.box for _, chunks in derivation.deltas for chunk in chunks.within(part.box)]
+                    common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
+                    changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
+                elif not isinstance(derivation, Stored):
+                    compared.append((file.name, part))
+        for leaf, box in self._compare(base, compared):
+            changed.setdefault(leaf, {})[box] = None
+        return {leaf: tuple(sorted(boxes)) for leaf, boxes in sorted(changed.items()) if boxes}
+
+    def _compare(self, base: LocalVersion, parts: Sequence[tuple[str, Part]]) -> list[tuple[int, Box]]:
+        """Return the leaf and the box of each piece of parts, given with their files, that differs from the base."""
+        changed: list[tuple[int, Box]] = []
+        memory = {file.name: map_file(self._path(file.name), file.nbytes) for file in self._plan.files}
+
+        def compare(piece: tuple[Part, HostArray, HostArray, Box]) -> None:
+            part, old, new, box = piece
+            if not np.array_equal(_bytes(box_of(old, part.box, box)), _bytes(box_of(new, part.box, box))):
+                changed.append((part.leaf, box))  # atomic
+
+        def all_pieces() -> Iterator[tuple[Part, HostArray, HostArray, Box]]:
+            for name, part in parts:
+                old, new = array_of(part, base.memory[name]), array_of(part, memory[name])
+                for box in pieces(part.box, part.spec.numpy_dtype.itemsize):
+                    yield part, old, new, box
+
+        for_each(self._threads, all_pieces(), compare)
+        return changed
+
+    def _checksums(self, base: LocalVersion | None) -> dict[str, CachedFile]:
+        """Return the files with the checksums of their blocks. Computes those of blocks that changed."""
+        files: dict[str, CachedFile] = {}
+        for file in self._plan.files:
+            with map_file(self._path(file.name), file.nbytes) as memory:
+                if base is None:
+                    checksums = checksums_of_file(memory, self._threads)
+                else:
+                    before = base.cached.files[file.name].checksums
+                    checksums = checksums_of_file(memory, self._threads, _blocks(file.parts, self._changed), before)
+                files[file.name] = CachedFile(file.nbytes, checksums)
+        return files
+
+
+def _groups(targets: Sequence[tuple[Part, HostArray]]) -> Iterator[Sequence[tuple[Part, HostArray]]]:
+    """Divide parts into groups of about `_GROUP_BYTES`."""
+    group: list[tuple[Part, HostArray]] = []
+    nbytes = 0
+    for part, array in targets:
+        group.append((part, array))
+        nbytes += part.nbytes
+        if nbytes >= _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _is_last_source(checkpoint: Checkpoint, base: LocalVersion) -> bool:
+    """Return True if the arrays of a version are computed from the files of a local version."""
+    return checkpoint.derived is not None and checkpoint.derived.sources[-1].location.display == base.cached.directory
+
+
+def all_boxes(plan: FilePlan) -> dict[int, tuple[Box, ...]]:
+    """Return the boxes of all parts, by leaf."""
+    boxes: dict[int, list[Box]] = {}
+    for file in plan.files:
+        for part in file.parts:
+            boxes.setdefault(part.leaf, []).append(part.box)
+    return {leaf: tuple(of_leaf) for leaf, of_leaf in boxes.items()}
+
+
+def _blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[int]:
+    """Return the numbers of the blocks of a file in which elements changed."""
+    blocks: set[int] = set()
+    for part in parts:
+        for box in changed.get(part.leaf, ()):
+            common = part.box.intersect(box) if box != part.box else box
+            if common is None:
+                continue
+            start, stop = part.extent(common)
+            blocks.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
+    return blocks
+
+
+def _bytes(piece: HostArray) -> HostArray:
+    """Return the bytes of a contiguous array, because an element that is NaN is not equal to itself."""
+    return piece.reshape(-1).view(np.uint8)
+
+
+def _write(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
