@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from ckptcore_testing import StorageSample, run_ranks
 from ckptcore_testing.cases import refused
 from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import new_place
@@ -94,11 +95,23 @@ def test_a_base_may_be_an_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_chains_are_read_from_any_storage(scheme: str, tmp_path: Path) -> None:
-    last = save_chain(new_place(scheme, tmp_path).removesuffix("/step"), 4)
-    assert_loads(last, 3)
-    assert ckptcore.verify(last).ok
+    check_chain(new_place(scheme, tmp_path).removesuffix("/step"))
+
+
+@pytest.mark.system
+def test_chains_are_read_from_object_stores(tmp_path: Path) -> None:
+    sample: StorageSample = pytest.importorskip("ckptcore_s3.testing").SAMPLE
+    with sample.open(tmp_path) as place:
+        check_chain(place)
+
+
+def check_chain(place: str) -> None:
+    """Save, load, verify and protect a chain."""
+    last = save_chain(place, 3)
+    assert_loads(last, 2)
+    assert ckptcore.verify(last).state == "sound"
     with pytest.raises(CheckpointReferredError):
-        ckptcore.delete(last.replace("v3", "v2"), context=CONTEXT)
+        ckptcore.delete(f"{place}/v0", context=CONTEXT)
 
 
 # --- forged and damaged bases
@@ -204,8 +217,6 @@ def test_elements_of_another_base_are_noticed(tmp_path: Path) -> None:
 
 
 def test_processes_with_different_bases_do_not_save(tmp_path: Path) -> None:
-    from ckptcore_testing import run_ranks
-
     save_chain(str(tmp_path), 2)
 
     def save(rank: int, context: ckptcore.Context) -> None:

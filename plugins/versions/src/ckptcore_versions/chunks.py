@@ -27,8 +27,12 @@ _CHUNK_BYTES: Final = 256 << 10
 _LEAST_BYTES: Final = 16 << 10
 """An array is not divided into smaller chunks for the sake of shards: each chunk needs about 30 bytes."""
 
-_RUN_BYTES: Final = 512
-"""Elements of a chunk that are contiguous in the array, in bytes, at least. Shorter runs are slow to copy."""
+_LARGE_BYTES: Final = 16 << 20
+"""Arrays of this size are also divided along other axes than the main one. To gather such chunks costs about as much as
+to encode them, and smaller arrays are rarely divided along several axes."""
+
+_RUN_BYTES: Final = 1024
+"""Elements of such a chunk that are contiguous in the array, in bytes, at least. Shorter runs are slow to copy."""
 
 _LEAST_RUN_BYTES: Final = 64
 """The same along the main axis: a cache line."""
@@ -66,7 +70,7 @@ def chunk_shape(spec: ArraySpec, main: int = 0) -> tuple[int, ...]:
     itemsize, nbytes, cell = spec.numpy_dtype.itemsize, spec.nbytes, list(spec.shape)
     axes = sorted(range(len(cell)), key=lambda axis: axis != main)
     for axis in axes:
-        if axis == main or nbytes > _CHUNK_BYTES:
+        if axis == main or (nbytes > _CHUNK_BYTES and spec.nbytes >= _LARGE_BYTES):
             run_bytes = prod(spec.shape[axis:]) * itemsize if axis else nbytes
             least_run = 0 if not axis else _LEAST_RUN_BYTES if axis == main else _RUN_BYTES
             fitting = [
@@ -81,7 +85,9 @@ def chunk_shape(spec: ArraySpec, main: int = 0) -> tuple[int, ...]:
             nbytes //= parts
     for axis in sorted(axes):
         if nbytes > _CHUNK_BYTES:
-            cell[axis] = -(-cell[axis] // min(cell[axis], -(-nbytes // _CHUNK_BYTES)))
+            least = min(cell[axis], -(-nbytes // _CHUNK_BYTES))
+            # Equal parts, if possible, so that the larger ones that were chosen above still begin at a chunk.
+            cell[axis] = -(-cell[axis] // next((n for n in range(least, 2 * least) if cell[axis] % n == 0), least))
             nbytes = prod(cell) * itemsize
     return tuple(cell)
 
