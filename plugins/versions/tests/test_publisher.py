@@ -225,8 +225,9 @@ def test_a_full_disk_fails_one_version_only(place: str, caplog: pytest.LogCaptur
 
 
 def test_wrong_arguments_are_refused(place: str) -> None:
-    with pytest.raises(ValueError, match="full_every=0"):
-        publisher(place, full_every=0)
+    for number in (0, 1001):
+        with pytest.raises(ValueError, match=f"full_every={number}: .*from 1 to 1000"):
+            publisher(place, full_every=number)
     with pytest.raises(TypeError, match="select='lora'"):
         publisher(place, select="lora")
     with pytest.raises(TypeError, match="cannot write versions"):

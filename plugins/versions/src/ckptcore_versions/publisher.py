@@ -27,6 +27,9 @@ from ckptcore_versions.version_saves import Publications, VersionRequest, Versio
 _CAPTURED_BYTES: Final = 256 << 20
 """Most bytes of weights that are copied and not yet encoded, if the base of the next version is in memory."""
 
+_LONGEST_CHAIN: Final = 1000
+"""Loads refuse much longer chains: they may be hostile."""
+
 
 class Publisher:
     """Publishes versions of weights to a directory, in a job of one process or of several.
@@ -92,8 +95,8 @@ class Publisher:
         """
         context = context or default_context()
         full_every = as_integer("full_every", full_every)
-        if full_every < 1:
-            raise ValueError(f"full_every={full_every}: expected a number of versions of at least 1")
+        if not 1 <= full_every <= _LONGEST_CHAIN:
+            raise ValueError(f"full_every={full_every}: expected a number of versions from 1 to {_LONGEST_CHAIN}")
         if select is not None and not isinstance(select, Selection):
             raise TypeError(
                 f"select={select!r}: expected a selection of ckptcore.select, such as select.glob('lora_*')"
@@ -109,9 +112,6 @@ class Publisher:
             raise TypeError(f"layout={layout!r} cannot write versions: expected a layout of versions, such as 'deltas'")
         if base_directory is None and context.memory.save_bytes is None:
             context = replace(context, memory=replace(context.memory, save_bytes=_CAPTURED_BYTES))
-        if digests:
-            # Replicas must not divide an array, because its digest needs all of its elements.
-            context = replace(context, job=replace(context.job, replicas=replace(context.job.replicas, most=1)))
         directory = VersionDirectory(location)
         self._context = context
         self._publications = Publications(

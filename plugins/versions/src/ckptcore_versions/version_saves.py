@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ckptcore_incremental.based_commits import BasedCommit, import_locks
 
 from ckptcore.commit.root import Base, CompositeRoot, Root
+from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.stored_root import parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -38,9 +39,9 @@ from ckptcore.select import Selection
 from ckptcore_versions.chains import Chain, ChainVersion
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
 from ckptcore_versions.held_weights import HeldWeights
-from ckptcore_versions.labels import labels_in, metadata_of, name_of
 from ckptcore_versions.selecting import selected
 from ckptcore_versions.version_directory import VersionDirectory
+from ckptcore_versions.version_labels import labels_in, metadata_of, name_of
 
 logger = logger_named("ckptcore.versions")
 
@@ -153,7 +154,7 @@ class VersionSave(PlainSave):
             if data is None:
                 raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
             known = publications.chain.versions
-            if not known or (known[-1].number, known[-1].save_id) != directory.identity_of(latest):
+            if not known or (known[-1].number, known[-1].save_id) != (latest, summarize_root(data).save_id):
                 publications.chain = _chain_of(directory, latest, data, publications.layout.name, context)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
             logger.warning(
