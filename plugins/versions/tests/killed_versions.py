@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import ckptcore_versions.layout  # noqa: F401  # here, so that the processes need not import it
 import numpy as np
 import safetensors.numpy
 from ckptcore_versions import Publisher, Version, follow

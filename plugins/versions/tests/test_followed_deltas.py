@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ckptcore_testing import run_ranks
 from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.locations import objects_at
-from ckptcore_versions import Publisher, Version, follow
+from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.chunks import MAX_CHUNK_BYTES
 
 import ckptcore
@@ -21,8 +22,10 @@ from ckptcore import ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.model import Box
 from ckptcore.plugins import installed_plugins
+from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageBackend, StorageOptions
 from plugins.versions.tests.followed import TRAINED_SHAPE, expect_equal, trained
+
 
 class Counted:
     """A directory of versions in memory, whose reads are counted.
@@ -260,3 +263,29 @@ def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_pa
     assert first.nbytes <= of_full <= 1.05 * first.nbytes
     encoded = sum([len(data) for key, data in objects_at(f"{location}/v000001").items() if key.startswith("deltas.")])
     assert encoded <= of_delta <= 1.05 * encoded
+
+
+@pytest.mark.slow
+def test_a_thousand_versions_are_followed_by_some_that_join_late(tmp_path: Path) -> None:
+    context = ckptcore.Context(durability="none")
+    weights = {"w": np.zeros(1000, np.float32), "b": np.arange(10.0)}
+    chance = random.Random(0)
+    followers: list[Follower] = []
+    yielded = 0
+    with Publisher(tmp_path / "weights", full_every=50, keep=LatestN(3), context=context) as publisher:
+        for number in range(1000):
+            weights["w"][number % 1000] = number
+            publisher.publish(number, weights)
+            if number % 200 == 77:
+                followers.append(follow(publisher.directory, cache=tmp_path / f"cache{number}", context=context))
+            for follower in followers:
+                if chance.random() < 0.5:
+                    version = follower.next_version(0)
+                    assert version is not None and version.number == number
+                    np.testing.assert_array_equal(version.arrays["w"], weights["w"])
+                    yielded += 1
+        for follower in followers:
+            follower.close()
+    assert yielded > 1000
+    for number in range(77, 1000, 200):
+        assert len(os.listdir(tmp_path / f"cache{number}")) == 2

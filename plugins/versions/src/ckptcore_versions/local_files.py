@@ -93,11 +93,13 @@ class FilePlan:
         files: the files with elements.
         index: the content of the index; None if there is none.
         names: the name of each kept array in the files, by leaf. Tied arrays have several names.
+        tree: the tree of the version.
     """
 
     files: tuple[PlannedFile, ...]
     index: bytes | None
     names: Mapping[int, str]
+    tree: TreeMetadata
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +170,7 @@ def plan_files(tree: TreeMetadata, boxes: Mapping[int, Sequence[Box]]) -> FilePl
         total = sum([part.nbytes for file in files for part in file.parts])
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
     kept_names = {leaf: name for leaf, name in names.items() if tree.aliases.get(leaf, leaf) in boxes}
-    return FilePlan(tuple(files), index, kept_names)
+    return FilePlan(tuple(files), index, kept_names, tree)
 
 
 def _planned(

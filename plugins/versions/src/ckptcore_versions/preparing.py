@@ -177,17 +177,17 @@ class Preparation:
 
     def _changes(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
         """Return the boxes that differ from the base, by leaf: the chunks of deltas, or pieces that were compared."""
-        derived = self._checkpoint.derived
+        derived = self._checkpoint.derived if self._is_from_base else None
         changed: dict[int, dict[Box, None]] = {}
         compared: list[tuple[str, Part]] = []
         for file in self._plan.files:
             for part in file.parts:
-                derivation = derived.derivations[part.leaf] if self._is_from_base and derived is not None else None
-                if isinstance(derivation, PatchedArray) and derivation.base is not None:
-                    boxes = [chunk.box for _, chunks in derivation.deltas for chunk in chunks.within(part.box)]
+                array = None if derived is None else derived.derivations[part.leaf]
+                if isinstance(array, PatchedArray) and array.base is not None:
+                    boxes = [chunk.box for _, chunks in array.deltas for chunk in chunks.within(part.box)]
                     common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
                     changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
-                elif not isinstance(derivation, Stored):
+                elif derived is None or array != Stored(part.spec, part.leaf, len(derived.sources) - 1):
                     compared.append((file.name, part))
         for leaf, box in self._compare(base, compared):
             changed.setdefault(leaf, {})[box] = None

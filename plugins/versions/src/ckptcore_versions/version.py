@@ -10,7 +10,7 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore_versions.installing import Installer
-from ckptcore_versions.labels import VersionLabels, labels_in
+from ckptcore_versions.version_labels import VersionLabels, labels_in
 from ckptcore_versions.preparing import Prepared
 
 
