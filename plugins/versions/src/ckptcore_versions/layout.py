@@ -58,6 +58,9 @@ from ckptcore_versions.patched_arrays import PatchedArray
 _PIECE_BYTES: Final = 32 << 20
 """Bytes of elements that are encoded together, by several threads."""
 
+_RUN_BYTES: Final = 1 << 20
+"""Bytes of elements that a thread encodes at a time: threads that take single chunks wait for each other."""
+
 _OBJECT_BYTES: Final = 64 << 20
 """An object is complete when it has this number of bytes. The encoded bytes of two objects are in memory at most."""
 
@@ -217,6 +220,7 @@ class _Piece(NamedTuple):
         leaf, spec: the array.
         axis: its main axis.
         box: the part.
+        cell: the shape of its chunks.
         new: its new elements, of any strides.
         old: its old elements; None if the held version lacks them.
         continues: True if the piece before is of the same box, and ends where this one begins.
@@ -227,15 +231,11 @@ class _Piece(NamedTuple):
     spec: ArraySpec
     axis: int
     box: Box
+    cell: tuple[int, ...]
     new: HostArray
     old: HostArray | None
     continues: bool
     releases: int | None
-
-    @property
-    def cell(self) -> tuple[int, ...]:
-        """The shape of its chunks."""
-        return chunk_shape(self.spec, self.axis)
 
 
 @dataclass(slots=True)
@@ -255,8 +255,8 @@ def _objects(snapshot: Snapshot, held: HeldVersion, columns: ChunkSizes) -> Iter
     boxes: list[_EncodedBox] = []
     number = nbytes = 0
     for batch in _batches(_pieces(snapshot, held)):
-        work = [(piece, chunk) for piece in batch for chunk in chunks_of(piece.box, piece.cell)]
-        encoded = iter(map_ordered(threads, work, _encode))
+        runs = [(piece, run) for piece in batch for run in _runs(piece)]
+        encoded = itertools.chain.from_iterable(map_ordered(threads, runs, _encode))
         for piece in batch:
             chunks = [next(encoded) for _ in range(prod(grid_of(piece.box, piece.cell)))]
             if piece.continues and boxes:
@@ -300,12 +300,13 @@ def _pieces(snapshot: Snapshot, held: HeldVersion) -> Iterator[_Piece]:
             snapshot.release(number)
         for of_box, (box, array) in enumerate(boxes, start=1):
             axis = main_axis(spec, box)
-            bands = _bands(box, spec, chunk_shape(spec, axis))
+            cell = chunk_shape(spec, axis)
+            bands = _bands(box, spec, cell)
             for of_band, band in enumerate(bands, start=1):
                 old = held.elements(path, spec, band)
                 is_last = of_box == len(boxes) and of_band == len(bands)
                 new = part_of(array, band, box)
-                yield _Piece(item.leaf, spec, axis, band, new, old, of_band > 1, number if is_last else None)
+                yield _Piece(item.leaf, spec, axis, band, cell, new, old, of_band > 1, number if is_last else None)
 
 
 def _bands(box: Box, spec: ArraySpec, cell: Sequence[int]) -> Sequence[Box]:
@@ -333,12 +334,25 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _encode(work: tuple[_Piece, Box]) -> bytes:
-    """Encode a chunk of a piece."""
-    piece, chunk = work
-    size = word_bytes(piece.spec)
-    old = None if piece.old is None else _words(part_of(piece.old, chunk, piece.box), size)
-    return encode(old, _words(part_of(piece.new, chunk, piece.box), size))
+def _runs(piece: _Piece) -> Iterator[Sequence[Box]]:
+    """Divide the chunks of a piece into runs of about `_RUN_BYTES`, which one thread encodes."""
+    chunks = chunks_of(piece.box, piece.cell)
+    count = max(1, _RUN_BYTES // max(1, prod(piece.cell) * piece.spec.numpy_dtype.itemsize))
+    for first in range(0, len(chunks), count):
+        yield chunks[first : first + count]
+
+
+def _encode(work: tuple[_Piece, Sequence[Box]]) -> list[bytes]:
+    """Encode chunks of a piece."""
+    piece, chunks = work
+    size, old = word_bytes(piece.spec), piece.old
+    return [
+        encode(
+            None if old is None else _words(part_of(old, chunk, piece.box), size),
+            _words(part_of(piece.new, chunk, piece.box), size),
+        )
+        for chunk in chunks
+    ]
 
 
 def _words(elements: HostArray, size: int) -> HostArray:
