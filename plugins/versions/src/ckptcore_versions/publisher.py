@@ -42,8 +42,7 @@ class Publisher:
     same methods in the same order.
 
     A process holds one copy of the boxes that it publishes: those of the newest version. It is in host memory, or in a
-    mapped file of `base_directory`. Beside it, a publish uses host memory for weights that are copied and not encoded
-    yet:
+    mapped file of `base_directory`. A publish also uses host memory for weights that are copied and not encoded yet:
 
     - Without `base_directory`, at most 256 MiB, or the largest array if that is larger. `publish` with
       ``background=True`` returns when the last array is copied, so most of the encoding is done by then. The option
