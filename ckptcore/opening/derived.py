@@ -21,7 +21,7 @@ from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.planning import plan_read
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Part
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to the memory of the computed arrays."""
@@ -220,9 +220,7 @@ class Derived:
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
                 return [*itertools.chain(*parts), *([_Fill.of(derivation, empty)] if empty else [])]
-        if len(filled) == 1 or any(
-            isinstance(array, WholeArray | ChangedArray) for array in walk(derivation)
-        ):
+        if len(filled) == 1 or any(isinstance(array, WholeArray | ChangedArray) for array in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # separate boxes would read the bytes between their elements several times

@@ -7,6 +7,10 @@ chains              when a full version is due, and which versions a version nee
 version_directory   the directory of versions as the directory of a run
 selecting           the leaves that a version has
 version_labels      `labels`: run, number, step and digests of a version
+follower            `follow`: yields the newest version from a cache
+cache               the directory of the versions that a follower keeps, as a `local_version` with `local_files`
+preparing           preparation of a version in the cache, and what changed in it
+installing          writes of a version into weights; `version` has what a follower yields
 layout              the layout `deltas`; `held_version` is what it knows of a publisher
 """
 
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptcore_versions.follower import Follower, follow
     from ckptcore_versions.publisher import Publisher
+    from ckptcore_versions.slime import SlimeLayout
     from ckptcore_versions.version import Version
     from ckptcore_versions.version_directory import VERSION_NAMES
     from ckptcore_versions.version_labels import VersionLabels, labels
@@ -26,13 +31,14 @@ _HOMES = {
     "VERSION_NAMES": "version_directory",
     "Follower": "follower",
     "Publisher": "publisher",
+    "SlimeLayout": "slime",
     "Version": "version",
     "VersionLabels": "version_labels",
     "follow": "follower",
     "labels": "version_labels",
 }
 
-__all__ = ["VERSION_NAMES", "Follower", "Publisher", "Version", "VersionLabels", "follow", "labels"]
+__all__ = ["VERSION_NAMES", "Follower", "Publisher", "SlimeLayout", "Version", "VersionLabels", "follow", "labels"]
 
 
 def __getattr__(name: str) -> object:

@@ -62,7 +62,7 @@ class Publisher:
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
-        version_names: StepNames = VERSION_NAMES,
+        version_names: StepNames | None = None,
         if_in_use: IfInUse = "error",
         context: Context | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Publisher:
             digests: True to label every array with the SHA-256 of its elements. Each array must be held by one process
                 as a whole.
             base_directory: a local directory for the copy of the newest version; None: host memory.
-            version_names: the names of versions.
+            version_names: the names of versions; None: those of the layout, or `VERSION_NAMES`.
             if_in_use: as for `Checkpointer`.
             context: options.
 
@@ -126,7 +126,7 @@ class Publisher:
             directory,
             layout=version_layout,
             preservation_policy=keep,
-            step_names=version_names,
+            step_names=version_names or version_layout.version_names or VERSION_NAMES,
             if_in_use=if_in_use,
             strategy=_VersionStrategy(self._publications),
             context=context,

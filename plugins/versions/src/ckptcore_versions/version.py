@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore_versions.installing import Installer
-from ckptcore_versions.version_labels import VersionLabels, labels_in
 from ckptcore_versions.preparing import Prepared
+from ckptcore_versions.version_labels import VersionLabels, labels_in
 
 
 class Version:
@@ -67,7 +68,7 @@ class Version:
     def __repr__(self) -> str:
         return f"<Version {self.number}: {self.directory}>"
 
-    def load_into(self, weights: object) -> object:
+    def load_into(self, weights: Any) -> Any:
         """Write this version into weights, and return them. Writes only what changed since the last such write.
 
         Pass the same object each time: a module, or a dict with the same arrays. Nothing else may write into them. An

@@ -138,7 +138,8 @@ class VersionSave(PlainSave):
             base = None
             with agreement.stage("hold all", meaning=NOTHING_COMMITTED):
                 self._hold(plan, None, draft.save.context)
-        save.parts[0].layout = publications.layout.against(None if base is None else publications.held)
+        layout = publications.layout.numbered(self.request.number)
+        save.parts[0].layout = layout.against(None if base is None else publications.held)
         import_locks(_locations(save, base))
         return save._replace(strategy=_BasedVersion(publications, self.request, base))
 
@@ -164,6 +165,8 @@ class VersionSave(PlainSave):
             publications.chain = none
             return None
         if self.request.full or publications.chain.needs_full(publications.full_every):
+            return None
+        if not publications.layout.accepts_base(latest, self.request.number):
             return None
         assert data is not None
         save_id = publications.chain.versions[-1].save_id
