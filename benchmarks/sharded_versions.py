@@ -71,7 +71,7 @@ def sharded_rows(setting: Setting, versions: Sequence[Weights]) -> Iterator[Row]
             for version, weights in zip(follower, (first, second), strict=True):
                 for name, box in boxes.items():
                     (shard,) = version.arrays[name].shards  # type: ignore[union-attr]  # they are sharded
-                    assert np.array_equal(shard.elements, weights[name][box.slices]), f"{name} differs"
+                    assert np.array_equal(np.asarray(shard.elements), weights[name][box.slices]), f"{name} differs"
                 nbytes.append(plan.bytes_read)
                 plan.bytes_read = 0
         return nbytes

@@ -173,7 +173,7 @@ class _Slime(_SlimeKernel):
 
     def __init__(self, base: Path, directory: Path, source: Path) -> None:
         super().__init__(base, directory)
-        module = _import_slime(source)
+        module = _import_slime(source, directory / "process-group")
         publisher: Any = object.__new__(module.UpdateWeightFromDiskDelta)
         publisher.delta_dir, publisher.delta_encoding = str(self._published), "xor"
         publisher.checksum_algorithm, publisher._is_pp_src_rank = "xxh3-128", True
@@ -188,7 +188,7 @@ class _Slime(_SlimeKernel):
         self._publisher._publish()
 
 
-def _import_slime(source: Path) -> Any:
+def _import_slime(source: Path, store: Path) -> Any:
     """Import slime's encoder, with empty modules in place of those that it imports and does not use here."""
 
     def stub(name: str, **attributes: object) -> types.ModuleType:
@@ -224,7 +224,7 @@ def _import_slime(source: Path) -> Any:
     stub(f"{package}.update_weight_from_distributed", UpdateWeightFromDistributed=type("Stub", (), {}))
     load("slime.utils.disk_delta")
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     return load(name)
 
 

@@ -27,6 +27,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
 import safetensors.torch
 import torch
 import xxhash
@@ -238,8 +239,8 @@ def _digests(tensors: Weights, digest: Callable[[Any], Any]) -> None:
 
 
 def _copy(source: Weights, target: Weights) -> None:
-    for name, tensor in source.items():
-        target[name].copy_(tensor)
+    for name, tensor in source.items():  # in one thread: those of PyTorch wait for each other on a machine that is busy
+        np.copyto(target[name].view(torch.int16).numpy(), tensor.view(torch.int16).numpy())
 
 
 def _reload(directory: Path, target: Weights) -> None:
