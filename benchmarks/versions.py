@@ -250,7 +250,7 @@ def _reload(directory: Path, target: Weights) -> None:
 
 
 def _durable(setting: Setting, name: str, versions: Sequence[Weights]) -> Iterator[Row]:
-    """Publish versions durably on the disk, beside a write and a read of the same bytes."""
+    """Publish versions durably on the disk, compared with a write and a read of the same bytes."""
     nbytes = sum([tensor.nbytes for tensor in versions[0].values()])
     base = setting.directory / "base"
     base.mkdir()
