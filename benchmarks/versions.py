@@ -32,7 +32,7 @@ import safetensors.torch
 import torch
 import xxhash
 from ckptcore_versions import Publisher, Version, follow
-from ckptcore_versions.cache import complete_versions
+from ckptcore_versions.following.cache import complete_versions
 
 import ckptcore
 from benchmarks.alternating import Case, Contender, Times, run_once, timed_rows
