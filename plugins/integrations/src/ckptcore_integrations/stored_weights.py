@@ -157,10 +157,22 @@ def elements_of(value: Any) -> Any:
 
 def _strided(elements: np.ndarray[Any, Any], box: StridedBox, weight: StoredWeight) -> torch.Tensor:
     """Return the view of a stored weight, made from the elements of its box."""
-    return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, box.strides, box.offset)
+    return torch.as_strided(tensor_over(elements, weight.dtype), weight.shape, box.strides, box.offset)
 
 
-def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+def torch_dtype(name: str, dtype: str) -> torch.dtype:
+    """Return the dtype of PyTorch for the dtype of a weight.
+
+    Raises:
+        ValueError: PyTorch has none.
+    """
+    named = getattr(torch, dtype, None)
+    if isinstance(named, torch.dtype):
+        return named
+    raise ValueError(f"{name}: PyTorch has no dtype {dtype}")
+
+
+def tensor_over(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over the memory of an array."""
     if array.dtype.isbuiltin != 1:  # a dtype of ml_dtypes, which PyTorch does not accept
         array = array.view(f"u{array.itemsize}")

@@ -1,0 +1,144 @@
+"""Updates of the weights of vLLM: its workers read a version from local files, each the boxes of its own parameters.
+
+vLLM finds it by the entry point ``vllm.general_plugins``, as the weight transfer ``ckptcore``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.context import JobOptions, SingleProcess
+from ckptcore.errors import TargetUndefinedError
+from ckptcore.results import StoredTree
+from ckptcore_integrations.stored_weights import WeightReader, torch_dtype
+from ckptcore_integrations.vllm import refuse_missing
+
+__all__ = ["CheckedDirectory", "DirectoryTransferEngine", "UpdateDirectory"]
+
+_BATCH_BYTES: Final = 1 << 30
+
+_ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
+"""Options of loads without communication: each worker reads local files, which are in the page cache of its host."""
+
+
+@dataclass
+class CheckedDirectory(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed
+    """What ``/init_weight_transfer_engine`` receives.
+
+    Attributes:
+        directory: the directory of the version that will be installed next.
+    """
+
+    directory: str
+
+
+@dataclass
+class UpdateDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not installed
+    """What ``/update_weights`` receives.
+
+    Attributes:
+        directory: the directory of the version to install.
+    """
+
+    directory: str
+
+
+class DirectoryTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not installed
+    """The part of a worker that replaces its weights by those in a directory of safetensors files.
+
+    vLLM loads the files as it loads a checkpoint: layer by layer, into the memory of the parameters, with the division
+    and the quantisation of the worker. This also works with CUDA graphs. A worker reads only what it copies.
+
+    An update that fails leaves the weights of the worker undefined, and every later update is refused.
+    """
+
+    init_info_cls = CheckedDirectory
+    update_info_cls = UpdateDirectory
+    supports_draft_weight_update = False
+
+    _is_undefined = False
+
+    def init_transfer_engine(self, init_info: CheckedDirectory) -> None:
+        """Check, while the engine serves, that this worker can read the version that will be installed next.
+
+        Raises:
+            CheckpointError: the directory does not exist, or its files are damaged.
+            TargetUndefinedError: an earlier update failed.
+            ValueError: the path is not absolute, or PyTorch has no dtype for an array.
+        """
+        self._refuse_undefined()
+        with ckptcore.open(_absolute(init_info.directory), context=_ALONE) as tree:
+            if not isinstance(tree, StoredTree):
+                raise ValueError(f"{init_info.directory}: expected arrays by name, found one array")
+            for name, stored in tree.items():
+                torch_dtype(str(name), stored.dtype.name)
+
+    def start_weight_update(self) -> None:
+        """Refuse the update if an earlier one failed. Changes nothing.
+
+        Raises:
+            TargetUndefinedError
+        """
+        self._refuse_undefined()
+
+    def receive_weights(self, update_info: UpdateDirectory) -> None:
+        """Replace all weights of this worker.
+
+        Raises:
+            CheckpointError: the files cannot be read.
+            ValueError: they lack weights of the model, or the model refuses one.
+        """
+        directory = _absolute(update_info.directory)
+        with ckptcore.open(directory, context=_ALONE) as tree:
+            self._is_undefined = True
+            # No targets: vLLM keeps the weights of a layer until it has all of them, and then copies them at once.
+            with (
+                WeightReader(directory, tree, (_ALONE, _ALONE), targets=(), batch_bytes=_BATCH_BYTES) as reader,
+                torch.device(self.device),
+            ):
+                initialize_layerwise_reload(self.model)
+                loaded = self.model.load_weights(reader.weights(torch_dtype))
+                finalize_layerwise_reload(self.model, self.model_config)
+        refuse_missing(self.model, self.model_config, loaded, directory)
+        self._is_undefined = False
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: `receive_weights` has replaced all weights."""
+
+    def shutdown(self) -> None:
+        """Do nothing: no connection is open."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        """Refuse: a trainer publishes. vLLM requires this method up to 0.27.
+
+        Raises:
+            NotImplementedError
+        """
+        raise NotImplementedError("a trainer publishes weights with ckptcore_versions.Publisher")
+
+    def _refuse_undefined(self) -> None:
+        if self._is_undefined:
+            raise TargetUndefinedError(
+                "an update of weights failed in this worker, so that they are a mixture of two versions: restart vLLM"
+            )
+
+
+def _absolute(directory: str) -> str:
+    """Return a path that is absolute, and so is the same for every worker.
+
+    Raises:
+        ValueError
+    """
+    if not isinstance(directory, str) or not os.path.isabs(directory):
+        raise ValueError(f"directory={directory!r}: expected an absolute path, which is the same for every worker")
+    return directory
