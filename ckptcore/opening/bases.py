@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import posixpath
 import re
+from collections.abc import Callable
 from typing import Final
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
@@ -174,7 +175,12 @@ def with_bases(opened: Checkpoint, root: Root, context: Context, nested: int = 0
     )
 
 
-def with_chain(opened: Checkpoint, context: Context, nested: int = 0) -> Checkpoint:
+def with_chain(
+    opened: Checkpoint,
+    context: Context,
+    nested: int = 0,
+    known: Callable[[BaseReference], Checkpoint | None] = lambda reference: None,
+) -> Checkpoint:
     """Open the chain of a checkpoint whose layout states a base. Returns the checkpoint with all of its arrays.
 
     Returns the same checkpoint if its layout states none.
@@ -183,6 +189,8 @@ def with_chain(opened: Checkpoint, context: Context, nested: int = 0) -> Checkpo
         opened: the checkpoint, opened as if it stored all arrays itself.
         context: options.
         nested: the number of updates whose bases are being opened.
+        known: returns an open checkpoint with the arrays of a base, such as a local copy, with which the chain ends;
+            None to open the base.
 
     Raises:
         CorruptCheckpointError: a base was deleted, was replaced or cannot be read, does not fit, or needs the
@@ -191,7 +199,8 @@ def with_chain(opened: Checkpoint, context: Context, nested: int = 0) -> Checkpo
     links: list[Checkpoint] = []
     names = {opened.location.name}
     last = opened
-    while not last.is_files and (reference := _base_of(last)) is not None:
+    is_known = False
+    while not is_known and not last.is_files and (reference := _base_of(last)) is not None:
         links.append(last)
         if last.layout.name != opened.layout.name:
             raise CorruptCheckpointError(
@@ -205,7 +214,9 @@ def with_chain(opened: Checkpoint, context: Context, nested: int = 0) -> Checkpo
                 "damaged. Load another checkpoint"
             )
         names.add(reference.name)
-        last = _open_link(last, reference, context)
+        copy = known(reference)
+        is_known = copy is not None
+        last = _open_link(last, reference, context) if copy is None else copy
     if not links:
         return opened
     if last.root is not None and last.root.references.leaf:

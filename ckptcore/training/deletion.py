@@ -286,7 +286,7 @@ class StepDeleter:
     def collect(
         self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]
     ) -> Sequence[int]:
-        """Delete the steps that a policy does not keep. Return them.
+        """Delete the steps that a policy does not keep. Return them. Steps that other steps refer to stay.
 
         Args:
             policy: the policy.
@@ -300,6 +300,8 @@ class StepDeleter:
         with self._recorded_clean():
             since = self._steps.changes()
             doomed = list(what_to_delete(policy, policy_infos(self._steps, broken), time.time()))
+            # Steps that refer to others come first, the newest of them first, because most bases are older.
+            doomed.sort(key=lambda step: -step if self._base_names(step) else 1)
             deleted: list[int] = []
             failed: list[StorageError] = []
 
@@ -315,16 +317,34 @@ class StepDeleter:
                     failed.append(error)
                     return False
 
+            needed: set[str] = set()  # names of the bases of steps that stay
             while doomed:
-                # Each round may delete the last step that refers to a base, so the bases are tried again.
-                newly = [step for step in doomed if is_deleted(step)]
+                newly: list[int] = []
+                waiting: set[str] = set()  # names of the bases of steps that may be deleted in the next round
+                for step in doomed:
+                    name = self._steps.name(step)
+                    if name not in needed and name not in waiting and is_deleted(step):
+                        newly.append(step)
+                        continue
+                    may_follow = name not in needed and (name in waiting or step in self._referred)
+                    (waiting if may_follow else needed).update(self._base_names(step))
                 deleted += newly
-                doomed = [step for step in doomed if step in self._referred] if newly else []
+                # Each round may delete the last step that refers to a base, so the bases are tried again.
+                again = [step for step in doomed if step in self._referred or self._steps.name(step) in waiting]
+                doomed = again if newly else []
             if failed:
                 for other in failed[1:]:
                     failed[0].add_note(f"another step cannot be deleted: {other}")
                 raise failed[0]
             return deleted
+
+    def _base_names(self, step: int) -> Sequence[str]:
+        """Return the names of the checkpoints that a step refers to; none if its root cannot be read."""
+        try:
+            summary = self._steps.summary(step)
+        except CheckpointError:
+            return ()
+        return () if summary is None else [base.path for base in summary.bases]
 
     def _is_refused(self, step: int) -> bool:
         """Return True if other files prevented the deletion of a step, and its files are the same as then.

@@ -1,87 +1,64 @@
-"""A directory of versions for tests: weights that change from version to version in known elements."""
+"""Weights to publish in tests, and what a directory of versions then contains."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from ckptcore_versions.follower import FOLLOWED_NAMES
+from ckptcore_testing.locations import store_at
+from ckptcore_versions import Publisher
 
 import ckptcore
+from ckptcore.context import JobOptions, PluginOptions
+from ckptcore.protocols import Coordinator
+from plugins.versions.tests.toy_deltas import ToyPlugin
 
-Weights = dict[str, Any]
-
-
-def first_weights(rows: int = 600) -> Weights:
-    """Return weights of three arrays: 2.3 MiB of float32, a vector of bfloat16, and a number without axes."""
-    rng = np.random.default_rng(0)
-    return {
-        "layers": {"0": {"weight": rng.normal(size=(rows, 1000)).astype(np.float32)}},
-        "bias": rng.normal(size=5).astype(ml_dtypes.bfloat16),
-        "scale": np.array(0.5, np.float64),
-    }
+CONTEXT = ckptcore.Context(plugins=PluginOptions(extra=[ToyPlugin()]), durability="none")
 
 
-def changed_weights(weights: Weights, number: int) -> Weights:
-    """Return the weights of the next version: one row of a matrix changes, and the number without axes."""
-    matrix = weights["layers"]["0"]["weight"].copy()
-    matrix[number % len(matrix)] += 1.0
-    return {**weights, "layers": {"0": {"weight": matrix}}, "scale": np.array(float(number), np.float64)}
+def weights(number: int) -> dict[str, Any]:
+    """Return weights of which a few elements change from number to number. `frozen` does not change."""
+    embedding = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    embedding[: number % 64 + 1, 0] += 1
+    layers = [{"w": np.arange(100.0) + number, "b": np.zeros(3, np.int16)}]
+    return {"embedding": embedding, "layers": layers, "frozen": np.ones((7, 5)), "scale": 1.5}
 
 
-class Published:
-    """Full versions that a `Checkpointer` writes. Close it, or use it in a ``with`` statement.
-
-    Attributes:
-        location: the directory.
-        weights: the weights by version.
-    """
-
-    def __init__(self, location: str | Path, context: ckptcore.Context | None = None) -> None:
-        """Open the directory."""
-        self.location = str(location)
-        self.weights: dict[int, Weights] = {}
-        self.checkpointer = ckptcore.Checkpointer(location, step_names=FOLLOWED_NAMES, context=context)
-
-    def __enter__(self) -> Published:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the directory."""
-        self.checkpointer.close()
-
-    def publish(self, number: int) -> Weights:
-        """Publish a version, and return its weights."""
-        newest = max(self.weights, default=None)
-        weights = first_weights() if newest is None else changed_weights(self.weights[newest], number)
-        self.weights[number] = weights
-        self.checkpointer.save_blocking(number, weights)
-        return weights
+def publisher(place: str, **options: Any) -> Publisher:
+    """Return a Publisher with the layout of these tests."""
+    return Publisher(place, **{"layout": "toy-deltas", "context": CONTEXT, **options})
 
 
-def expect_equal(version: Any, weights: Weights) -> None:
-    """Expect that a version has these weights, in its arrays and in its files."""
-    expected = named(weights)
-    assert set(version.arrays) == set(expected)
-    loaded = ckptcore.load(version.directory)
-    for name, array in expected.items():
-        assert not version.arrays[name].flags.writeable
-        for found in (version.arrays[name], loaded[name]):
-            assert found.dtype == array.dtype
-            np.testing.assert_array_equal(np.asarray(found), array, err_msg=name)
+def location(place: str, number: int) -> str:
+    """Return the location of a version."""
+    return f"{place}/v{number:06d}"
 
 
-def named(weights: Weights) -> dict[str, Any]:
-    """Return the arrays of weights by the names in files."""
-    names: dict[str, Any] = {}
-    for key, value in weights.items():
-        if isinstance(value, dict):
-            names.update({f"{key}.{inner}": array for inner, array in named(value).items()})
-        else:
-            names[key] = value
-    return names
+def load(place: str, number: int) -> Any:
+    """Return the weights of a version."""
+    return ckptcore.load(location(place, number), context=CONTEXT)
+
+
+def root_of(place: str, number: int) -> dict[str, Any]:
+    """Return the root of a version as JSON."""
+    root: dict[str, Any] = json.loads(store_at(location(place, number)).get("checkpoint.json"))
+    return root
+
+
+def base_of(place: str, number: int) -> int | None:
+    """Return the number of the base of a version; None for a full version."""
+    bases = root_of(place, number).get("bases", [])
+    return int(bases[0][0].removeprefix("v")) if bases else None
+
+
+def present(place: str) -> list[int]:
+    """Return the numbers of the versions in a directory."""
+    names = store_at(place).list_names()
+    return sorted(int(name[1:-1]) for name in names if name.startswith("v"))
+
+
+def in_job(coordinator: Coordinator, context: ckptcore.Context = CONTEXT) -> ckptcore.Context:
+    """Return a Context of a process of a job."""
+    return replace(context, job=JobOptions(coordinator=coordinator))

@@ -28,7 +28,7 @@ from ckptcore.errors import (
 from ckptcore.job.agreement import Agreement
 from ckptcore.model import Box
 from ckptcore.training.steps import StepDirectory
-from plugins.versions.tests.published import Published, expect_equal, first_weights
+from plugins.versions.tests.followed import Published, expect_equal, first_weights
 
 
 @pytest.fixture
@@ -411,5 +411,3 @@ def _flip(file: Path) -> None:
         byte = stream.read(1)[0]
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
-
-

@@ -16,7 +16,7 @@ from ckptcore_versions.follower import FOLLOWED_NAMES
 
 import ckptcore
 from ckptcore.errors import TargetUndefinedError, TreeMismatchError
-from plugins.versions.tests.published import Published, first_weights
+from plugins.versions.tests.followed import Published, first_weights
 
 MATRIX_BYTES = 600 * 1000 * 4
 ALL_BYTES = MATRIX_BYTES + 5 * 2 + 8
@@ -77,9 +77,7 @@ def test_what_changed_in_versions_that_were_not_written_is_written_later(
     version = after(published, follower, 599)
     version.load_into(weights)
     assert version.written_bytes < ALL_BYTES
-    np.testing.assert_array_equal(
-        weights["layers"]["0"]["weight"], published.weights[599]["layers"]["0"]["weight"]
-    )
+    np.testing.assert_array_equal(weights["layers"]["0"]["weight"], published.weights[599]["layers"]["0"]["weight"])
 
 
 def test_other_arrays_in_the_same_dict_are_written_whole(published: Published, follower: Follower) -> None:

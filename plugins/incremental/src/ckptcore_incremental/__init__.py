@@ -6,5 +6,6 @@ session_claims      claims of sessions, one at a time, and of the finalization
 session_tables      stored receipts of the sessions, and their union
 finalizing          commit of all sessions as one checkpoint
 updates             `ckptcore.Update`: save strategy of an update
+based_commits       commit of a checkpoint that needs bases: of an update, and of a delta of ckptcore-versions
 overlays            the tree of an update on the tree of its base
 """

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-from ckptcore.commit.delete import base_locks, note_bases, pin_name
-from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
 from ckptcore.commit.names import refuse_other_spelling
 from ckptcore.commit.root import Base, CompositeRoot, References, Root, stored_tree
 from ckptcore.context import Context
-from ckptcore.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    InvalidLocationError,
-    SaveLostError,
-    StorageError,
-    UnsupportedVersionError,
-)
+from ckptcore.errors import CheckpointError, InvalidLocationError
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.opening.bases import authority_of, base_location, read_base
+from ckptcore.opening.bases import authority_of, base_location
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.partition import SplitTree
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.descriptions import BoxHolders, TreeDescription
 from ckptcore.saving.requests import Save, SaveDraft
-from ckptcore.saving.writing import PlainCommit, PlainSave
+from ckptcore.saving.writing import PlainSave
+from ckptcore_incremental.based_commits import BasedCommit, import_locks
 from ckptcore_incremental.overlays import overlay
 
 __all__ = ["Update"]
-
-_CHANGE_SECONDS: Final = 180.0
-"""Maximum seconds that an update waits for a save or a deletion that changes its base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +77,7 @@ class Update(PlainSave):
     def prepare(self, draft: SaveDraft) -> Save:
         """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
-        # Import the modules of the locks now, on this thread. If the thread of a background save imported them, a
-        # process that is forked meanwhile would hang at its own import: the lock of the import would stay locked.
-        for base in planned.bases:
-            base_locks(base)
+        import_locks(planned.bases)
         return PlainSave.prepare(_PlannedUpdate(self.base, planned), draft._replace(descriptions=[written]))
 
 
@@ -107,84 +92,18 @@ class _PlannedUpdate(Update):
         return _UpdateCommit(save, self.planned)
 
 
-class _UpdateCommit(PlainCommit):
-    """Commit of an update. Pins the bases until the update is committed, so that they cannot be deleted."""
+class _UpdateCommit(BasedCommit):
+    """Commit of an update. Its root has the whole tree."""
 
     def __init__(self, save: Save, planned: _PlannedReferences) -> None:
-        super().__init__(save)
+        super().__init__(save, planned.references.bases, planned.bases)
         self._planned = planned
-        self._pins = ExitStack()
-
-    def _begin_transaction(self) -> None:
-        self._pins.enter_context(_pinned_bases(self._planned.bases))
-        note_bases(self._save.target.location, self._planned.references.bases)
-        super()._begin_transaction()
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
-        """Return the root with the whole tree, after a check that the bases are unchanged.
-
-        Raises:
-            SaveLostError: if a base was deleted or replaced.
-            StorageError: if the storage failed, so that the bases could not be checked.
-        """
-        display = self._save.target.location.display
-        for at, base in zip(self._planned.bases, self._planned.references.bases, strict=True):
-            try:
-                read_base(display, at, base.save_id)
-            except (CorruptCheckpointError, UnsupportedVersionError) as error:
-                raise SaveLostError(
-                    f"{display}: the base {at.display} of this update was deleted or replaced during the save; "
-                    f"save with another base, or save all arrays: {error}"
-                ) from error
+        """Return the root with the whole tree. See `BasedCommit`."""
+        root = super()._completed(root)
         assert isinstance(root, Root)  # an update is one tree
         return replace(root, tree=self._planned.tree, references=self._planned.references)
-
-    def settle(self, error: Exception | None) -> None:
-        """Settle the save, then unpin the bases."""
-        with self._pins:
-            super().settle(error)
-
-    def abort(self) -> None:
-        """Remove the written objects, then unpin the bases."""
-        with self._pins:
-            super().abort()
-
-
-@contextmanager
-def _pinned_bases(bases: Sequence[Location]) -> Iterator[None]:
-    """Pin the bases of an update, so that they cannot be deleted. Skips bases whose storage refuses the pin.
-
-    Args:
-        bases: the locations. The caller must check inside the block that each base still exists.
-
-    Raises:
-        CheckpointNotFoundError, SaveLostError: if a base is being deleted or replaced.
-    """
-    with ExitStack() as pins:
-        for base in bases:
-            locks = base_locks(base)
-            try:
-                for name in (base.name, pin_name(base)):
-                    pins.enter_context(locks.pin(name))
-                _wait_until_unchanging(base)
-            except StorageError:
-                continue  # without a pin, only the check before the commit detects a deletion
-        yield
-
-
-def _wait_until_unchanging(base: Location) -> None:
-    """Wait while a save to a base or a deletion of the base is running.
-
-    Raises:
-        SaveLostError: if it still runs after `_CHANGE_SECONDS`.
-    """
-    for _ in SYSTEM_CLOCK.attempts(_CHANGE_SECONDS):
-        if not base.commit_method.is_changing(base):
-            return
-    raise SaveLostError(
-        f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with another "
-        "base, or save all arrays. Nothing was written"
-    )
 
 
 def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReferences, TreeDescription]:

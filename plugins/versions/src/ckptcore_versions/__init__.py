@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ckptcore_versions.follower import Follower, follow
-from ckptcore_versions.version import Version
+from ckptcore_versions.follower import Follower as Follower
+from ckptcore_versions.follower import follow as follow
+from ckptcore_versions.labels import VersionLabels as VersionLabels
+from ckptcore_versions.labels import labels as labels
+from ckptcore_versions.publisher import Publisher as Publisher
+from ckptcore_versions.version import Version as Version
 
-__all__ = ["Follower", "Version", "follow"]
+__all__ = ["Follower", "Publisher", "Version", "VersionLabels", "follow", "labels"]

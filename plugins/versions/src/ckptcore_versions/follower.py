@@ -8,14 +8,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptcore.api.checkpoints import abstract
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import AnyLocation, Location, LocationLike
+from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context, default_context
 from ckptcore.errors import (
     CheckpointNotFoundError,
@@ -27,14 +28,15 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
+from ckptcore.io.threads import IOThreads
 from ckptcore.loading.load import Load, LoadRequest, files_instead, recorded_load
 from ckptcore.loading.new_values import NewValue
 from ckptcore.loading.selections import chosen_leaves
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import JSON
-from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.training.path_directory import as_run_directory
@@ -44,16 +46,18 @@ from ckptcore_versions.cache import Cache
 from ckptcore_versions.held_version import BaseVersion
 from ckptcore_versions.installing import Installer
 from ckptcore_versions.local_files import FilePlan, plan_files
-from ckptcore_versions.preparing import LocalVersion, Preparation, Prepared, all_boxes
+from ckptcore_versions.local_version import LocalVersion, open_from_base
+from ckptcore_versions.preparing import Preparation, Prepared, all_boxes
 from ckptcore_versions.version import Version
+from ckptcore_versions.version_directory import VERSION_NAMES
 
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
 logger = logger_named("ckptcore.versions")
 
-FOLLOWED_NAMES: Final = StepNames(
-    StepNameFormat("v", width=6), read=[StepNameFormat("v", width=None), StepNameFormat("weight_v", width=None)]
+FOLLOWED_NAMES: Final = replace(
+    VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)]
 )
 """The names of versions that a follower finds: ours, and those of slime and SGLang."""
 
@@ -140,6 +144,7 @@ class Follower:
         self._context = context
         self._steps: RunSteps = as_run_directory(location).open(step_names, context)
         self._agree = exchanges_of(f"{self._steps.main.display}/follower", context, runtime_of(context).job())
+        self._threads: IOThreads = runtime_of(context).io_threads
         self._last: int | None = None
         self._base: LocalVersion | None = None
         self._broken: dict[int, _Broken] = {}
@@ -269,22 +274,50 @@ class Follower:
         if not copies:
             raise CheckpointNotFoundError(self._steps.main.missing(number))
         held.enter_context(self._pinned(number, copies[0]))
-        state = OpenState(self._steps.copy_location(number, copies[0]), self._context)
-        held.callback(state.close)
-        checkpoint = state.checkpoint
-        plan = self._plan(checkpoint)
-        root = checkpoint.version.root
-        version = BaseVersion(
-            self._steps.directories[copies[0]].name(number),
-            "" if checkpoint.root is None else checkpoint.root.save_id,
-            hashlib.sha256(root).hexdigest() if isinstance(root, bytes) else "",
-            number,
-        )
-        preparation = Preparation(self._cache, checkpoint, version, plan, self._context)
-        held.callback(preparation.discard)
-        base = self._find_base(plan)
-        state.guard(lambda _: preparation.run(base))
-        return preparation, checkpoint
+        location = self._steps.copy_location(number, copies[0])
+        name = self._steps.directories[copies[0]].name(number)
+        try:
+            return self._prepare_from(self._find_base, number, name, location, held)
+        except CorruptCheckpointError:
+            base = self._base
+            if base is None or (base.cached.version.digest and base.cached.is_intact(self._threads)):
+                raise
+            # The files of the base are damaged, or it is a version of other software that was written again.
+            return self._prepare_from(lambda plan: None, number, name, location, held)
+
+    def _prepare_from(
+        self,
+        find_base: Callable[[FilePlan], LocalVersion | None],
+        number: int,
+        name: str,
+        location: AnyLocation,
+        held: ExitStack,
+    ) -> tuple[Preparation, Checkpoint]:
+        """Prepare a version from a local base and the deltas since, or from the storage alone."""
+
+        def opener(at: Location, version: LocationVersion, context: Context) -> Checkpoint:
+            return open_from_base(at, version, context, lambda link: find_base(self._plan(link)))
+
+        def prepare(checkpoint: Checkpoint) -> tuple[Preparation, Checkpoint]:
+            root, plan = checkpoint.version.root, self._plan(checkpoint)
+            version = BaseVersion(
+                name,
+                "" if checkpoint.root is None else checkpoint.root.save_id,
+                hashlib.sha256(root).hexdigest() if isinstance(root, bytes) else "",
+                number,
+            )
+            preparation = Preparation(self._cache, checkpoint, version, plan, self._context)
+            held.callback(preparation.discard)
+            preparation.run(find_base(plan))
+            return preparation, checkpoint
+
+        return ConsistentRead(location, self._context, opener).retry_if_replaced(prepare)
+
+    def _find_base(self, plan: FilePlan) -> LocalVersion | None:
+        """Return the newest local version, at first from the cache; None if it has other files than a plan."""
+        if self._base is None:
+            self._base = self._restored(plan)
+        return self._base if self._base is not None and self._base.plan.files == plan.files else None
 
     def _pinned(self, number: int, copy: int) -> AbstractContextManager[object]:
         """Pin a version. Return an empty context if the directory is not writable."""
@@ -321,16 +354,14 @@ class Follower:
                     boxes[tree.aliases.get(leaf, leaf)] = {Box.whole(record.spec.shape): None}
         return plan_files(tree, {leaf: list(of_leaf) for leaf, of_leaf in sorted(boxes.items())})
 
-    def _find_base(self, plan: FilePlan) -> LocalVersion | None:
-        """Return the version to go on from: the last one, or at first the newest intact one in the cache."""
-        if self._base is None:
-            for cached in self._cache.versions():
-                if plan.describes(cached.directory, {name: file.nbytes for name, file in cached.files.items()}):
-                    if cached.is_intact(runtime_of(self._context).io_threads):
-                        self._base = LocalVersion.open(cached, plan)
-                        break
-                    logger.warning("%s is damaged, and is not used", cached.directory)
-        return self._base
+    def _restored(self, plan: FilePlan) -> LocalVersion | None:
+        """Return the newest intact version in the cache that has the same files as a plan; None if there is none."""
+        for cached in self._cache.versions():
+            if plan.describes(cached.directory, {name: file.nbytes for name, file in cached.files.items()}):
+                if cached.is_intact(self._threads):
+                    return LocalVersion.open(cached, plan)
+                logger.warning("%s is damaged, and is not used", cached.directory)
+        return None
 
     def _skip(self, number: int, reason: str, is_gone: bool) -> None:
         """Note that a version cannot be read."""
@@ -350,7 +381,7 @@ class Follower:
         before = self._base
         if self._last is None:  # another process yielded the base
             prepared = prepared._replace(changed=all_boxes(prepared.local.plan))
-        version = Version(number, checkpoint.origin.custom, prepared, checkpoint, self._installer)
+        version = Version(prepared, checkpoint, self._installer)
         self._installer.add(version)
         self._base, self._last = prepared.local, number
         self._broken.clear()

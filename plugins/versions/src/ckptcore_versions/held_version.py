@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.tree import TreePath
@@ -35,6 +35,9 @@ class HeldVersion(Protocol):
     def elements(self, path: TreePath, spec: ArraySpec, box: Box) -> HostArray | None:
         """Return a view of the elements of a box; None if the version lacks the array, or not all of it is held.
 
+        The view is valid until the layout releases the item of the snapshot that has the box: then the new elements
+        replace the old.
+
         Args:
             path: the path of the array in the tree.
             spec: the shape and dtype of the new array. An array of another shape or dtype is another array.
@@ -42,6 +45,7 @@ class HeldVersion(Protocol):
         """
 
 
+@runtime_checkable
 class VersionLayout(Layout, Protocol):
     """A layout of versions: writes full versions, and deltas against a held version."""
 

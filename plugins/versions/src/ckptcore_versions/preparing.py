@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ckptcore.builtin.local_calls import SystemCall, allocate, close_descriptor
 from ckptcore.context import Context
+from ckptcore.derivations import Stored
 from ckptcore.errors import StorageFullError
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.loading.reading import check_sizes, incomplete_read
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.transfer import ReadItem, ReadPlan
-from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.checkpoint import Checkpoint, check_additional, naming_additional
 from ckptcore.runtime import runtime_of
-from ckptcore_versions.cache import Cache, CachedFile, CachedVersion
+from ckptcore_versions.cache import Cache, CachedFile
 from ckptcore_versions.held_version import BaseVersion
 from ckptcore_versions.local_files import (
     INDEX_NAME,
@@ -33,39 +32,12 @@ from ckptcore_versions.local_files import (
     map_file,
     pieces,
 )
+from ckptcore_versions.local_version import LocalVersion
+from ckptcore_versions.patched_arrays import PatchedArray
 
-_COPY_BYTES: Final = 64 << 20
-"""Maximum bytes of one call that copies a part of a file in the kernel."""
-
-
-class LocalVersion(NamedTuple):
-    """A complete version in a cache, with its files mapped.
-
-    Attributes:
-        cached: the version.
-        plan: its files.
-        memory: the memory of each file, by name; changes of it stay private.
-    """
-
-    cached: CachedVersion
-    plan: FilePlan
-    memory: Mapping[str, mmap.mmap]
-
-    @classmethod
-    def open(cls, cached: CachedVersion, plan: FilePlan) -> LocalVersion:
-        """Map a version.
-
-        Raises:
-            StorageError
-        """
-        memory = {file.name: map_file(os.path.join(cached.directory, file.name), file.nbytes) for file in plan.files}
-        return cls(cached, plan, memory)
-
-    def parts(self) -> Iterator[tuple[Part, HostArray]]:
-        """Yield each part with its elements."""
-        for file in self.plan.files:
-            for part in file.parts:
-                yield part, array_of(part, self.memory[file.name])
+_GROUP_BYTES: Final = 4 << 20
+"""Bytes of arrays that one thread reads and changes at a time. The chunks of a larger array have threads of their own.
+"""
 
 
 class Prepared(NamedTuple):
@@ -123,13 +95,12 @@ class Preparation:
         if base is not None and base.cached.version == self.version and self.version.digest:
             self._present = base
             return
-        check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
-        if base is not None and base.plan.files != self._plan.files:
-            base = None
+        _check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
         self._directory = self._cache.begin()
         self._create_files()
         self._read_all()
-        self._changed = all_boxes(self._plan) if base is None else self._compare(base)
+        check_additional(self._checkpoint)
+        self._changed = all_boxes(self._plan) if base is None else self._changes(base)
         self._files = self._checksums(base)
 
     def complete(self) -> Prepared:
@@ -184,46 +155,61 @@ class Preparation:
                 close_descriptor(descriptor, path)
 
     def _read_all(self) -> None:
-        """Read all parts from the storage, straight into the mapped files."""
-        checkpoint = self._checkpoint
-        with ExitStack() as closing:
-            parts: list[Part] = []
-            arrays: list[HostArray] = []
-            for file in self._plan.files:
-                memory = map_file(self._path(file.name), file.nbytes, writable=True)
-                for part in file.parts:
-                    if part.box.size:
-                        parts.append(part)
-                        arrays.append(array_of(part, memory))
-            closing.callback(arrays.clear)
-            missing = dict(enumerate(parts))
-            plan = ReadPlan(checkpoint.tree, tuple([ReadItem(part.leaf, part.box) for part in parts]))
-            for number in checkpoint.read(plan, arrays):
-                missing.pop(number, None)
-            for part in missing.values():
-                raise incomplete_read(checkpoint, part.leaf)
+        """Read all parts, straight into the mapped files."""
+        targets: list[tuple[Part, HostArray]] = []
+        for file in self._plan.files:
+            memory = map_file(self._path(file.name), file.nbytes, writable=True)
+            targets += [(part, array_of(part, memory)) for part in file.parts if part.box.size]
+        if self._checkpoint.derived is None:
+            self._read_parts(targets)  # the reader has threads, and plans few large reads
+        else:
+            for_each(self._threads, _groups(targets), self._read_parts)
 
-    def _compare(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
-        """Return the boxes that differ from the base, in pieces."""
-        changed: dict[int, list[Box]] = {}
-        adding = threading.Lock()
+    def _read_parts(self, targets: Sequence[tuple[Part, HostArray]]) -> None:
+        missing = {number: part for number, (part, _) in enumerate(targets)}
+        plan = ReadPlan(self._checkpoint.tree, tuple([ReadItem(part.leaf, part.box) for part, _ in targets]))
+        for number in self._checkpoint.read(plan, [array for _, array in targets]):
+            missing.pop(number, None)
+        for part in missing.values():
+            raise incomplete_read(self._checkpoint, part.leaf)
+
+    def _changes(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
+        """Return the boxes that differ from the base, by leaf: the chunks of deltas, or pieces that were compared."""
+        derived = self._checkpoint.derived
+        changed: dict[int, dict[Box, None]] = {}
+        compared: list[tuple[str, Part]] = []
+        is_from_base = derived is not None and derived.sources[-1].location.display == base.cached.directory
+        for file in self._plan.files:
+            for part in file.parts:
+                derivation = derived.derivations[part.leaf] if is_from_base and derived is not None else None
+                if isinstance(derivation, PatchedArray) and derivation.base is not None:
+                    boxes = [chunk.box for _, chunks in derivation.deltas for chunk in chunks.within(part.box)]
+                    common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
+                    changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
+                elif not isinstance(derivation, Stored):
+                    compared.append((file.name, part))
+        for leaf, box in self._compare(base, compared):
+            changed.setdefault(leaf, {})[box] = None
+        return {leaf: tuple(sorted(boxes)) for leaf, boxes in sorted(changed.items()) if boxes}
+
+    def _compare(self, base: LocalVersion, parts: Sequence[tuple[str, Part]]) -> list[tuple[int, Box]]:
+        """Return the leaf and the box of each piece of parts, given with their files, that differs from the base."""
+        changed: list[tuple[int, Box]] = []
+        memory = {file.name: map_file(self._path(file.name), file.nbytes) for file in self._plan.files}
 
         def compare(piece: tuple[Part, HostArray, HostArray, Box]) -> None:
             part, old, new, box = piece
             if not np.array_equal(_bytes(box_of(old, part.box, box)), _bytes(box_of(new, part.box, box))):
-                with adding:
-                    changed.setdefault(part.leaf, []).append(box)
+                changed.append((part.leaf, box))  # atomic
 
         def all_pieces() -> Iterator[tuple[Part, HostArray, HostArray, Box]]:
-            for file in self._plan.files:
-                memory = map_file(self._path(file.name), file.nbytes)
-                for part in file.parts:
-                    old, new = array_of(part, base.memory[file.name]), array_of(part, memory)
-                    for box in pieces(part.box, part.spec.numpy_dtype.itemsize):
-                        yield part, old, new, box
+            for name, part in parts:
+                old, new = array_of(part, base.memory[name]), array_of(part, memory[name])
+                for box in pieces(part.box, part.spec.numpy_dtype.itemsize):
+                    yield part, old, new, box
 
         for_each(self._threads, all_pieces(), compare)
-        return {leaf: tuple(sorted(boxes)) for leaf, boxes in sorted(changed.items())}
+        return changed
 
     def _checksums(self, base: LocalVersion | None) -> dict[str, CachedFile]:
         """Return the files with the checksums of their blocks. Computes those of blocks that changed."""
@@ -237,6 +223,31 @@ class Preparation:
                     checksums = checksums_of_file(memory, self._threads, _blocks(file.parts, self._changed), before)
                 files[file.name] = CachedFile(file.nbytes, checksums)
         return files
+
+
+def _groups(targets: Sequence[tuple[Part, HostArray]]) -> Iterator[Sequence[tuple[Part, HostArray]]]:
+    """Divide parts into groups of about `_GROUP_BYTES`."""
+    group: list[tuple[Part, HostArray]] = []
+    nbytes = 0
+    for part, array in targets:
+        group.append((part, array))
+        nbytes += part.nbytes
+        if nbytes >= _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
+    """Check that arrays are stored completely, except in a local version. See `check_sizes`."""
+    if checkpoint.derived is None:
+        check_sizes(checkpoint, wanted)
+        return
+    for number, stored in checkpoint.derived.stored(sorted(wanted)).items():
+        source = checkpoint.derived.sources[number]
+        with naming_additional(source) if number else nullcontext():
+            _check_sizes(source, stored)
 
 
 def all_boxes(plan: FilePlan) -> dict[int, tuple[Box, ...]]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore_versions.installing import Installer
+from ckptcore_versions.labels import VersionLabels, labels_in
 from ckptcore_versions.preparing import Prepared
 
 
@@ -21,8 +21,7 @@ class Version:
 
     Attributes:
         number: its number.
-        labels: the metadata that its publisher stored with it.
-        digest: the SHA-256 of its root, in hex digits; empty if other software wrote it.
+        labels: its labels. If it is not of a `Publisher`, the run is empty; if other software wrote it, the digest too.
         directory: the path of its files, a directory of safetensors files that other software can load. It exists until
             the follower yields the second version after this one.
         changed: by name of an array, the boxes that differ from the version that the follower yielded before, in
@@ -34,27 +33,18 @@ class Version:
         written_bytes: the bytes that the last `load_into` wrote.
     """
 
-    def __init__(
-        self,
-        number: int,
-        labels: Mapping[str, JSON],
-        prepared: Prepared,
-        checkpoint: Checkpoint,
-        installer: Installer,
-    ) -> None:
+    def __init__(self, prepared: Prepared, checkpoint: Checkpoint, installer: Installer) -> None:
         """Describe a prepared version.
 
         Args:
-            number: its number.
-            labels: the metadata of its publisher.
             prepared: its files.
             checkpoint: the version; only its tree is used.
             installer: writes it into weights.
         """
         local = prepared.local
-        self.number = number
-        self.labels = labels
-        self.digest = local.cached.version.digest
+        self.number = local.cached.version.number
+        run, _, step, tensors = labels_in(checkpoint.origin.custom) or ("", self.number, None, {})
+        self.labels = VersionLabels(run, self.number, step, local.cached.version.digest, tensors)
         self.directory = local.cached.directory
         names = local.plan.names
         self.changed: Mapping[str, tuple[Box, ...]] = {

@@ -1,0 +1,124 @@
+"""Local versions: complete versions in a cache, which are bases of newer ones."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.commit.location import Location, resolve_location
+from ckptcore.commit.root import Root
+from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointError
+from ckptcore.io.chunk_reads import StoredFormat
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata
+from ckptcore.opening.bases import with_chain
+from ckptcore.opening.checkpoint import Checkpoint, reader_of
+from ckptcore.opening.foreign import inspect_tree
+from ckptcore.opening.open_checkpoints import open_tree
+from ckptcore.planning import ChunkColumns
+from ckptcore.protocols import BaseReference
+from ckptcore.runtime import runtime_of
+from ckptcore_versions.cache import CachedVersion
+from ckptcore_versions.local_files import FilePlan, Part, array_of, map_file
+
+
+class LocalVersion(NamedTuple):
+    """A complete version in a cache, with its files mapped.
+
+    Attributes:
+        cached: the version.
+        plan: its files.
+        memory: the memory of each file, by name; changes of it stay private.
+    """
+
+    cached: CachedVersion
+    plan: FilePlan
+    memory: Mapping[str, mmap.mmap]
+
+    @classmethod
+    def open(cls, cached: CachedVersion, plan: FilePlan) -> LocalVersion:
+        """Map a version.
+
+        Raises:
+            StorageError
+        """
+        memory = {file.name: map_file(os.path.join(cached.directory, file.name), file.nbytes) for file in plan.files}
+        return cls(cached, plan, memory)
+
+    def as_checkpoint(self, tree: TreeMetadata, context: Context) -> Checkpoint:
+        """Return the files as an open checkpoint, which has only the boxes that they have. Reads verify their blocks.
+
+        Args:
+            tree: the tree of the version, or that of another version with the same plan.
+            context: options.
+        """
+        columns = ChunkColumns()
+        for file in self.plan.files:
+            for part in file.parts:
+                columns.add(part.leaf, file.name, part.offset, part.box)
+        objects = {name: ObjectRecord(name, file.nbytes, file.checksums) for name, file in self.cached.files.items()}
+        location = resolve_location(self.cached.directory, runtime_of(context).storages)
+        stored = StoredFormat(SafetensorsLayout(), columns.to_json())
+        store = reader_of(location.store, objects, context)
+        return Checkpoint(location, read_version(location), None, stored, tree, store)
+
+    def parts(self) -> Iterator[tuple[Part, HostArray]]:
+        """Yield each part with its elements."""
+        for file in self.plan.files:
+            for part in file.parts:
+                yield part, array_of(part, self.memory[file.name])
+
+    def _copy_of(self, tree: TreeMetadata, context: Context, reference: BaseReference) -> Checkpoint | None:
+        """Return the files as an open checkpoint if they are those of a base; None otherwise."""
+        version = self.cached.version
+        is_same = (reference.save_id, reference.digest) == (version.save_id, version.digest)
+        if not is_same or (not version.digest and reference.name != version.name):
+            return None
+        return self.as_checkpoint(tree, context)
+
+
+def open_from_base(
+    location: Location,
+    version: LocationVersion,
+    context: Context,
+    find_base: Callable[[Checkpoint], LocalVersion | None],
+) -> Checkpoint:
+    """Open a version. If a local version is in its chain, the arrays are computed from the files of that one.
+
+    Args:
+        location: the location.
+        version: its version.
+        context: options.
+        find_base: returns a local version with the same files; called with the version, without its base.
+
+    Raises:
+        Errors of `open_tree`.
+    """
+    link = _open_link(location, version, context)
+    base = None if link is None else find_base(link)
+    if link is None or base is None:
+        return open_tree(location, version, context)
+    return with_chain(link, context, known=functools.partial(base._copy_of, link.tree, context))
+
+
+def _open_link(location: Location, version: LocationVersion, context: Context) -> Checkpoint | None:
+    """Return a version as if it stored all arrays itself; None if it has no base, or cannot be opened."""
+    if isinstance(version.root, str):
+        return None
+    try:
+        if version.root is None:
+            link = inspect_tree(location, version, context)
+        else:
+            root = parse_root(location.store, version.root, location.display)
+            if not isinstance(root, Root) or not root.layout or root.role == "member" or root.references.leaf:
+                return None
+            link = Checkpoint.of_root(location, version, root, context)
+        return None if link.layout.base(link.tree, link.state) is None else link
+    except CheckpointError:
+        return None  # `open_tree` raises it

@@ -1,0 +1,382 @@
+"""The saves of versions: their base, the copy that becomes the next base, and their commit."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckptcore_incremental.based_commits import BasedCommit, import_locks
+
+from ckptcore.commit.root import Base, CompositeRoot, Root
+from ckptcore.commit.stored_root import parse_root, root_bytes
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedLeafError,
+    UnsupportedVersionError,
+)
+from ckptcore.events import logger_named
+from ckptcore.loading.reading import incomplete_read
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.transfer import WritePlan
+from ckptcore.model.tree import JSON, TreePath
+from ckptcore.opening.bases import base_location
+from ckptcore.opening.checkpoint import Checkpoint, naming_arrays
+from ckptcore.opening.open_checkpoints import open_checkpoint
+from ckptcore.planning import plan_read
+from ckptcore.protocols import SaveCommit, Snapshot
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.descriptions import TreeDescription
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, TreeCaptured
+from ckptcore.saving.writing import PlainSave
+from ckptcore.select import Selection
+from ckptcore_versions.chains import Chain, ChainVersion
+from ckptcore_versions.held_version import BaseVersion, VersionLayout
+from ckptcore_versions.held_weights import HeldWeights
+from ckptcore_versions.labels import labels_in, metadata_of, name_of
+from ckptcore_versions.selecting import selected
+from ckptcore_versions.version_directory import VersionDirectory
+
+logger = logger_named("ckptcore.versions")
+
+
+class VersionRequest(NamedTuple):
+    """The arguments of one publish.
+
+    Attributes:
+        number: the number of the version.
+        step: its training step; None if unknown.
+        latest: the number of the newest committed version; None if there is none.
+        full: True to write a full version.
+    """
+
+    number: int
+    step: int | None
+    latest: int | None
+    full: bool
+
+
+@dataclass(slots=True)
+class Publications:
+    """The publishes of one process: the options of all, and what one leaves for the next.
+
+    Attributes:
+        directory: the directory of the versions.
+        layout: the layout of the versions.
+        held: the copy of the newest version.
+        full_every: the most versions of a chain.
+        run: the name of the run; None: that of the newest version, or a new one.
+        select: the leaves of each version; None: all.
+        digests: True to label each array with a digest.
+        chain: the newest chain. Used on the leader.
+        request: the publish that begins now. Set on the thread that calls `Publisher.publish`.
+    """
+
+    directory: VersionDirectory
+    layout: VersionLayout
+    held: HeldWeights
+    full_every: int
+    run: str | None
+    select: Selection | None
+    digests: bool
+    chain: Chain = field(default_factory=Chain)
+    request: VersionRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSave(PlainSave):
+    """Save a version: a delta against the newest version, or a full version. See `SaveStrategy`.
+
+    Attributes:
+        publications: the publishes of this process.
+        request: the arguments of this one.
+    """
+
+    publications: Publications
+    request: VersionRequest
+
+    def prepare(self, draft: SaveDraft) -> Save:
+        """Choose the base, plan the version, and hold the elements of the base.
+
+        Raises:
+            TreeMismatchError: nothing is selected.
+            UnsupportedLeafError: an array needs a digest, and no process holds all of it.
+            InsufficientMemoryError, StorageFullError: there is no memory for the copy.
+            CheckpointError: the storage failed.
+        """
+        agreement, publications = draft.save.agreement, self.publications
+        if publications.select is not None:
+            (description,) = draft.descriptions
+            assert isinstance(description, TreeDescription)  # versions are saved as one tree
+            plugins = runtime_of(draft.save.context).registry
+            draft = draft._replace(descriptions=[selected(description, publications.select, plugins)])
+        decided: Any = agreement.lead("base", lambda: self._choose_base(draft.save.context))
+        base = None if decided is None else BaseVersion(*decided)
+        save = PlainSave.prepare(self, draft)
+        plan = save.parts[0].plan
+        with agreement.stage("hold", meaning=NOTHING_COMMITTED) as stage:
+            damage = self._hold(plan, base, draft.save.context)
+            stage.payload = {"damage": damage, "whole": _whole_leaves(plan) if publications.digests else []}
+        payloads: Sequence[Any] = stage.payloads
+        if publications.digests:
+            agreement.lead("digests", lambda: _refuse_divided(plan, [payload["whole"] for payload in payloads]))
+        damages = agreement.lead("damage", lambda: [each["damage"] for each in payloads if each["damage"] is not None])
+        if damages:
+            assert base is not None  # a full version reads nothing
+            if agreement.rank == 0:
+                logger.warning(
+                    "version %d cannot be read, so version %d is written as a full version: %s",
+                    base.number, self.request.number, damages[0],
+                )  # fmt: skip
+            base = None
+            with agreement.stage("hold all", meaning=NOTHING_COMMITTED):
+                self._hold(plan, None, draft.save.context)
+        save.parts[0].layout = publications.layout.against(None if base is None else publications.held)
+        location = save.target.location
+        bases = [] if base is None else [Base(base.name, base.save_id)]
+        import_locks([base_location(location, each, save.context) for each in bases])
+        return save._replace(strategy=_BasedVersion(publications, self.request, base))
+
+    def _choose_base(self, context: Context) -> list[JSON] | None:
+        """Return the fields of the base; None for a full version. Called on the leader."""
+        publications, latest, directory = self.publications, self.request.latest, self.publications.directory
+        if latest is None:
+            publications.chain = Chain()
+            return None
+        data = root_bytes(directory.store_of(latest))
+        try:
+            if data is None:
+                raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
+            known = publications.chain.versions
+            if not known or (known[-1].number, known[-1].save_id) != directory.identity_of(latest):
+                publications.chain = _chain_of(directory, latest, data, publications.layout.name, context)
+        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
+            logger.warning(
+                "version %d cannot be read, so version %d is written as a full version: %s",
+                latest, self.request.number, error,
+            )  # fmt: skip
+            publications.chain = Chain()
+            return None
+        if self.request.full or publications.chain.needs_full(publications.full_every):
+            return None
+        assert data is not None
+        save_id = publications.chain.versions[-1].save_id
+        return list(BaseVersion(directory.name(latest), save_id, hashlib.sha256(data).hexdigest(), latest))
+
+    def _hold(self, plan: WritePlan, base: BaseVersion | None, context: Context) -> str | None:
+        """Hold the base. Return the reason if it cannot be read."""
+
+        def read(boxes: Sequence[tuple[TreePath, ArraySpec, Box]], buffers: Sequence[HostArray]) -> list[bool]:
+            assert base is not None  # a full version reads nothing
+            location = self.publications.directory.location_of(base.number)
+            return _read_base(open_checkpoint(location, context), base, boxes, buffers) if boxes else []
+
+        try:
+            self.publications.held.hold(plan, base, read)
+        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _BasedVersion(VersionSave):
+    """A planned version.
+
+    Attributes:
+        base: its base; None for a full version.
+    """
+
+    base: BaseVersion | None
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of the version."""
+        return _VersionCommit(save, self.publications, self.request, self.base)
+
+
+class _VersionCommit(BasedCommit):
+    """Commit of a version. Pins the base until the version is committed, and then holds the version."""
+
+    def __init__(
+        self, save: Save, publications: Publications, request: VersionRequest, base: BaseVersion | None
+    ) -> None:
+        bases = [] if base is None else [Base(base.name, base.save_id)]
+        super().__init__(save, bases, [base_location(save.target.location, each, save.context) for each in bases])
+        self._publications = publications
+        self._request = request
+        self._is_full = base is None
+        self._digests: dict[str, str] = {}
+        self._run = ""
+        self._nbytes = 0
+
+    def claim(self) -> None:
+        """Claim the location, and let the written elements replace those of the base. See `SaveCommit`."""
+        super().claim()
+        part = self._save.parts[0]
+        assert isinstance(part.captured, TreeCaptured)  # no workers hold boxes: `Publisher` refuses them
+        digests = self._digests if self._publications.digests else None
+        snapshot = _ReplacingSnapshot(part.captured.snapshot, self._publications.held, digests)
+        part.captured = part.captured._replace(snapshot=snapshot)
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """Collect the digests of all processes, then commit. See `SaveCommit`."""
+        if self._publications.digests:
+            with self._save.agreement.part("digests").stage("digests", meaning=NOTHING_COMMITTED) as stage:
+                stage.payload = dict(self._digests)
+            collected: Sequence[Any] = stage.payloads
+            for digests in collected:
+                self._digests.update(digests)
+        super().commit(payloads)
+
+    def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
+        """Return the root with the labels of the version."""
+        root = super()._completed(root)
+        assert isinstance(root, Root)  # a version is one tree
+        publications, request = self._publications, self._request
+        self._run = publications.run or publications.chain.run or uuid.uuid4().hex
+        self._nbytes = sum([record.size for record in root.objects.values()])
+        labels = metadata_of(self._run, request.number, request.step, self._digests)
+        return replace(root, custom={**root.custom, **labels})
+
+    def settle(self, error: Exception | None) -> None:
+        """Settle the save. If the version is committed, hold it."""
+        super().settle(error)
+        publications, number, save_id = self._publications, self._request.number, self._save.info.save_id
+        publications.held.committed(number, save_id)
+        publications.chain.add(ChainVersion(number, save_id, self._nbytes), is_full=self._is_full)
+        publications.chain.run = self._run
+
+
+class _ReplacingSnapshot:
+    """Snapshot that replaces the elements of the base by those of the version, once they are written. See `Snapshot`.
+
+    A layout reads the held elements of an item before it releases the item.
+    """
+
+    def __init__(self, snapshot: Snapshot, held: HeldWeights, digests: dict[str, str] | None) -> None:
+        """`digests` gets the digest of each array that this process writes as a whole; None: compute none."""
+        self.plan = snapshot.plan
+        self._snapshot = snapshot
+        self._held = held
+        self._digests = digests
+        self._taken: dict[int, Sequence[HostArray]] = {}
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        arrays = self._taken[item] = self._snapshot.take(item)
+        return arrays
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        arrays = self._taken.pop(item, None)
+        if arrays is not None:  # otherwise the writer failed before it took the item
+            path = self.plan.tree.paths[self.plan.items[item].leaf]
+            self._held.replace(path, arrays)
+            if self._digests is not None and (pieces := self._held.pieces(path)) is not None:
+                digest = hashlib.sha256()
+                for piece in pieces:
+                    digest.update(piece)
+                self._digests[name_of(path)] = digest.hexdigest()
+        self._snapshot.release(item)
+
+
+def _whole_leaves(plan: WritePlan) -> list[JSON]:
+    """Return the arrays that this process writes as a whole."""
+    return [item.leaf for item in plan.items if sum([box.size for box in item.boxes]) == item.spec.size]
+
+
+def _refuse_divided(plan: WritePlan, whole: Sequence[Sequence[int]]) -> None:
+    """Refuse digests of arrays that no process writes as a whole. Called on the leader.
+
+    Args:
+        plan: the plan of any process.
+        whole: for each process, the arrays that it writes as a whole.
+
+    Raises:
+        UnsupportedLeafError
+    """
+    tree, covered = plan.tree, {leaf for leaves in whole for leaf in leaves}
+    divided = [
+        name_of(tree.paths[leaf])
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ArrayRecord) and leaf not in tree.aliases and leaf not in covered
+    ]
+    if divided:
+        raise UnsupportedLeafError(
+            f"{', '.join(divided[:20])}: no process holds all of the array, and its digest needs all of its elements. "
+            f"Use a Publisher without digests=True. {NOTHING_COMMITTED.capitalize()}"
+        )
+
+
+def _chain_of(directory: VersionDirectory, number: int, data: bytes, layout: str, context: Context) -> Chain:
+    """Return the chain of a version. Reads one root for each version of the chain.
+
+    Args:
+        directory: the directory of the versions.
+        number: the number of the version.
+        data: its root.
+        layout: the layout of the next version. A chain has one layout, but for its full version.
+        context: options.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError: a version cannot be read.
+    """
+    versions: list[ChainVersion] = []
+    run = ""
+    at: int | None = number
+    while at is not None:
+        root = parse_root(directory.store_of(at), data, directory.name(at))
+        if not isinstance(root, Root) or (root.references.bases and root.layout != layout):
+            return Chain()
+        if at == number and (stored := labels_in(root.custom)) is not None:
+            run = stored[0]
+        versions.insert(0, ChainVersion(at, root.save_id, sum([record.size for record in root.objects.values()])))
+        at = directory.base_of(at)
+        if at is not None:
+            if at >= versions[0].number:
+                raise CorruptCheckpointError(f"version {versions[0].number} names version {at} as its base")
+            base = root_bytes(directory.store_of(at))
+            if base is None:
+                raise CheckpointNotFoundError(f"version {at}, which version {versions[0].number} needs, was deleted")
+            data = base
+    return Chain(versions, run)
+
+
+def _read_base(
+    checkpoint: Checkpoint,
+    base: BaseVersion,
+    boxes: Sequence[tuple[TreePath, ArraySpec, Box]],
+    buffers: Sequence[HostArray],
+) -> list[bool]:
+    """Read boxes of a base. See `ReadBase`.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or another checkpoint than expected.
+    """
+    data = checkpoint.version.root
+    if not isinstance(data, bytes) or hashlib.sha256(data).hexdigest() != base.digest:
+        raise CorruptCheckpointError(f"{checkpoint.location.display} is not the version that this run published last")
+    tree = checkpoint.tree
+    leaves = {path: leaf for leaf, path in enumerate(tree.paths)}
+
+    def leaf_of(path: TreePath, spec: ArraySpec) -> int | None:
+        leaf = leaves.get(path)
+        record = None if leaf is None else tree.leaves[leaf]
+        return leaf if isinstance(record, ArrayRecord) and record.spec == spec else None
+
+    numbers = [leaf_of(path, spec) for path, spec, _ in boxes]
+    stored = [
+        (leaf, box, buffer)
+        for leaf, (_, _, box), buffer in zip(numbers, boxes, buffers, strict=True)
+        if leaf is not None
+    ]
+    with naming_arrays(checkpoint):
+        plan = plan_read(tree, [(leaf, (box,)) for leaf, box, _ in stored])
+        missing = set(range(len(stored))).difference(checkpoint.read(plan, [buffer for _, _, buffer in stored]))
+    if missing:
+        raise incomplete_read(checkpoint, stored[min(missing)][0])
+    return [leaf is not None for leaf in numbers]

@@ -1,0 +1,246 @@
+"""Versions of one process: deltas, their numbers, full versions, restarts, and publishes that fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_testing.faults import FaultPlan, FullAfter
+from ckptcore_testing.locations import faulty_context, new_place, store_at, through
+from ckptcore_testing.trees import same_value
+
+import ckptcore
+from ckptcore import select
+from ckptcore.errors import (
+    BackgroundSaveError,
+    DirectoryInUseError,
+    StorageFullError,
+    TreeMismatchError,
+)
+from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
+from plugins.versions.tests.toy_deltas import ToyDeltas
+
+
+@pytest.fixture(params=["file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new directory of versions: on a file system, which has renames, or in memory, with conditional puts."""
+    return new_place(request.param, tmp_path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_each_version_has_the_weights_that_were_published(place: str, background: bool) -> None:
+    with publisher(place) as versions:
+        for number in (1, 2, 5):
+            given = weights(number)
+            versions.publish(number, given, background=background)
+            given["embedding"][:] = 7  # the weights may change now
+            given["layers"][0]["w"][:] = 7
+        versions.wait()
+        assert versions.latest == 5
+    assert [base_of(place, number) for number in (1, 2, 5)] == [None, 1, 2]
+    for number in (1, 2, 5):
+        assert same_value(load(place, number), weights(number))
+        ckptcore.verify(location(place, number), context=CONTEXT)
+
+
+@pytest.mark.parametrize("number", [7, 6, 0])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_number_that_is_not_higher_than_the_newest_is_refused(number: int, background: bool, place: str) -> None:
+    with publisher(place) as versions:
+        versions.publish(7, weights(7), background=True)
+        with pytest.raises(ValueError, match=rf"version={number}: .*version 7 already.*publish version 8"):
+            versions.publish(number, weights(1), background=background)
+        versions.publish(8, weights(8))
+    assert same_value(load(place, 8), weights(8))
+    with publisher(place) as versions, pytest.raises(ValueError, match="version 8 already"):
+        versions.publish(number, weights(1))
+
+
+@pytest.mark.parametrize(("every", "full"), [(1, [1, 2, 3, 4, 5]), (3, [1, 4]), (50, [1])])
+def test_a_version_is_full_after_a_number_of_deltas(every: int, full: list[int], place: str) -> None:
+    with publisher(place, full_every=every) as versions:
+        for number in range(1, 4):
+            versions.publish(number, {"w": np.arange(1000.0), "bias": np.arange(number)})
+    with publisher(place, full_every=every) as versions:  # a restart does not begin to count again
+        for number in range(4, 6):
+            versions.publish(number, {"w": np.arange(1000.0), "bias": np.arange(number)})
+    assert [number for number in range(1, 6) if base_of(place, number) is None] == full
+
+
+def test_a_version_is_full_once_the_deltas_take_as_many_bytes_as_a_full_version(place: str) -> None:
+    """The layout of this test stores deltas without compression, so that one delta is as long as a full version."""
+    with publisher(place, layout=ToyDeltas(padding=0)) as versions:
+        for number in range(1, 6):
+            versions.publish(number, weights(number))
+    assert [base_of(place, number) for number in range(1, 6)] == [None, 1, None, 3, None]
+
+
+def test_a_full_version_on_request_needs_no_earlier_version(place: str) -> None:
+    with publisher(place) as versions:
+        versions.publish(1, weights(1))
+        versions.publish(2, weights(2), full=True)
+        versions.publish(3, weights(3))
+    assert [base_of(place, number) for number in (1, 2, 3)] == [None, None, 2]
+    ckptcore.delete(location(place, 1))
+    assert same_value(load(place, 3), weights(3))
+
+
+def test_arrays_may_come_go_and_change_their_shape(place: str) -> None:
+    states: list[dict[str, Any]] = [
+        {"a": np.arange(4.0), "b": np.arange(6)},
+        {"a": np.arange(5.0), "c": np.arange(3)},
+        {"a": np.arange(5.0) + 1, "b": np.arange(6), "c": np.arange(3.0)},
+    ]
+    with publisher(place, full_every=9) as versions:
+        for number, state in enumerate(states, 1):
+            versions.publish(number, {**state, "w": np.zeros(1000)})
+    assert [base_of(place, number) for number in (1, 2, 3)] == [None, 1, 2]
+    for number, state in enumerate(states, 1):
+        assert same_value(load(place, number), {**state, "w": np.zeros(1000)})
+
+
+def test_selected_leaves_alone_are_versions(place: str) -> None:
+    """Adapters are published for engines that hold the weights below them."""
+    tied = np.zeros(3)
+
+    def model(number: int) -> dict[str, Any]:
+        return {
+            "base": {"w": np.zeros((50, 50)), "tied": tied},
+            "lora": {"a": np.full((2, 50), number), "tied": tied, "rank": 2},
+            "layers": [np.zeros(4), {"lora": np.full(3, number)}],
+        }
+
+    with publisher(place, select=select.glob("**/lora", "lora")) as versions:
+        versions.publish(1, model(1))
+        versions.publish(2, model(2))
+    assert base_of(place, 2) == 1
+    for number in (1, 2):
+        whole = model(number)
+        assert same_value(load(place, number), {"lora": whole["lora"], "layers": {1: whole["layers"][1]}})
+
+
+def test_a_selection_of_nothing_is_refused(place: str) -> None:
+    with publisher(place, select=select.glob("adapter")) as versions:
+        with pytest.raises(TreeMismatchError, match="no weights to publish"):
+            versions.publish(1, weights(1))
+        assert versions.latest is None
+
+
+def test_a_restarted_trainer_continues_from_the_last_version(place: str) -> None:
+    with publisher(place, run="first") as versions:
+        versions.publish(1, weights(1))
+    with publisher(place) as versions:
+        versions.publish(2, weights(2))
+    assert base_of(place, 2) == 1
+    assert same_value(load(place, 2), weights(2))
+
+
+def test_a_second_trainer_is_refused(place: str) -> None:
+    with publisher(place) as versions:
+        versions.publish(1, weights(1))
+        with pytest.raises(DirectoryInUseError):
+            publisher(place)
+
+
+def _flip(place: str, number: int) -> None:
+    """Damage an array of a version."""
+    store = store_at(location(place, number))
+    key = next(key for key in store.list() if key.startswith("0"))
+    data = bytearray(store.get(key))
+    data[5] ^= 1
+    store.put(key, bytes(data))
+
+
+def _cut_root(place: str, number: int) -> None:
+    store = store_at(location(place, number))
+    store.put("checkpoint.json", store.get("checkpoint.json")[:-20])
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut_root])
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_restarted_trainer_writes_a_full_version_if_the_last_one_is_damaged(
+    damage: Callable[[str, int], None], damaged: int, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with publisher(place) as versions:
+        versions.publish(1, {"w": np.arange(1000)})
+        versions.publish(2, {"w": np.arange(1000) + 2})
+    damage(place, damaged)
+    with publisher(place, full_every=9) as versions:
+        versions.publish(3, {"w": np.arange(1000) + 3})
+        versions.publish(4, {"w": np.arange(1000) + 4})
+    assert [base_of(place, number) for number in (3, 4)] == [None, 3]
+    assert "version 3 is written as a full version" in caplog.text
+    assert same_value(load(place, 4), {"w": np.arange(1000) + 4})
+
+
+class _Broken(Exception):
+    """The layout failed."""
+
+
+def test_a_publish_that_fails_in_the_middle_is_repeated(place: str) -> None:
+    """Some elements of the base were replaced already, so the base is read again."""
+    fails = False
+
+    def take(name: str) -> None:
+        if fails and name == "layers/0/w":
+            raise _Broken
+
+    with publisher(place, layout=ToyDeltas(taking=take), full_every=9) as versions:
+        versions.publish(1, weights(1), full=True)
+        fails = True
+        for number in (2, 3):
+            with pytest.raises(_Broken):
+                versions.publish(number, weights(number))
+        assert versions.latest == 1
+        fails = False
+        versions.publish(3, weights(3))
+        versions.publish(4, weights(4), background=True).result()
+        fails = True
+        versions.publish(5, weights(5), background=True)
+        with pytest.raises(BackgroundSaveError, match="v000005 failed"):
+            versions.publish(6, weights(6))
+        fails = False
+        versions.publish(6, weights(6))
+    assert same_value(load(place, 3), weights(3))
+    assert same_value(load(place, 6), weights(6))
+
+
+def test_a_full_disk_fails_one_version_only(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan = FaultPlan(FullAfter((1 << 20) + 30_000))
+    context = faulty_context(place, plan)
+    context = ckptcore.Context(
+        plugins=ckptcore.context.PluginOptions(extra=[*context.plugins.extra, *CONTEXT.plugins.extra]),
+        io=context.io,
+        durability="none",
+    )
+    caplog.set_level(logging.ERROR)
+    with publisher(through(place), context=context) as versions:
+        versions.publish(1, {"w": np.zeros(2000)})
+        with pytest.raises(StorageFullError, match="full"):
+            versions.publish(2, {"w": np.ones(2000)})
+        plan._room = None
+        versions.publish(2, {"w": np.full(2000, 2.0)})
+    assert base_of(place, 2) == 1
+    assert same_value(load(place, 2), {"w": np.full(2000, 2.0)})
+
+
+def test_wrong_arguments_are_refused(place: str) -> None:
+    with pytest.raises(ValueError, match="full_every=0"):
+        publisher(place, full_every=0)
+    with pytest.raises(TypeError, match="select='lora'"):
+        publisher(place, select="lora")
+    with pytest.raises(TypeError, match="cannot write versions"):
+        publisher(place, layout="safetensors")
+    with publisher(place) as versions:
+        with pytest.raises(TypeError, match="version='1'"):
+            versions.publish("1", weights(1))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"step=1\.5"):
+            versions.publish(1, weights(1), step=1.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="step -1"):
+            versions.publish(-1, weights(1))
+        assert versions.latest is None
+    assert "v000001" not in store_at(place).list_names()
