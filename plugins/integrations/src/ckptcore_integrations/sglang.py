@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from ckptcore_integrations.engine_server import EngineServer
 from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
@@ -23,7 +23,7 @@ class SGLangEngine(Engine):
         remedy: what to do if its weights may be a mixture of two versions.
     """
 
-    remedy: Final = "Install a version again, which replaces all weights, or restart the server"
+    remedy = "Install a version again, which replaces all weights, or restart the server"
 
     def __init__(
         self,
@@ -100,7 +100,9 @@ class SGLangEngine(Engine):
 
     def checksum(self) -> str:
         """See `Engine`."""
-        checksum = _text(self.name, self._server.post("/weights_checker", {"action": "checksum"}), "per_engine_checksum")
+        checksum = _text(
+            self.name, self._server.post("/weights_checker", {"action": "checksum"}), "per_engine_checksum"
+        )
         if checksum is None:
             raise EngineError(f"{self.name}: the server has no checksum of its weights")
         return checksum

@@ -31,7 +31,7 @@ class VLLMEngine(Engine):
         remedy: what to do if its weights may be a mixture of two versions.
     """
 
-    remedy: Final = "Restart the server: a worker that failed during an update cannot be used"
+    remedy = "Restart the server: a worker that failed during an update cannot be used"
 
     def __init__(
         self,

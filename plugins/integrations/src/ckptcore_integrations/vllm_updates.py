@@ -18,7 +18,6 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import TargetUndefinedError
-from ckptcore.results import StoredTree
 from ckptcore_integrations.stored_weights import WeightReader, torch_dtype
 from ckptcore_integrations.vllm import refuse_missing
 
@@ -31,7 +30,7 @@ _ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 
 
 @dataclass
-class CheckedDirectory(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed
+class CheckedDirectory(WeightTransferInitInfo):
     """What ``/init_weight_transfer_engine`` receives.
 
     Attributes:
@@ -42,7 +41,7 @@ class CheckedDirectory(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is
 
 
 @dataclass
-class UpdateDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is not installed
+class UpdateDirectory(WeightTransferUpdateInfo):
     """What ``/update_weights`` receives.
 
     Attributes:
@@ -52,7 +51,7 @@ class UpdateDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM i
     directory: str
 
 
-class DirectoryTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not installed
+class DirectoryTransferEngine(WeightTransferEngine):
     """The part of a worker that replaces its weights by those in a directory of safetensors files.
 
     vLLM loads the files as it loads a checkpoint: layer by layer, into the memory of the parameters, with the division
@@ -77,8 +76,6 @@ class DirectoryTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vL
         """
         self._refuse_undefined()
         with ckptcore.open(_absolute(init_info.directory), context=_ALONE) as tree:
-            if not isinstance(tree, StoredTree):
-                raise ValueError(f"{init_info.directory}: expected arrays by name, found one array")
             for name, stored in tree.items():
                 torch_dtype(str(name), stored.dtype.name)
 
