@@ -34,6 +34,9 @@ __all__ = ["VersionCheckpointEngine"]
 _ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 """Options of a process that publishes or follows alone, though it belongs to a job of several processes."""
 
+_POLL_SECONDS: Final = 0.2
+"""Seconds between listings. The servers are paused meanwhile."""
+
 
 @CheckpointEngineRegistry.register("ckptcore")
 class VersionCheckpointEngine(CheckpointEngineWithCache):
@@ -160,6 +163,14 @@ class VersionCheckpointEngine(CheckpointEngineWithCache):
         for name in list(version.arrays):
             yield name, _tensor(version, name)
 
+    def close(self) -> None:
+        """Release the directory and the cache, as the end of the process does. verl has no such method."""
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._follower is not None:
+            self._follower.close()
+        self._publisher = self._follower = self._version = self._passed_on = None
+
     def _receive(self) -> tuple[Version, Version | None]:
         """Return the version with the expected number, or a newer one, and the one that was yielded before it."""
         if self._follower is None:
@@ -180,7 +191,7 @@ def _in_free_cache(location: str, cache: str) -> Follower:
     """Follow with the first cache that no other process of this host uses. A restarted worker finds its versions."""
     for number in itertools.count():
         try:
-            return follow(location, cache=os.path.join(cache, str(number)), context=_ALONE)
+            return follow(location, cache=os.path.join(cache, str(number)), poll_seconds=_POLL_SECONDS, context=_ALONE)
         except DirectoryInUseError:
             continue
     raise AssertionError  # `count` does not end
