@@ -68,24 +68,20 @@ class CheckpointEngineWithCache(CheckpointEngine):
     async def get_weights(self) -> Any: ...
 
 
-def get_device_name() -> str:
-    """Return the kind of accelerator."""
-    return "cpu"
-
-
 @contextmanager
 def installed() -> Iterator[None]:
     """Let the modules of verl be these classes."""
-    base, device = ModuleType("verl.checkpoint_engine.base"), ModuleType("verl.utils.device")
+    base = ModuleType("verl.checkpoint_engine.base")
     base.__dict__.update(
         CheckpointEngineRegistry=CheckpointEngineRegistry, CheckpointEngineWithCache=CheckpointEngineWithCache
     )
-    device.__dict__.update(get_device_name=get_device_name)
-    modules = {base.__name__: base, device.__name__: device}
-    packages = {name: ModuleType(name) for name in ("verl", "verl.checkpoint_engine", "verl.utils")}
-    sys.modules.update(packages | modules)
+    modules = {name: ModuleType(name) for name in ("verl", "verl.checkpoint_engine")} | {base.__name__: base}
+    names = (*modules, "ckptcore_integrations.verl")
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in (*packages, *modules, "ckptcore_integrations.verl"):
+        for name in names:
             sys.modules.pop(name, None)
+        sys.modules.update(before)

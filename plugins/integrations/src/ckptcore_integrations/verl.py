@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from ckptcore_versions import Follower, Publisher, Version, follow
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
-from verl.utils.device import get_device_name
 
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
@@ -198,8 +197,9 @@ def _in_free_cache(location: str, cache: str) -> Follower:
 
 
 def _tensor(version: Version, name: str) -> torch.Tensor:
-    """Return an array of a version on the accelerator, if verl uses one."""
+    """Return an array of a version, on the accelerator if there is one, as verl's other engines do."""
     array = version.arrays[name]
     assert isinstance(array, np.ndarray)  # whole arrays are followed
     # A copy, because PyTorch has no tensors that cannot be written.
-    return tensor_over(np.array(array), torch_dtype(name, array.dtype.name)).to(get_device_name())
+    tensor = tensor_over(np.array(array), torch_dtype(name, array.dtype.name))
+    return tensor.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else tensor

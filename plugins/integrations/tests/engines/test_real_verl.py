@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from verl.checkpoint_engine import base
-from verl.utils import device
 from verl.utils.import_utils import import_external_libs
 
 from plugins.integrations.tests import fake_verl
@@ -37,11 +36,10 @@ def test_the_fake_classes_have_the_abstract_methods_of_verl(kind: str) -> None:
         assert names(getattr(fake, name)) == names(getattr(real, name)), name
 
 
-def test_the_fake_registry_and_device_have_the_signatures_of_verl() -> None:
+def test_the_fake_registry_has_the_signatures_of_verl() -> None:
     for name in ("register", "new"):
         fake, real = getattr(fake_verl.CheckpointEngineRegistry, name), getattr(base.CheckpointEngineRegistry, name)
         assert names(fake) == names(real), name
-    assert names(fake_verl.get_device_name) == names(device.get_device_name)
 
 
 def test_verl_passes_the_arguments_that_the_engine_takes() -> None:
