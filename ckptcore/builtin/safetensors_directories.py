@@ -10,6 +10,9 @@ stem ``model`` and the variant ``fp16``:
   ``model.safetensors.fp16.index.json``
 
 This module treats a variant as a stem of its own, such as ``model.fp16``.
+
+A directory with the changes of weights relative to another directory, as slime writes it, has an index whose metadata
+has ``delta_encoding``, and tensors of encoded bytes. It is left to the layout `slime`.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ from ckptcore.builtin.safetensors_files import (
     record_of,
     refuse_lost_root,
 )
+from ckptcore.distributions import install_hint
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    UncommittedCheckpointError,
 )
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, unreadable_leaf
 from ckptcore.model.tree import JSON, LEAF, Node
@@ -140,7 +145,12 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
             "one by its own location",
             members,
         )
-    content = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
+    try:
+        content = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
+    except _DeltaError as error:
+        if entry is None and not error.hint:
+            return None  # for the layout `slime`
+        raise
     if content is None:
         return None
     leaves, metadata, unused = content
@@ -166,6 +176,19 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     skeleton = Node("dict", tuple([leaf.name for leaf in leaves]), (LEAF,) * len(leaves))
     tree = TreeMetadata(skeleton, tuple([leaf.record for leaf in leaves]), aliases)
     return Inspection(tree, state, "safetensors", dict(metadata), unused=unused)
+
+
+class _DeltaError(CheckpointNotFoundError):
+    """An index lists changes of weights.
+
+    Attributes:
+        hint: the command that installs the layout that reads them; empty if it is installed.
+    """
+
+    def __init__(self, index: str) -> None:
+        self.hint = install_hint(layout="slime")
+        way = f"install support for the format of slime with {self.hint}" if self.hint else "name the directory"
+        super().__init__(f"{index} lists changes relative to another version, not weights: {way}")
 
 
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
@@ -255,7 +278,22 @@ def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | Non
             f"{', '.join([*indexes.values(), *files])}. Name one of them as the location"
         )
     content = _read_stem(store, stem, indexes, files)
+    if stem not in indexes and _is_changes(content):
+        raise UncommittedCheckpointError(
+            "the files have changes of weights, and their index, which is written last, does not exist: load it later, "
+            "or copy the whole directory"
+        )
     return _with_config(store, content) if stem == _ADAPTER else content
+
+
+def _is_changes(content: _Content) -> bool:
+    """Return True for files of slime: tensors of encoded bytes, each with a checksum under its name in the metadata."""
+    return bool(content.leaves) and all(
+        leaf.name in content.metadata
+        and isinstance(leaf.record, ArrayRecord)
+        and (leaf.record.spec.dtype, len(leaf.record.spec.shape)) == ("uint8", 1)
+        for leaf in content.leaves
+    )
 
 
 def _with_config(store: ReadStore, content: _Content) -> _Content:
@@ -350,7 +388,10 @@ def _join(files: Sequence[_File]) -> _Content:
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
     """Return the files that an index lists by tensor, as keys of the store."""
-    weight_map = parse_json_object(store.get(key), key).get("weight_map")
+    index = parse_json_object(store.get(key), key)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+        raise _DeltaError(key)
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
     directory = key.rpartition("/")[0]

@@ -3,6 +3,7 @@
 - `Stored`: an array of a checkpoint; the other derived arrays are computed from stored arrays
 - `Cut`, `Concatenation`, `Constant`: parts of arrays, joined arrays, constants (`ckptcore.derivations.arrays`)
 - `WholeArray`: base class of arrays that can only be computed as a whole
+- `ChangedArray`: base class of arrays that other arrays change in place
 - `Reshaped`: the same elements in C order with another shape (`ckptcore.derivations.reshaped`)
 - `cast`, `narrow`, `truncate`: other dtypes (`ckptcore.derivations.dtypes`)
 
@@ -11,7 +12,18 @@ array states which boxes of its inputs are needed. So a process reads only the p
 need.
 """
 
-from ckptcore.derivations.arrays import Constant, Stored, WholeArray, concatenate, constant, copy_parts, cut, pad, walk
+from ckptcore.derivations.arrays import (
+    ChangedArray,
+    Constant,
+    Stored,
+    WholeArray,
+    concatenate,
+    constant,
+    copy_parts,
+    cut,
+    pad,
+    walk,
+)
 from ckptcore.derivations.dtypes import (
     PieceIndex,
     accepts_kind_of,
@@ -26,6 +38,7 @@ from ckptcore.derivations.dtypes import (
 from ckptcore.derivations.reshaped import reshape
 
 __all__ = [
+    "ChangedArray",
     "Constant",
     "PieceIndex",
     "Stored",

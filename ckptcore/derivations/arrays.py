@@ -92,6 +92,49 @@ class WholeArray(ABC):
         copy_elements(out, self.compute(parts)[box.slices])
 
 
+class ChangedArray(ABC):
+    """An array that has the elements of another array, changed in place by further arrays, one after the other.
+
+    The first part of `needed` is a box of the first input that contains the requested box. It is read into memory of
+    its own, and then changed as a whole. The other parts are whole inputs. They are read in order, and only a few MiB of
+    them are in memory at a time.
+
+    Attributes:
+        inputs: the array that is changed, and the arrays that change it, which must be `Stored`.
+        spec: shape and dtype of the array, and of its first input.
+    """
+
+    __slots__ = ()
+
+    inputs: tuple[DerivedArray, ...]
+    spec: ArraySpec
+
+    @abstractmethod
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Return the box to change, and the arrays that change it, in order."""
+
+    @abstractmethod
+    def change(self, number: int, part: HostArray, elements: HostArray) -> None:
+        """Change elements.
+
+        Args:
+            number: the number of the part in `needed`, from 1.
+            part: its elements.
+            elements: the elements of part 0 after the changes of the parts before; C-contiguous.
+
+        Raises:
+            CorruptCheckpointError: the part does not fit the elements.
+        """
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """Return None: the elements are changed."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Raise: parts are applied one by one."""
+        raise NotImplementedError("parts of this array are applied one by one")
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A box of an array, as an array of its own.

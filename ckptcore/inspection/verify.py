@@ -400,7 +400,10 @@ class _Verification:
                             stored, leaves = _own_leaves(checkpoint, number)
                             unverified.update([key for leaf in leaves for key, _, _ in stored.index.extents(leaf)])
                 except CorruptCheckpointError as damage:
-                    self._add(damage)
+                    if damage.key is None:  # an array that is computed from a base
+                        self._problems.append(Problem(None, None, None, (path,), str(damage)))
+                    else:
+                        self._add(damage)
                 except UnsupportedLeafError:
                     self._unsupported.append(path)
                 self._advance(record.spec.nbytes)

@@ -398,7 +398,7 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
 
     Chunks that are close to each other are verified in the same way. They are verified by blocks, unless the blocks
     have over 2 % more bytes than the whole chunks and the gaps between them. All chunks are verified by blocks if this
-    adds at most `_SPARE_BLOCKS` blocks to the reads of the object.
+    adds at most `_SPARE_BLOCKS` blocks to the reads of the object, unless their checksums are enough.
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes
@@ -420,7 +420,7 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
     alone: list[_CheckedChunk] = []
     unneeded = sum([max(group.block_bytes - group.chunk_bytes, 0) for group in groups])
     for group in groups:
-        few = unneeded <= _SPARE_BLOCKS * shape.step
+        few = unneeded <= _SPARE_BLOCKS * shape.step and not group.chunks[0].checksum.is_enough
         worth = group.block_bytes * 50 <= (group.chunk_bytes + group.gap_bytes) * 51
         (by_blocks if few or worth else alone).extend(group.chunks)
     return by_blocks, alone

@@ -159,6 +159,13 @@ class Checksum(Protocol):
     def nbytes(self) -> int:
         """Bytes of a checksum in an object: at least one, and equal for every value."""
 
+    @property
+    def is_enough(self) -> bool:
+        """True if no object of another save can be mistaken for the object, because its name has the save id.
+
+        Chunks are then verified by their inline checksums whenever whole blocks have clearly more bytes.
+        """
+
     def of(self, data: memoryview) -> int:
         """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for large views."""
 

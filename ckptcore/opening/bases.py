@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
+from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Base, Root, stored_numbers, stored_tree
 from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
@@ -29,8 +30,11 @@ from ckptcore.opening.derived import derive
 from ckptcore.protocols import BaseReference, ChainLink, DerivedArray
 from ckptcore.runtime import runtime_of
 
-_MAX_LINKS: Final = 1024
+_MAX_LINKS: Final = 1 << 14
 """Maximum number of checkpoints of a chain that have a base."""
+
+_MAX_NAME: Final = 255
+"""Maximum length of the name of a base. It may be hostile, and file systems have this limit."""
 
 _MAX_NESTED: Final = 4
 """Maximum number of updates that are bases of each other through chains."""
@@ -46,15 +50,21 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
     address = location.address
-    if base.is_sibling:
-        identity = f"{address.scheme}:{address.parent}/{base.path}"
+    path = f"{address.parent}/{base.path}"
+    target = real_path(path) if base.is_sibling and address.scheme == "file" else path
+    if base.is_sibling and target == path:
+        identity = f"{address.scheme}:{path}"
         return dataclasses.replace(location, display=display, name=base.path, identity=identity, of_host=False)
     if context.io.bases != "anywhere":
+        display += f" (a link to {target})" if target != path else ""
         raise InvalidLocationError(
             f"{location.display} refers to a base at {display}, but only bases in the same directory are read. If you "
             'trust its author, pass context=Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
             "ckptcore.copy"
         )
+    if target != path:
+        parent, _, name = target.rpartition("/")
+        return open_address(LocationAddress(display, address.scheme, parent, name), runtime_of(context).storages)
     authority = authority_of(address.parent)
     names = [name for name in address.parent[len(authority) :].split("/") if name]
     for name in base.path.split("/"):
@@ -256,7 +266,9 @@ def _base_of(checkpoint: Checkpoint) -> BaseReference | None:
         reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
     except CorruptCheckpointError as error:
         raise type(error)(f"{display}: {error}", key=error.key) from error
-    if reference is not None and not Base(reference.name, reference.save_id).is_sibling:
+    if reference is not None and (
+        len(reference.name) > _MAX_NAME or not Base(reference.name, reference.save_id).is_sibling
+    ):
         raise CorruptCheckpointError(
             f"{display} is stored as differences from {reference.name[:200]!r}: expected the name of a checkpoint in "
             "the same directory. Load another checkpoint"
@@ -282,6 +294,7 @@ def _open_link(referring: Checkpoint, reference: BaseReference, context: Context
         except (CheckpointNotFoundError, CompositeCheckpointError, CorruptCheckpointError) as error:
             raise CorruptCheckpointError(
                 f"{display} is stored as differences from {at.display}, which cannot be read: {error}"
+                f"{'. ' if reference.remedy else ''}{reference.remedy}"
             ) from error
     version, root = read_base(display, at, reference.save_id)
     if not root.layout:

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.derivations import Stored, WholeArray, walk
-from ckptcore.errors import CorruptCheckpointError, TransformError
+from ckptcore.derivations import ChangedArray, Stored, WholeArray, walk
+from ckptcore.errors import CorruptCheckpointError, MissingDistributionError, StorageError, TransformError
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -32,6 +32,9 @@ blocks at both ends are read twice."""
 
 _MAX_BAND_BYTES: Final = 8 << 20
 """Maximum size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
+
+_CHANGES_BYTES: Final = 32 << 20
+"""Maximum bytes of the parts of a `ChangedArray` that are in memory together, unless one part is larger."""
 
 _MAX_REREAD: Final = 1.02
 """Maximum ratio of the bytes read in pieces to the bytes of one read of the whole."""
@@ -146,6 +149,8 @@ class Derived:
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= most_bytes:
             return [whole]
+        if any(isinstance(array, ChangedArray) for array in walk(derivation)):
+            return [whole]
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
         # Only for planning: nothing is read into this memory.
@@ -158,7 +163,9 @@ class Derived:
         """Read and compute a batch, and empty it. Yields the number of each box that is complete."""
         for fill in _read_fills(batch, self._read_stored):
             try:
-                fill.compute()
+                fill.compute(self._read_stored)
+            except (MissingDistributionError, StorageError):
+                raise
             except CorruptCheckpointError as error:
                 path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
                 raise type(error)(f"{path} of {self.sources[0]}: {error}") from error
@@ -173,10 +180,11 @@ class Derived:
                     yield owner
 
     def _read_stored(self, reads: Sequence[_StoredRead]) -> Iterator[int]:
-        for index, source in enumerate(self.sources):
-            numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == index]
-            if not numbers:
-                continue
+        by_source: dict[int, list[int]] = {}
+        for number, read in enumerate(reads):
+            by_source.setdefault(read.array.checkpoint, []).append(number)
+        for index, numbers in sorted(by_source.items()):
+            source = self.sources[index]
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
             plan = plan_read(source.tree, wanted)
             with naming_additional(source) if index else nullcontext():
@@ -212,7 +220,9 @@ class Derived:
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
                 return [*itertools.chain(*parts), *([_Fill.of(derivation, empty)] if empty else [])]
-        if len(filled) == 1 or any(isinstance(array, WholeArray) for array in walk(derivation)):
+        if len(filled) == 1 or any(
+            isinstance(array, WholeArray | ChangedArray) for array in walk(derivation)
+        ):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # separate boxes would read the bytes between their elements several times
@@ -375,6 +385,8 @@ class _Fill:
     held_bytes: int = 0
     _parts: dict[tuple[DerivedArray, Box], HostArray] = field(default_factory=dict)
     _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
+    _read_more: list[_ReadAll] = field(default_factory=list)
+    """The function with which steps read, during `compute`."""
 
     @classmethod
     def of(cls, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> _Fill:
@@ -391,12 +403,18 @@ class _Fill:
         """Bytes that are read. Equal boxes are counted once."""
         return sum({(read.array, read.box): read.buffer.nbytes for read in self.reads}.values())
 
-    def compute(self) -> None:
-        """Run the steps, after all reads."""
-        steps, self.steps = self.steps, []
+    def compute(self, read: _ReadAll) -> None:
+        """Run the steps, after all of `reads`.
+
+        Args:
+            read: reads the parts of a `ChangedArray` that are not in `reads`.
+        """
+        steps, self.steps = self.steps[::-1], []
         self._results.clear()
-        for step in steps:
-            step()
+        self._read_more = [read]
+        while steps:
+            steps.pop()()  # the memory of a step is released before the next step
+        self._read_more.clear()
 
     def _plan(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
         """Plan the reads and steps that write a box of an array to `out`."""
@@ -410,6 +428,9 @@ class _Fill:
         if isinstance(derivation, WholeArray):
             result = self._result(derivation)
             self.steps.append(lambda: copy_elements(out, result[0][box.slices]))
+            return
+        if isinstance(derivation, ChangedArray):
+            self._plan_changes(derivation, box, out)
             return
         needed, views = derivation.needed(box), derivation.views(box, out)
         parts: list[HostArray] = []
@@ -431,6 +452,65 @@ class _Fill:
             self.held_bytes += derivation.spec.nbytes
             self.steps.append(lambda: result.append(derivation.compute(parts)))
         return result
+
+    def _plan_changes(self, derivation: ChangedArray, box: Box, out: HostArray) -> None:
+        """Plan the reads and steps that write a box of a changed array to `out`. Boxes share one changed part."""
+        first, *changes = derivation.needed(box)
+        elements = self._parts.get((derivation, first.box))
+        if elements is None:
+            is_direct = first.box == box and out.flags.c_contiguous
+            elements = out if is_direct else allocate(ArraySpec(first.box.shape, derivation.spec.dtype))
+            self.held_bytes += 0 if is_direct else elements.nbytes
+            self._parts[derivation, first.box] = elements
+            self._plan(derivation.inputs[first.number], first.box, elements)
+            self._plan_windows(derivation, changes, elements)
+        if elements is not out:
+            within = elements[box.within(first.box)]
+            self.steps.append(lambda: copy_elements(out, within))
+
+    def _plan_windows(self, derivation: ChangedArray, changes: Sequence[Part], elements: HostArray) -> None:
+        """Plan the changes in windows of a few MiB. The parts of the first window are read with those of other arrays.
+
+        The parts of further windows get memory when the changes before them are complete.
+        """
+        windows: list[list[Stored]] = []
+        room = 0
+        for part in changes:
+            array = derivation.inputs[part.number]
+            if not isinstance(array, Stored) or part.box != Box.whole(array.spec.shape):
+                raise TypeError(f"{type(derivation).__name__} is changed by {array}, expected whole stored arrays")
+            if not windows or array.spec.nbytes > room:
+                windows.append([])
+                room = _CHANGES_BYTES
+            windows[-1].append(array)
+            room -= array.spec.nbytes
+        number = 1
+        for window in windows:
+            reads = [self._read_of(array) for array in window] if number == 1 else []
+            self.reads.extend(reads)
+            self.steps.append(functools.partial(self._change, derivation, number, window, reads, elements))
+            number += len(window)
+        self.held_bytes += max([sum([array.spec.nbytes for array in window]) for window in windows], default=0)
+
+    def _change(
+        self,
+        derivation: ChangedArray,
+        number: int,
+        window: Sequence[Stored],
+        reads: Sequence[_StoredRead],
+        elements: HostArray,
+    ) -> None:
+        """Change an array by the parts of a window, the first of which has the given number. Read them if necessary."""
+        if not reads:
+            reads = [self._read_of(array) for array in window]
+            (read_more,) = self._read_more
+            for _ in read_more(reads):
+                pass
+        for part, read in enumerate(reads, start=number):
+            derivation.change(part, read.buffer, elements)
+
+    def _read_of(self, array: Stored) -> _StoredRead:
+        return _StoredRead(array, Box.whole(array.spec.shape), allocate(array.spec), self)
 
     def _computed(self, derivation: DerivedArray, box: Box) -> HostArray:
         """Return the memory for a box of an array. It is allocated once per box."""

@@ -271,17 +271,29 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     Raises:
         Errors of `open_tree`.
     """
+    opened = open_stored(location, version, context)
+    return opened if isinstance(opened, CompositeCheckpoint) else _with_chain(opened, context)
+
+
+def open_stored(location: Location, version: LocationVersion, context: Context) -> Checkpoint | CompositeCheckpoint:
+    """Open like `open_either`, but do not follow the chain of a checkpoint that stores differences from a base.
+
+    The arrays of such a checkpoint are then as in `ChainLink`. A chain can have thousands of checkpoints.
+
+    Raises:
+        Errors of `open_tree`.
+    """
     root = _committed_root(location, version)
     composite = _open_composite(location, version, root, context)
     if composite is None:
         assert not isinstance(root, CompositeRoot)  # `_open_composite` returns a composite for it
-        return _open_tree(location, version, root, context)
+        return _open_stored_tree(location, version, root, context)
     if root is not None or len(composite.members) != 1:
         return composite
     from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
 
     try:
-        return _with_chain(inspect_tree(location, version, context), context)
+        return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
@@ -345,10 +357,17 @@ def _open_tree(
     location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
     """Open a tree by its root, or a tree of other software if there is no root."""
+    return _with_chain(_open_stored_tree(location, version, root, context, known), context)
+
+
+def _open_stored_tree(
+    location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
+) -> Checkpoint:
+    """Open a tree without its chain. See `open_stored`."""
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 
-        return _with_chain(open_foreign(location, version, context), context)
+        return open_foreign(location, version, context)
     if root.role == "member":
         _expect_committed(location, version, root, context)
         version = version.digested()
@@ -364,12 +383,14 @@ def _open_tree(
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(checkpoint, root, context)
-    return _with_chain(checkpoint, context)
+    return checkpoint
 
 
 def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
     """Return a checkpoint with the arrays that are computed from its base, if its layout states one."""
-    if checkpoint.is_files or checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
+    if checkpoint.is_files or checkpoint.read_instead is not None:
+        return checkpoint  # an update, or copies on this host
+    if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
         return checkpoint
     from ckptcore.opening.bases import with_chain  # only differences from a base need it
 

@@ -194,11 +194,13 @@ class BaseReference(NamedTuple):
         name: the name of its directory, which is in the same directory as that of the other checkpoint. May be hostile.
         save_id: its save id; empty: not compared, for a checkpoint that other software wrote.
         digest: the SHA-256 of its root, in hex digits; empty: not compared.
+        remedy: a sentence for the error if it cannot be read; empty for none.
     """
 
     name: str
     save_id: str = ""
     digest: str = ""
+    remedy: str = ""
 
 
 class ChainLink(NamedTuple):

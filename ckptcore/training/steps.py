@@ -42,7 +42,7 @@ from ckptcore.events import logger_named
 from ckptcore.io.threads import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.opening.foreign import owner_of_files
-from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_stored
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
@@ -215,7 +215,7 @@ class StepDirectory:
     def _holds_checkpoint(self, name: str) -> bool | None:
         """Return True if an entry is a checkpoint, damaged or not; None if it is unfinished or cannot be read."""
         try:
-            ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
+            ConsistentRead(SubPath(self.directory, name), self._context, open_stored).open()
         except UncommittedCheckpointError:
             return None
         except (CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
@@ -453,7 +453,7 @@ class StepDirectory:
         """Look for a checkpoint without a root. Return True if it exists, and True if it has a root now."""
         try:
             return True, ConsistentRead(
-                SubPath(self.directory, name), self._context, open_either
+                SubPath(self.directory, name), self._context, open_stored
             ).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
             return False, False  # ObjectNotFoundError: a stale listing contains deleted objects

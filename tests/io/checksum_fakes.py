@@ -19,6 +19,7 @@ class Crc32:
 
     name = "crc32"
     nbytes = 4
+    is_enough = False
 
     def __init__(self, *, fail_at: int | None = None, jitter: float = 0.0) -> None:
         self.summed: list[int] = []
@@ -50,6 +51,7 @@ class Length:
 
     name = "length"
     nbytes = 11
+    is_enough = False
 
     def of(self, data: memoryview) -> int:
         return len(data) << 40 | sum(data)

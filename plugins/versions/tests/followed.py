@@ -13,6 +13,8 @@ import ckptcore
 
 Weights = dict[str, Any]
 
+TRAINED_SHAPE = (1200, 1000)
+
 
 def first_weights(rows: int = 600) -> Weights:
     """Return weights of three arrays: 2.3 MiB of float32, a vector of bfloat16, and a number without axes."""
@@ -29,6 +31,17 @@ def changed_weights(weights: Weights, number: int) -> Weights:
     matrix = weights["layers"]["0"]["weight"].copy()
     matrix[number % len(matrix)] += 1.0
     return {**weights, "layers": {"0": {"weight": matrix}}, "scale": np.array(float(number), np.float64)}
+
+
+def trained(number: int) -> Weights:
+    """Return the weights of a version: 2 % of the elements of a matrix change, a vector changes, another never does."""
+    elements = np.arange(TRAINED_SHAPE[0] * TRAINED_SHAPE[1], dtype=np.int64)
+    changed = number - (number + elements * 7919) % 50
+    return {
+        "matrix": np.maximum(changed, 0).astype(np.float32).reshape(TRAINED_SHAPE) + 0.5,
+        "vector": np.full(7, number, np.int32),
+        "frozen": np.arange(500_000, dtype=np.float32),
+    }
 
 
 class Published:

@@ -11,11 +11,10 @@ from ckptcore_testing.locations import store_at
 from ckptcore_versions import Publisher
 
 import ckptcore
-from ckptcore.context import JobOptions, PluginOptions
+from ckptcore.context import JobOptions
 from ckptcore.protocols import Coordinator
-from plugins.versions.tests.toy_deltas import ToyPlugin
 
-CONTEXT = ckptcore.Context(plugins=PluginOptions(extra=[ToyPlugin()]), durability="none")
+CONTEXT = ckptcore.Context(durability="none")
 
 
 def weights(number: int) -> dict[str, Any]:
@@ -26,9 +25,16 @@ def weights(number: int) -> dict[str, Any]:
     return {"embedding": embedding, "layers": layers, "frozen": np.ones((7, 5)), "scale": 1.5}
 
 
+def matrix(number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return a matrix of 24 rows and 18 columns, of which some elements in all parts change from number to number."""
+    array = np.random.default_rng(1).standard_normal((24, 18)).astype(np.float32)
+    array[number % 2 :: 2, number % 3 :: 3] += number
+    return array
+
+
 def publisher(place: str, **options: Any) -> Publisher:
-    """Return a Publisher with the layout of these tests."""
-    return Publisher(place, **{"layout": "toy-deltas", "context": CONTEXT, **options})
+    """Return a Publisher with the Context of these tests."""
+    return Publisher(place, **{"context": CONTEXT, **options})
 
 
 def location(place: str, number: int) -> str:

@@ -173,6 +173,20 @@ def test_a_damaged_version_that_is_restored_is_yielded(published: Published, tmp
         assert any(follower.next_version(0) is not None for _ in range(3))
 
 
+def test_a_stale_listing_does_not_lead_back_to_an_older_version(published: Published, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        published.publish(number)
+    newest = Path(published.location) / "v000003"
+    with follow(published.location, cache=tmp_path / "cache") as follower:
+        assert read(follower.next_version(0)).number == 3
+        os.rename(newest, tmp_path / "hidden")
+        assert follower.next_version(0) is None
+        os.rename(tmp_path / "hidden", newest)
+        assert follower.next_version(0) is None
+        published.publish(4)
+        assert read(follower.next_version(0)).number == 4
+
+
 def test_a_version_that_is_deleted_while_it_is_read_is_left_out(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

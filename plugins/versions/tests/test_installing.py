@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_only_changed_boxes_are_written_into_arrays(published: Published, follow
     assert version.load_into(weights) is weights
     assert version.written_bytes == ALL_BYTES
     version = after(published, follower, 2)
-    matrix[599] = 7  # outside of the boxes that changed: nobody may do this
+    matrix[599] = 7  # outside of the boxes that changed: not allowed
     version.load_into(weights)
     assert weights["layers"]["0"]["weight"] is matrix
     assert 4000 + 8 <= version.written_bytes <= (1 << 20) + 8
@@ -216,3 +217,27 @@ def test_weights_are_written_while_the_next_version_is_prepared(published: Publi
     np.testing.assert_array_equal(weights["layers"]["0"]["weight"], published.weights[1]["layers"]["0"]["weight"])
     newer.load_into(weights)
     np.testing.assert_array_equal(weights["layers"]["0"]["weight"], published.weights[2]["layers"]["0"]["weight"])
+
+
+def test_shards_of_jax_are_read_and_written(published: Published, tmp_path: Path) -> None:
+    devices = jax.devices()
+    assert len(devices) > 1
+    by_rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec("x"))
+    replicated = jax.sharding.NamedSharding(by_rows.mesh, jax.sharding.PartitionSpec())
+    rows = 600 // len(devices) * len(devices)
+    assert rows == 600
+    weights: Any = {
+        "layers": {"0": {"weight": jax.device_put(jnp.zeros((600, 1000)), by_rows)}},
+        "bias": jax.device_put(jnp.zeros(5, jnp.bfloat16), replicated),
+        "scale": np.zeros((), np.float64),
+    }
+    with follow(published.location, cache=tmp_path / "cache", like=weights, timeout=0) as follower:
+        for number in (1, 2):
+            version = after(published, follower, number)
+            weights = version.load_into(weights)
+            written = weights["layers"]["0"]["weight"]
+            assert written.sharding == by_rows
+            np.testing.assert_array_equal(written, published.weights[number]["layers"]["0"]["weight"])
+        kept = version.arrays["layers.0.weight"]
+        assert isinstance(kept, ckptcore.ShardedArray) and len(kept.shards) == len(devices)
+        assert version.arrays["bias"].shape == (5,)

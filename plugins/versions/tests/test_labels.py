@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -61,7 +62,7 @@ def test_a_restarted_trainer_keeps_the_name_of_the_run(place: str) -> None:
 
 
 def test_digests_are_of_the_elements_in_row_major_order(place: str) -> None:
-    state = {
+    state: dict[str, Any] = {
         "plain": np.arange(12.0).reshape(3, 4),
         "transposed": np.arange(12, dtype=np.int16).reshape(3, 4).T,
         "big endian": np.arange(5, dtype=">f4"),
@@ -78,7 +79,8 @@ def test_digests_are_of_the_elements_in_row_major_order(place: str) -> None:
     expected["number"] = _sha256(np.asarray(state["number"]))
     expected["layers/0/w"] = hashlib.sha256(state["layers"][0]["w"].tobytes()).hexdigest()
     assert {name: tensors[name] for name in expected} == expected
-    assert ckptcore.metadata(location(place, 2), context=CONTEXT).custom["version"]["sha256"] == tensors
+    stored: Any = ckptcore.metadata(location(place, 2), context=CONTEXT).custom["version"]
+    assert stored["sha256"] == tensors
 
 
 def test_digests_of_a_job_are_those_of_whole_arrays(place: str) -> None:

@@ -10,9 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from ckptcore_testing import run_ranks
-from ckptcore_testing.faults import FaultPlan
-from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_versions import follow, local_files
 from ckptcore_versions.follower import FOLLOWED_NAMES
 from ckptcore_versions.local_files import PIECE_BYTES, pieces
@@ -20,7 +17,6 @@ from safetensors.numpy import load_file
 
 import ckptcore
 from ckptcore import ShardedArray
-from ckptcore.builtin.local import open_local
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.model import Box
@@ -116,34 +112,3 @@ def test_a_follower_keeps_only_the_boxes_that_it_needs(tmp_path: Path) -> None:
         with safetensors.safe_open(sliced, "numpy") as file:
             assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [50, 100]}}
             np.testing.assert_array_equal(file.get_tensor("w"), weights["w"][boxes[1].slices])
-
-
-ROWS = 3 << 13
-"""Rows of 4 KiB, 96 MiB in all: a part of a follower is much larger than a block of checksums."""
-
-
-def test_three_followers_read_their_boxes_of_what_four_processes_published(tmp_path: Path) -> None:
-    matrix = np.random.default_rng(0).normal(size=(ROWS, 1024)).astype(np.float32)
-
-    def publish(rank: int, context: ckptcore.Context) -> None:
-        own = ROWS // 4
-        part = ShardedArray.part(matrix[rank * own : (rank + 1) * own], (rank * own, 0), matrix.shape)
-        with ckptcore.Checkpointer(tmp_path / "weights", step_names=FOLLOWED_NAMES, context=context) as checkpointer:
-            checkpointer.save_blocking(1, {"matrix": part})
-
-    run_ranks(4, publish)
-
-    def serve(rank: int, context: ckptcore.Context) -> int:
-        plan = FaultPlan()
-        counted = with_storage(context, "file", lambda url, options: with_faults(open_local(url, options), plan))
-        box = Box((rank * (ROWS // 3), 0), ((rank + 1) * (ROWS // 3), 1024))
-        like = {"matrix": ShardedArray(matrix.shape, np.float32, [ArrayShard(box)])}
-        with follow(tmp_path / "weights", cache=tmp_path / f"cache{rank}", like=like, context=counted) as follower:
-            version = follower.next_version(0)
-            assert version is not None
-            (shard,) = version.arrays["matrix"].shards
-            np.testing.assert_array_equal(shard.elements, matrix[box.slices])
-        return plan.bytes_read
-
-    bytes_read = run_ranks(3, serve)
-    assert matrix.nbytes <= sum(bytes_read) <= 1.05 * matrix.nbytes

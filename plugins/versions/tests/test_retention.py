@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from ckptcore_testing.locations import new_place
 from ckptcore_testing.trees import same_value
+from ckptcore_versions.chains import WholeChains
+from ckptcore_versions.version_directory import VERSION_NAMES
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError
 from ckptcore.policies import LatestN, PreserveAll, StepInfo
-from ckptcore_versions.chains import WholeChains
-from ckptcore_versions.version_directory import VERSION_NAMES
 from plugins.versions.tests.published import CONTEXT, load, location, present, publisher, weights
 
 
@@ -40,9 +40,7 @@ def test_a_chain_is_kept_as_long_as_one_of_its_versions(place: str, caplog: pyte
         assert same_value(load(place, number), weights(number))
 
 
-def test_a_pinned_version_and_its_bases_stay_until_they_are_free(
-    place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pinned_version_and_its_bases_stay_until_they_are_free(place: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with publisher(place, keep=LatestN(1), full_every=3) as versions:
         versions.publish(1, weights(1))

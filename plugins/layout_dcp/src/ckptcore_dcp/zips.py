@@ -270,6 +270,8 @@ class DescriptorChecksum:
 
     name = "CRC-32"
 
+    is_enough = False
+
     def of(self, data: memoryview) -> int:
         """Return the CRC-32 of zip and zlib."""
         return isal_zlib.crc32(data)

@@ -31,6 +31,8 @@ class _Crc32c:
 
     nbytes = 4
 
+    is_enough = False
+
     def of(self, data: memoryview) -> int:
         """Return the checksum of contiguous bytes. Thread-safe."""
         return int(google_crc32c.value(np.frombuffer(data, np.uint8)))

@@ -18,9 +18,9 @@ pytest.register_assert_rewrite(
         f"{__name__}.{module}"
         for module in (
             "arrays", "begin_observers", "cases", "channels", "checkpointable_handlers", "collectives",
-            "container_handlers", "coordinators", "coverage", "files_handlers", "layout_crashes", "layout_pieces",
-            "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "run_directories",
-            "storage", "storage_directories", "storage_model", "trees",
+            "container_handlers", "coordinators", "coverage", "files_handlers", "layout_chains", "layout_crashes",
+            "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins",
+            "run_directories", "storage", "storage_directories", "storage_model", "trees",
         )
     )
 )  # fmt: skip
@@ -50,6 +50,7 @@ from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 from ckptcore_testing.files_handlers import FilesExample, FilesHandlerTests
 from ckptcore_testing.host_memory import LateHostMemory
 from ckptcore_testing.http_messages import HTTPAnswer, HTTPHead
+from ckptcore_testing.layout_chains import LayoutChainTests
 from ckptcore_testing.layout_crashes import LayoutCrashTests
 from ckptcore_testing.layout_forecasts import LayoutForecastTests
 from ckptcore_testing.layout_pieces import LayoutPiecesTests
@@ -133,6 +134,7 @@ __all__ = [
     "InterruptAfter",
     "InterruptBefore",
     "LateHostMemory",
+    "LayoutChainTests",
     "LayoutCrashTests",
     "LayoutForecastTests",
     "LayoutPiecesTests",

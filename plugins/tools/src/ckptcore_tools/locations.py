@@ -13,7 +13,7 @@ from ckptcore.inspection.completeness import FileCheck, StoredFiles
 from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_either, describe_tree_at
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.members import is_deleted, member_opener, present_members
-from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
+from ckptcore.opening.open_checkpoints import ConsistentRead, Opener, open_either
 from ckptcore.runtime import runtime_of
 
 
@@ -53,8 +53,15 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
     return names
 
 
-def describe_and_check(location: AnyLocation, context: Context) -> tuple[CheckpointMetadata, StoredFiles]:
+def describe_and_check(
+    location: AnyLocation, context: Context, opener: Opener[Checkpoint | CompositeCheckpoint] = open_either
+) -> tuple[CheckpointMetadata, StoredFiles]:
     """Return the metadata of a checkpoint, and its files that are missing or have another size. Reads no array.
+
+    Args:
+        location: its location.
+        context: options.
+        opener: opens it.
 
     Raises:
         CheckpointError: see `ckptcore.metadata`.
@@ -64,7 +71,7 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
         open_one = member_opener(checkpoint, location, context)
         return describe_either(checkpoint, context, open_one), FileCheck(context).check(checkpoint, location, open_one)
 
-    return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
+    return ConsistentRead(location, context, opener).retry_if_replaced(describe)
 
 
 def first_directories(location: AnyLocation, context: Context) -> Mapping[str, str]:

@@ -26,7 +26,7 @@ from ckptcore.inspection.completeness import FileCheck
 from ckptcore.model import JSON
 from ckptcore.opening.checkpoint import format_names
 from ckptcore.opening.folders import FoundRun, find_run
-from ckptcore.opening.open_checkpoints import ATTEMPTS
+from ckptcore.opening.open_checkpoints import ATTEMPTS, open_stored
 from ckptcore.redaction import redacted_location
 from ckptcore.results import Problem
 from ckptcore.runtime import runtime_of
@@ -243,7 +243,8 @@ def _read_step_once(
 
 
 def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
-    checkpoint, files = describe_and_check(steps.location(step), context)
+    # Without chains, because the steps of a run can be one chain, each with the step before as its base.
+    checkpoint, files = describe_and_check(steps.location(step), context, open_stored)
     # A save may have committed after the first search for the root.
     state: StepState = "foreign" if checkpoint.save_id is None else "committed"
     return StepStatus(

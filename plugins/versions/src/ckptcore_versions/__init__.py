@@ -8,5 +8,6 @@ from ckptcore_versions.labels import VersionLabels as VersionLabels
 from ckptcore_versions.labels import labels as labels
 from ckptcore_versions.publisher import Publisher as Publisher
 from ckptcore_versions.version import Version as Version
+from ckptcore_versions.version_directory import VERSION_NAMES as VERSION_NAMES
 
-__all__ = ["Follower", "Publisher", "Version", "VersionLabels", "follow", "labels"]
+__all__ = ["VERSION_NAMES", "Follower", "Publisher", "Version", "VersionLabels", "follow", "labels"]

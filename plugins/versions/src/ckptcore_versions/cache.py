@@ -104,7 +104,7 @@ class Cache:
             os.makedirs(self.directory, exist_ok=True)
         self._lock = self._locked()
         try:
-            for name in self._names():
+            for name in _names_in(self.directory):
                 if _HIDDEN.fullmatch(name):
                     self._remove(name)
         except BaseException:
@@ -128,25 +128,9 @@ class Cache:
             )
         return lock
 
-    def _names(self) -> list[str]:
-        with SystemCall("list the cache", self.directory):
-            return sorted(os.listdir(self.directory))
-
     def versions(self) -> list[CachedVersion]:
-        """Return the complete versions, the newest first. A directory without a readable state is left out."""
-        versions = []
-        for name in self._names():
-            matched = _COMPLETE.fullmatch(name)
-            if matched is None:
-                continue
-            directory = os.path.join(self.directory, name)
-            try:
-                versions.append(_read_state(directory, int(matched[1])))
-            except FileNotFoundError:
-                continue  # a directory of the user
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                logger.warning("%s is not used, because its state cannot be read: %s", directory, error)
-        return sorted(versions, key=lambda cached: cached.version.number, reverse=True)
+        """Return the complete versions, the newest first."""
+        return complete_versions(self.directory)
 
     def begin(self) -> str:
         """Create a hidden directory to prepare a version in, and return its path.
@@ -221,6 +205,32 @@ class Cache:
     def close(self) -> None:
         """Release the lock. Complete versions stay."""
         self._lock.close()
+
+
+def complete_versions(cache: str) -> list[CachedVersion]:
+    """Return the complete versions in a cache, the newest first. Directories without a readable state are left out.
+
+    Raises:
+        StorageError: the cache cannot be listed.
+    """
+    versions = []
+    for name in _names_in(cache):
+        matched = _COMPLETE.fullmatch(name)
+        if matched is None:
+            continue
+        directory = os.path.join(cache, name)
+        try:
+            versions.append(_read_state(directory, int(matched[1])))
+        except FileNotFoundError:
+            continue  # a directory of the user
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is not used, because its state cannot be read: %s", directory, error)
+    return sorted(versions, key=lambda cached: cached.version.number, reverse=True)
+
+
+def _names_in(cache: str) -> list[str]:
+    with SystemCall("list the cache", cache):
+        return sorted(os.listdir(cache))
 
 
 def _sync(path: str) -> None:

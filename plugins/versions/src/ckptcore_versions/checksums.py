@@ -21,6 +21,8 @@ class _Crc32:
 
     nbytes = 4
 
+    is_enough = True
+
     def of(self, data: memoryview) -> int:
         """Return the checksum of contiguous bytes."""
         return zlib.crc32(data)

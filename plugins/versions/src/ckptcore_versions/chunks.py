@@ -27,13 +27,23 @@ _CHUNK_BYTES: Final = 256 << 10
 _LEAST_BYTES: Final = 16 << 10
 """An array is not divided into smaller chunks for the sake of shards: each chunk needs about 30 bytes."""
 
-_RUN_BYTES: Final = 512
-"""Elements of a chunk that are contiguous in the array, in bytes, at least. Shorter runs are slow to copy."""
+_LARGE_BYTES: Final = 16 << 20
+"""Arrays of this size are also divided along other axes than the main one. To gather such chunks costs about as much as
+to encode them, and smaller arrays are rarely divided along several axes."""
+
+_RUN_BYTES: Final = 1024
+"""Elements of such a chunk that are contiguous in the array, in bytes, at least. Shorter runs are slow to copy."""
+
+_LEAST_RUN_BYTES: Final = 64
+"""The same along the main axis: a cache line."""
 
 _SHARDS: Final = (24, 12, 8, 6, 4, 3, 2)
 """Numbers of parts, one of which divides each usual number of shards."""
 
-_COLUMNS: Final = ("leaf", "file", "offset", "axes", "box", "chunk", "bytes")
+_STRIPES: Final = 24
+"""Number of stripes of a box: see `stripes_of`."""
+
+_COLUMNS: Final = ("leaf", "file", "axis", "axes", "box", "chunk", "bytes")
 
 _MAX_AXES: Final = 64
 """NumPy's limit."""
@@ -41,25 +51,43 @@ _MAX_AXES: Final = 64
 _MAX_OFFSET: Final = 1 << 61
 
 
-def chunk_shape(spec: ArraySpec) -> tuple[int, ...]:
+def main_axis(spec: ArraySpec, box: Box) -> int:
+    """Return the axis along which shards divide an array, as far as a box of a process shows it; else 0."""
+    return next((axis for axis, extent in enumerate(spec.shape) if box.shape[axis] != extent), 0)
+
+
+def chunk_shape(spec: ArraySpec, main: int = 0) -> tuple[int, ...]:
     """Return the shape of the chunks of an array. Their grid begins at the first element.
 
-    If the extents allow it, shards of usual numbers of processes consist of whole chunks: along the first axis, and for
-    large arrays along further axes. So a process reads little beyond its shard. Chunks have at most 256 KiB, unless a
+    If the extents allow it, shards of usual numbers of processes consist of whole chunks: along the main axis, and for
+    large arrays along other axes. So a process reads little beyond its shard. Chunks have at most 256 KiB, unless a
     single element has more.
+
+    Args:
+        spec: the array.
+        main: its `main_axis`.
     """
     itemsize, nbytes, cell = spec.numpy_dtype.itemsize, spec.nbytes, list(spec.shape)
-    for axis, extent in enumerate(spec.shape):
-        if not axis or nbytes > _CHUNK_BYTES:
+    axes = sorted(range(len(cell)), key=lambda axis: axis != main)
+    for axis in axes:
+        if axis == main or (nbytes > _CHUNK_BYTES and spec.nbytes >= _LARGE_BYTES):
             run_bytes = prod(spec.shape[axis:]) * itemsize if axis else nbytes
-            least = _RUN_BYTES if axis else _LEAST_BYTES
-            fitting = [parts for parts in _SHARDS if extent % parts == 0 and run_bytes // parts >= least]
-            parts = fitting[0] if fitting and extent else 1
+            least_run = 0 if not axis else _LEAST_RUN_BYTES if axis == main else _RUN_BYTES
+            fitting = [
+                parts
+                for parts in _SHARDS
+                if cell[axis] % parts == 0
+                and run_bytes // parts >= least_run
+                and (axis != main or nbytes // parts >= _LEAST_BYTES)
+            ]
+            parts = fitting[0] if fitting and nbytes else 1
             cell[axis] //= parts
             nbytes //= parts
-    for axis, extent in enumerate(cell):
+    for axis in sorted(axes):
         if nbytes > _CHUNK_BYTES:
-            cell[axis] = -(-extent // min(extent, -(-nbytes // _CHUNK_BYTES)))
+            least = min(cell[axis], -(-nbytes // _CHUNK_BYTES))
+            # Equal parts, if possible, so that the larger ones that were chosen above still begin at a chunk.
+            cell[axis] = -(-cell[axis] // next((n for n in range(least, 2 * least) if cell[axis] % n == 0), least))
             nbytes = prod(cell) * itemsize
     return tuple(cell)
 
@@ -86,6 +114,21 @@ def chunks_of(box: Box, cell: Sequence[int]) -> list[Box]:
     ]
 
 
+def stripes_of(box: Box, cell: Sequence[int], axis: int) -> HostArray:
+    """Return the stripe of each chunk of a box, in C order: a number below 24 that grows along an axis.
+
+    An object has the chunks of all boxes stripe by stripe. So shards that divide arrays along their main axes are
+    ranges of an object, although it has many arrays.
+    """
+    if not box.start:
+        return np.zeros(1, np.int64)
+    first, stop, extent = box.start[axis], box.stop[axis], cell[axis]
+    starts = np.arange(first // extent, -(-stop // extent)) * extent - first
+    stripes: HostArray = np.maximum(starts, 0) * _STRIPES // (stop - first)
+    grid = grid_of(box, cell)
+    return np.tile(np.repeat(stripes, prod(grid[axis + 1 :])), prod(grid[:axis]))
+
+
 def part_of(array: HostArray, box: Box, outer: Box) -> HostArray:
     """Return the elements of a box as a view of an array that has the elements of `outer`."""
     index: tuple[Any, ...] = (*box.within(outer), ...)  # the ellipsis keeps arrays without axes from becoming scalars
@@ -101,20 +144,21 @@ class ChunkSizes:
         self._files: dict[str, int] = {}
         self._columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
 
-    def add(self, leaf: int, key: str, offset: int, box: Box, cell: Sequence[int], sizes: Sequence[int]) -> None:
+    def add(self, leaf: int, key: str, box: Box, cell: Sequence[int], axis: int, sizes: Sequence[int]) -> None:
         """Add a box of an array.
 
         Args:
             leaf: the number of the array.
-            key, offset: the object and the position of the first encoded chunk. Others follow it, each with a checksum.
+            key: the object with its encoded chunks: see `stripes_of`. A checksum follows each chunk.
             box: the box.
             cell: the shape of its chunks.
+            axis: the axis of its stripes.
             sizes: the bytes of each encoded chunk in C order, without checksums; 0 if it is equal to the base.
         """
         columns = self._columns
         columns["leaf"].append(leaf)
         columns["file"].append(self._files.setdefault(key, len(self._files)))
-        columns["offset"].append(offset)
+        columns["axis"].append(axis)
         columns["axes"].append(len(cell))
         columns["box"] += (*box.start, *box.stop)
         columns["chunk"] += cell
@@ -152,8 +196,9 @@ class StoredBox(NamedTuple):
         leaf: the number of the array.
         box: the box.
         cell: the shape of its chunks.
-        key, offset: the object and the position of its first encoded chunk.
-        sizes: the bytes of each encoded chunk; 0 if it is equal to the base.
+        key: the object with its encoded chunks.
+        sizes: the bytes of each encoded chunk in C order; 0 if it is equal to the base.
+        offsets: the position of each encoded chunk in the object.
         begin: the position of its first encoded chunk among the encoded bytes of the array.
     """
 
@@ -161,8 +206,8 @@ class StoredBox(NamedTuple):
     box: Box
     cell: tuple[int, ...]
     key: str
-    offset: int
     sizes: HostArray
+    offsets: HostArray
     begin: int
 
 
@@ -284,10 +329,11 @@ class DeltaTable:
         for number, leaf in enumerate(self.encoded):
             start = 0
             for stored in self.boxes[leaf]:
-                offset = stored.offset
-                for size in stored.sizes[stored.sizes > 0].tolist():
+                is_stored = stored.sizes > 0
+                for size, offset in zip(
+                    stored.sizes[is_stored].tolist(), stored.offsets[is_stored].tolist(), strict=True
+                ):
                     columns.add(number, stored.key, offset, Box((start,), (start + size,)))
-                    offset += size + CRC32.nbytes
                     start += size
         return columns.to_json()
 
@@ -304,7 +350,7 @@ def _parsed(state: Any) -> Iterator[StoredBox]:
     leaves = natural_column(state["leaf"], _MAX_OFFSET).tolist()
     columns = [
         natural_column(state[name], below, len(leaves)).tolist()
-        for name, below in (("file", len(files)), ("offset", _MAX_OFFSET), ("axes", _MAX_AXES + 1))
+        for name, below in (("file", len(files)), ("axis", _MAX_AXES), ("axes", _MAX_AXES + 1))
     ]
     count = sum(columns[2])
     bounds = natural_column(state["box"], _MAX_OFFSET, 2 * count).tolist()
@@ -312,23 +358,48 @@ def _parsed(state: Any) -> Iterator[StoredBox]:
     sizes = natural_column(state["bytes"], _MAX_OFFSET)
     if ((sizes > 0) & (sizes <= HEAD_BYTES)).any():
         raise ValueError(f"an encoded chunk has less than {HEAD_BYTES + 1} bytes")
-    begin = row = 0
-    ends: dict[int, int] = {}
-    for leaf, file, offset, axes in zip(leaves, *columns, strict=True):
+    rows: list[tuple[int, int, int, Box, tuple[int, ...]]] = []
+    begin = stop = 0
+    for leaf, file, axis, axes in zip(leaves, *columns, strict=True):
         half, end = 2 * begin + axes, begin + axes
         box, cell = Box(tuple(bounds[2 * begin : half]), tuple(bounds[half : half + axes])), tuple(cells[begin:end])
         begin = end
-        if min((*box.shape, *cell), default=1) < 1:
-            raise ValueError(f"a box from {list(box.start)} to {list(box.stop)} in chunks {list(cell)}")
-        stop = row + prod(grid_of(box, cell))
+        if min((*box.shape, *cell), default=1) < 1 or axis >= max(axes, 1):
+            raise ValueError(f"a box from {list(box.start)} to {list(box.stop)} in chunks {list(cell)}, axis {axis}")
+        stop += prod(grid_of(box, cell))
         if stop > len(sizes):
             raise ValueError(f"expected {stop} chunks or more, found {len(sizes)}")
-        of_box: HostArray = sizes[row:stop]
+        rows.append((leaf, file, axis, box, cell))
+    if stop != len(sizes):
+        raise ValueError(f"expected {stop} chunks, found {len(sizes)}")
+    offsets = _offsets([(file, stripes_of(box, cell, axis)) for _, file, axis, box, cell in rows], sizes)
+    begins: dict[int, int] = {}
+    row = 0
+    for leaf, file, _, box, cell in rows:
+        stop = row + prod(grid_of(box, cell))
+        yield StoredBox(leaf, box, cell, files[file], sizes[row:stop], offsets[row:stop], begins.get(leaf, 0))
+        begins[leaf] = begins.get(leaf, 0) + int(sizes[row:stop].sum())
         row = stop
-        yield StoredBox(leaf, box, cell, files[file], offset, of_box, ends.get(leaf, 0))
-        ends[leaf] = ends.get(leaf, 0) + int(of_box.sum())
-    if row != len(sizes):
-        raise ValueError(f"expected {row} chunks, found {len(sizes)}")
+
+
+def _offsets(boxes: Sequence[tuple[int, HostArray]], sizes: HostArray) -> HostArray:
+    """Return the position of each encoded chunk in its object.
+
+    Args:
+        boxes: for each box, the number of its object, and the stripe of each chunk.
+        sizes: the bytes of the chunks of all boxes.
+    """
+    if not boxes:
+        return np.zeros(0, np.int64)
+    files = np.repeat([file for file, _ in boxes], [len(stripes) for _, stripes in boxes])
+    order = np.lexsort((np.concatenate([stripes for _, stripes in boxes]), files))  # a stable sort
+    nbytes = np.where(sizes > 0, sizes + CRC32.nbytes, 0)[order]
+    ends = np.cumsum(nbytes)
+    # Positions begin at 0 in each object.
+    first = np.searchsorted(files[order], files[order])
+    offsets = np.empty(len(sizes), np.int64)
+    offsets[order] = ends - nbytes - (ends - nbytes)[first]
+    return offsets
 
 
 def _damaged(reason: str) -> CorruptCheckpointError:

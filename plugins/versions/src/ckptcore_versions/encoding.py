@@ -169,7 +169,8 @@ def _apply_changes(content: memoryview, words: HostArray, *, is_packed: bool) ->
 
 def _gaps(at: HostArray) -> HostArray:
     """Return the gaps before ascending positions, as bytes."""
-    gaps = np.diff(at, prepend=-1) - 1
+    gaps = at.copy()
+    gaps[1:] -= at[:-1] + 1
     if int(gaps.max()) < _END:
         return gaps.astype(np.uint8)
     continued, rest = np.divmod(gaps, _END)

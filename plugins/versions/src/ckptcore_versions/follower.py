@@ -27,7 +27,7 @@ from ckptcore.errors import (
     StorageFullError,
     UnsupportedVersionError,
 )
-from ckptcore.events import logger_named
+from ckptcore.events import Recording, logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.loading.load import Load, LoadRequest, files_instead, recorded_load
 from ckptcore.loading.new_values import NewValue
@@ -56,9 +56,7 @@ if TYPE_CHECKING:
 
 logger = logger_named("ckptcore.versions")
 
-FOLLOWED_NAMES: Final = replace(
-    VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)]
-)
+FOLLOWED_NAMES: Final = replace(VERSION_NAMES, read=[*VERSION_NAMES.read, StepNameFormat("weight_v", width=None)])
 """The names of versions that a follower finds: ours, and those of slime and SGLang."""
 
 
@@ -149,6 +147,7 @@ class Follower:
         self._base: LocalVersion | None = None
         self._broken: dict[int, _Broken] = {}
         self._wake = threading.Event()
+        self._looking = threading.RLock()
         self._is_closed = False
         self._installer = Installer(request, context)
         self._cache = Cache(cache, durable=context.durability == "full")
@@ -167,10 +166,14 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """End the iteration, from any thread, and release the cache. Versions that were yielded stay on the disk."""
+        """End the iteration, from any thread, and release the cache. Versions that were yielded stay on the disk.
+
+        Waits for a version that another thread prepares.
+        """
         self._is_closed = True
         self._wake.set()
-        self._cache.close()
+        with self._looking:
+            self._cache.close()
 
     def wake(self) -> None:
         """Look for a newer version now, such as when a message says that there is one. May be called in any thread."""
@@ -205,7 +208,8 @@ class Follower:
             self._wake.clear()
             failure = None
             try:
-                version = self._look()
+                with self._looking:
+                    version = None if self._is_closed else self._look()
             except StorageFullError:
                 raise
             except StorageError as error:
@@ -213,7 +217,7 @@ class Follower:
                     raise
                 logger.warning("%s: version %d stays in use: %s", self._steps.main.display, self._last, error)
                 version, failure = None, error
-            if version is not None:
+            if version is not None or self._is_closed:
                 return version
             rest = self._poll_seconds if deadline is None else min(self._poll_seconds, deadline - time.monotonic())
             # The leader checks the clock for all processes, so that all stop waiting together.
@@ -276,48 +280,23 @@ class Follower:
         held.enter_context(self._pinned(number, copies[0]))
         location = self._steps.copy_location(number, copies[0])
         name = self._steps.directories[copies[0]].name(number)
-        try:
-            return self._prepare_from(self._find_base, number, name, location, held)
-        except CorruptCheckpointError:
-            base = self._base
-            if base is None or (base.cached.version.digest and base.cached.is_intact(self._threads)):
-                raise
-            # The files of the base are damaged, or it is a version of other software that was written again.
-            return self._prepare_from(lambda plan: None, number, name, location, held)
+        with recorded_load(location, self._context, step=number) as recording:
+            attempt = _Attempt(self._context, self._request, self._like, recording)
+            try:
+                return attempt.prepare(self._cache, number, name, location, self._find_base, held)
+            except CorruptCheckpointError:
+                base = self._base
+                if base is None or (base.cached.version.digest and base.cached.is_intact(self._threads)):
+                    raise
+                # The files of the base are damaged, or it is a version of other software that was written again.
+                return attempt.prepare(self._cache, number, name, location, lambda plan: None, held)
 
-    def _prepare_from(
-        self,
-        find_base: Callable[[FilePlan], LocalVersion | None],
-        number: int,
-        name: str,
-        location: AnyLocation,
-        held: ExitStack,
-    ) -> tuple[Preparation, Checkpoint]:
-        """Prepare a version from a local base and the deltas since, or from the storage alone."""
-
-        def opener(at: Location, version: LocationVersion, context: Context) -> Checkpoint:
-            return open_from_base(at, version, context, lambda link: find_base(self._plan(link)))
-
-        def prepare(checkpoint: Checkpoint) -> tuple[Preparation, Checkpoint]:
-            root, plan = checkpoint.version.root, self._plan(checkpoint)
-            version = BaseVersion(
-                name,
-                "" if checkpoint.root is None else checkpoint.root.save_id,
-                hashlib.sha256(root).hexdigest() if isinstance(root, bytes) else "",
-                number,
-            )
-            preparation = Preparation(self._cache, checkpoint, version, plan, self._context)
-            held.callback(preparation.discard)
-            preparation.run(find_base(plan))
-            return preparation, checkpoint
-
-        return ConsistentRead(location, self._context, opener).retry_if_replaced(prepare)
-
-    def _find_base(self, plan: FilePlan) -> LocalVersion | None:
+    def _find_base(self, plan: FilePlan | None) -> LocalVersion | None:
         """Return the newest local version, at first from the cache; None if it has other files than a plan."""
-        if self._base is None:
+        if self._base is None and plan is not None:
             self._base = self._restored(plan)
-        return self._base if self._base is not None and self._base.plan.files == plan.files else None
+        has_files = self._base is not None and (plan is None or self._base.plan.files == plan.files)
+        return self._base if has_files else None
 
     def _pinned(self, number: int, copy: int) -> AbstractContextManager[object]:
         """Pin a version. Return an empty context if the directory is not writable."""
@@ -331,28 +310,6 @@ class Follower:
                 error,
             )
             return nullcontext()
-
-    def _plan(self, checkpoint: Checkpoint) -> FilePlan:
-        """Return the files of a version: of the boxes that this process needs."""
-        if checkpoint.is_files:
-            raise files_instead(checkpoint)
-        tree = checkpoint.tree
-        boxes: dict[int, dict[Box, None]] = {}
-        if self._like is not None:
-            with recorded_load(checkpoint.location.display, self._context) as recording:
-                load = Load(checkpoint, NewValue(self._like), self._context, recording, self._request)
-                for leaf_read in load.plan(checkpoint).leaf_reads:
-                    boxes.setdefault(leaf_read.leaf, {}).update(dict.fromkeys(leaf_read.boxes))
-        else:
-            select = self._request.select
-            chosen: Iterable[int] = range(len(tree.leaves))
-            if select is not None:
-                chosen = chosen_leaves(checkpoint, select, self._context).intersection(chosen)
-            for leaf in chosen:
-                record = tree.leaves[leaf]
-                if isinstance(record, ArrayRecord):
-                    boxes[tree.aliases.get(leaf, leaf)] = {Box.whole(record.spec.shape): None}
-        return plan_files(tree, {leaf: list(of_leaf) for leaf, of_leaf in sorted(boxes.items())})
 
     def _restored(self, plan: FilePlan) -> LocalVersion | None:
         """Return the newest intact version in the cache that has the same files as a plan; None if there is none."""
@@ -398,7 +355,82 @@ _UNREADABLE: Final = (
     InvalidLocationError,
     UnsupportedVersionError,
 )
-"""Errors that concern one version, so that a follower goes on with another one."""
+"""Errors that concern one version, so that a follower tries another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt to prepare a version.
+
+    Attributes:
+        context, request, like: the options of the follower.
+        recording: records the phases.
+    """
+
+    context: Context
+    request: LoadRequest
+    like: object
+    recording: Recording
+
+    def prepare(
+        self,
+        cache: Cache,
+        number: int,
+        name: str,
+        location: AnyLocation,
+        find_base: Callable[[FilePlan | None], LocalVersion | None],
+        held: ExitStack,
+    ) -> tuple[Preparation, Checkpoint]:
+        """Prepare a version from a local base and the deltas since, or from the storage alone.
+
+        Args:
+            cache: where to prepare it.
+            number, name, location: the version.
+            find_base: returns a local version with the files of a plan, or with any files; None if there is none.
+            held: discards what was prepared, unless it is completed before.
+        """
+
+        def opener(at: Location, version: LocationVersion, context: Context) -> Checkpoint:
+            return open_from_base(
+                at, version, context, lambda link: find_base(None if link.root is None else self.plan(link)), self.plan
+            )
+
+        def run(checkpoint: Checkpoint) -> tuple[Preparation, Checkpoint]:
+            root, plan = checkpoint.version.root, self.plan(checkpoint)
+            version = BaseVersion(
+                name,
+                "" if checkpoint.root is None else checkpoint.root.save_id,
+                hashlib.sha256(root).hexdigest() if isinstance(root, bytes) else "",
+                number,
+            )
+            preparation = Preparation(cache, checkpoint, version, plan, self.context)
+            held.callback(preparation.discard)
+            with self.recording.phase("read", plan.nbytes):
+                preparation.run(find_base(plan))
+            return preparation, checkpoint
+
+        return ConsistentRead(location, self.context, opener).retry_if_replaced(run)
+
+    def plan(self, checkpoint: Checkpoint) -> FilePlan:
+        """Return the files of a version: of the boxes that this process needs."""
+        if checkpoint.is_files:
+            raise files_instead(checkpoint)
+        tree = checkpoint.tree
+        boxes: dict[int, dict[Box, None]] = {}
+        if self.like is not None:
+            load = Load(checkpoint, NewValue(self.like), self.context, self.recording, self.request)
+            for leaf_read in load.plan(checkpoint).leaf_reads:
+                boxes.setdefault(leaf_read.leaf, {}).update(dict.fromkeys(leaf_read.boxes))
+        else:
+            select = self.request.select
+            chosen: Iterable[int] = range(len(tree.leaves))
+            if select is not None:
+                chosen = chosen_leaves(checkpoint, select, self.context).intersection(chosen)
+            for leaf in chosen:
+                record = tree.leaves[leaf]
+                if isinstance(record, ArrayRecord):
+                    boxes[tree.aliases.get(leaf, leaf)] = {Box.whole(record.spec.shape): None}
+        return plan_files(tree, {leaf: list(of_leaf) for leaf, of_leaf in sorted(boxes.items())})
 
 
 @dataclass(slots=True)

@@ -51,3 +51,7 @@ class VersionLayout(Layout, Protocol):
 
     def against(self, held: HeldVersion | None) -> Layout:
         """Return this layout, writing a delta against a version; None: a full version."""
+
+    def numbered(self, number: int) -> VersionLayout:
+        """Return this layout for a version with a number; by default the same layout, for formats without numbers."""
+        return self

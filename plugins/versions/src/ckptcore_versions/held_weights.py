@@ -20,6 +20,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import TreePath
 from ckptcore.planning.partition import cut_box
+from ckptcore_versions.chunks import part_of
 from ckptcore_versions.held_version import BaseVersion
 
 _ALIGNMENT: Final = 64
@@ -100,7 +101,7 @@ class HeldWeights:
             return None
         for held in array.boxes:
             if held.box.contains(box):
-                return _view(held, box) if held.is_held else None
+                return part_of(held.elements, box, held.box) if held.is_held else None
         return None
 
     def hold(self, plan: WritePlan, base: BaseVersion | None, read: ReadBase) -> None:
@@ -170,11 +171,6 @@ def _boxes_of(array: _HeldArray) -> tuple[Box, ...]:
     return tuple([held.box for held in array.boxes])
 
 
-def _view(held: _HeldBox, box: Box) -> HostArray:
-    """Return the elements of a part of a held box. An index with an ellipsis also returns an array without axes."""
-    return held.elements[(..., *box.within(held.box))]
-
-
 def _all(
     wanted: Mapping[TreePath, tuple[ArraySpec, Sequence[Box]]], paths: Sequence[TreePath]
 ) -> Iterator[tuple[ArraySpec, Box]]:
@@ -190,7 +186,7 @@ def _pieces(array: _HeldArray) -> Iterator[memoryview]:
         elements = np.empty(piece.shape, dtype)
         for held in array.boxes:
             if (common := piece.intersect(held.box)) is not None:
-                copy_elements(elements[(..., *common.within(piece))], _view(held, common))
+                copy_elements(part_of(elements, common, piece), part_of(held.elements, common, held.box))
         yield bytes_of(elements)
 
 

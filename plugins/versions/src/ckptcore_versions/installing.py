@@ -34,7 +34,7 @@ _ALL: Final = None
 
 @dataclass(slots=True)
 class _Written:
-    """What a follower knows about a leaf that it wrote.
+    """Knowledge about a leaf that a follower wrote.
 
     Attributes:
         name: the name of the array.
@@ -123,7 +123,7 @@ class WrittenWeights:
 
 
 class _Knowledge(NamedTuple):
-    """What is known about weights that are being written."""
+    """Knowledge about weights that are being written."""
 
     log: WrittenWeights
     weights: object

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -40,9 +41,18 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore_versions.checksums import CRC32
-from ckptcore_versions.chunks import ChunkSizes, DeltaTable, chunk_shape, chunks_of, part_of
+from ckptcore_versions.chunks import (
+    ChunkSizes,
+    DeltaTable,
+    chunk_shape,
+    chunks_of,
+    grid_of,
+    main_axis,
+    part_of,
+    stripes_of,
+)
 from ckptcore_versions.encoding import encode, word_bytes, words_of
-from ckptcore_versions.held_version import HeldVersion
+from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.patched_arrays import PatchedArray
 
 _PIECE_BYTES: Final = 32 << 20
@@ -59,7 +69,7 @@ _FULL: Final = SafetensorsLayout()
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaLayout(Layout):
+class DeltaLayout(VersionLayout):
     """Stores the chunks of arrays that differ from a held version, each in the encoding with the fewest bytes.
 
     Each process encodes the boxes that it writes, on several threads. Arrays, and parts of arrays, that the held
@@ -85,8 +95,8 @@ class DeltaLayout(Layout):
         return LayoutCapabilities(any_replica_writes=self.held is not None)
 
     def against(self, held: HeldVersion | None) -> Layout:
-        """Return a layout that writes differences from a held version; None: one that writes everything."""
-        return DeltaLayout(held)
+        """Return a layout that writes differences from a held version; None: safetensors, which writes everything."""
+        return _FULL if held is None else DeltaLayout(held)
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """See `Layout`."""
@@ -201,54 +211,83 @@ def _base_state(held: HeldVersion) -> dict[str, JSON]:
 
 
 class _Piece(NamedTuple):
-    """A part of a box that is encoded at once.
+    """A part of a box that is encoded at once: whole chunks.
 
     Attributes:
         leaf, spec: the array.
+        axis: its main axis.
         box: the part.
         new: its new elements, of any strides.
         old: its old elements; None if the held version lacks them.
+        continues: True if the piece before is of the same box, and ends where this one begins.
         releases: the item to release afterwards; None if it has further pieces.
     """
 
     leaf: int
     spec: ArraySpec
+    axis: int
     box: Box
     new: HostArray
     old: HostArray | None
+    continues: bool
     releases: int | None
+
+    @property
+    def cell(self) -> tuple[int, ...]:
+        """The shape of its chunks."""
+        return chunk_shape(self.spec, self.axis)
+
+
+@dataclass(slots=True)
+class _EncodedBox:
+    """Adjacent pieces of one box in one object, with their encoded chunks in C order."""
+
+    leaf: int
+    box: Box
+    cell: tuple[int, ...]
+    axis: int
+    chunks: list[bytes]
 
 
 def _objects(snapshot: Snapshot, held: HeldVersion, columns: ChunkSizes) -> Iterator[tuple[str, Sequence[Segment]]]:
     """Encode all boxes of a snapshot. Yields objects, and adds their boxes to the columns."""
     plan, threads = snapshot.plan, IOThreads()
-    number = position = 0
-    segments: list[Segment] = []
+    boxes: list[_EncodedBox] = []
+    number = nbytes = 0
     for batch in _batches(_pieces(snapshot, held)):
-        work = [(piece, chunk) for piece in batch for chunk in chunks_of(piece.box, chunk_shape(piece.spec))]
+        work = [(piece, chunk) for piece in batch for chunk in chunks_of(piece.box, piece.cell)]
         encoded = iter(map_ordered(threads, work, _encode))
         for piece in batch:
-            cell = chunk_shape(piece.spec)
-            chunks = [next(encoded) for _ in chunks_of(piece.box, cell)]
-            columns.add(piece.leaf, _key(plan, number), position, piece.box, cell, [len(chunk) for chunk in chunks])
-            data = b"".join([part for chunk in chunks if chunk for part in (chunk, CRC32.encode(_crc(chunk)))])
-            segments.append(BytesSegment(data))
-            position += len(data)
+            chunks = [next(encoded) for _ in range(prod(grid_of(piece.box, piece.cell)))]
+            if piece.continues and boxes:
+                boxes[-1].box = Box(boxes[-1].box.start, piece.box.stop)
+                boxes[-1].chunks += chunks
+            else:
+                boxes.append(_EncodedBox(piece.leaf, piece.box, piece.cell, piece.axis, chunks))
+            nbytes += sum(map(len, chunks))
             if piece.releases is not None:
                 snapshot.release(piece.releases)
-            if position >= _OBJECT_BYTES:
-                yield _key(plan, number), segments
-                number, position, segments = number + 1, 0, []
-    if position:
-        yield _key(plan, number), segments
+            if nbytes >= _OBJECT_BYTES:
+                yield from _object(f"{_prefix(plan)}-{number:05d}", boxes, columns)
+                number, nbytes, boxes = number + 1, 0, []
+    yield from _object(f"{_prefix(plan)}-{number:05d}", boxes, columns)
 
 
-def _key(plan: WritePlan, number: int) -> str:
-    return f"deltas.{plan.save_id}.{plan.rank:05d}-{number:05d}"
+def _prefix(plan: WritePlan) -> str:
+    return f"deltas.{plan.save_id}.{plan.rank:05d}"
 
 
-def _crc(data: bytes) -> int:
-    return CRC32.of(memoryview(data))
+def _object(key: str, boxes: Sequence[_EncodedBox], columns: ChunkSizes) -> Iterator[tuple[str, Sequence[Segment]]]:
+    """Yield an object with the chunks of boxes, stripe by stripe, unless all are equal to the base."""
+    stripes: dict[int, list[bytes]] = {}
+    for encoded in boxes:
+        box, cell, axis = encoded.box, encoded.cell, encoded.axis
+        columns.add(encoded.leaf, key, box, cell, axis, [len(chunk) for chunk in encoded.chunks])
+        for stripe, chunk in zip(stripes_of(box, cell, axis).tolist(), encoded.chunks, strict=True):
+            if chunk:
+                stripes.setdefault(stripe, []).extend((chunk, CRC32.encode(CRC32.of(memoryview(chunk)))))
+    if stripes:
+        yield key, [BytesSegment(b"".join(stripes[stripe])) for stripe in sorted(stripes)]
 
 
 def _pieces(snapshot: Snapshot, held: HeldVersion) -> Iterator[_Piece]:
@@ -259,22 +298,22 @@ def _pieces(snapshot: Snapshot, held: HeldVersion) -> Iterator[_Piece]:
         boxes = [(box, array) for box, array in zip(item.boxes, snapshot.take(number), strict=True) if box.size]
         if not boxes:
             snapshot.release(number)
-        for last_box, (box, array) in zip([*[False] * (len(boxes) - 1), True], boxes, strict=False):
-            bands = _bands(box, spec)
-            for last_band, band in zip([*[False] * (len(bands) - 1), True], bands, strict=True):
+        for of_box, (box, array) in enumerate(boxes, start=1):
+            axis = main_axis(spec, box)
+            bands = _bands(box, spec, chunk_shape(spec, axis))
+            for of_band, band in enumerate(bands, start=1):
                 old = held.elements(path, spec, band)
-                yield _Piece(
-                    item.leaf, spec, band, part_of(array, band, box), old, number if last_box and last_band else None
-                )
+                is_last = of_box == len(boxes) and of_band == len(bands)
+                new = part_of(array, band, box)
+                yield _Piece(item.leaf, spec, axis, band, new, old, of_band > 1, number if is_last else None)
 
 
-def _bands(box: Box, spec: ArraySpec) -> Sequence[Box]:
+def _bands(box: Box, spec: ArraySpec, cell: Sequence[int]) -> Sequence[Box]:
     """Divide a box along its first axis, at the grid of chunks, into parts of about `_PIECE_BYTES`."""
     if not spec.shape:
         return [box]
     row_bytes = box.size // box.shape[0] * spec.numpy_dtype.itemsize
-    cell = chunk_shape(spec)[0]
-    rows = max(1, _PIECE_BYTES // (row_bytes * cell)) * cell
+    rows = max(1, _PIECE_BYTES // (row_bytes * cell[0])) * cell[0]
     start, stop = box.start[0], box.stop[0]
     bounds = [start, *range((start // rows + 1) * rows, stop, rows), stop]
     return [box.band(0, low, high) for low, high in itertools.pairwise(bounds)]

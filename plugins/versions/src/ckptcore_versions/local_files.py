@@ -21,7 +21,7 @@ from ckptcore.builtin.local_calls import SystemCall, close_descriptor
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.safetensors_files import METADATA, SHARDING, encode_file, file_names, header_entry
 from ckptcore.io.checksums import checksums_of
-from ckptcore.io.elements import flat_range, run_axis, runs
+from ckptcore.io.elements import c_strides
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES, ArrayRecord, TreeMetadata
@@ -57,18 +57,13 @@ class Part(NamedTuple):
         """Bytes of its elements."""
         return self.box.size * self.spec.numpy_dtype.itemsize
 
-    def ranges(self, box: Box) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the file with the elements of a box in this part, in C order: half-open, in bytes."""
-        shape, inner = self.box.shape, box.relative(self.box.start)
-        itemsize = self.spec.numpy_dtype.itemsize
-        whole = flat_range(shape, inner)
-        if whole is not None:
-            yield self.offset + whole[0] * itemsize, self.offset + whole[1] * itemsize
-            return
-        axis = run_axis(shape, inner)
-        count = math.prod(inner.shape[axis:])
-        for _, first in runs(shape, inner, axis):
-            yield self.offset + first * itemsize, self.offset + (first + count) * itemsize
+    def extent(self, box: Box) -> tuple[int, int]:
+        """Return the range of the file from the first to the last element of a box: half-open, in bytes."""
+        itemsize, strides = self.spec.numpy_dtype.itemsize, c_strides(self.box.shape)
+        start, stop = box.relative(self.box.start)
+        first = sum([low * stride for low, stride in zip(start, strides, strict=True)])
+        last = sum([(high - 1) * stride for high, stride in zip(stop, strides, strict=True)])
+        return self.offset + first * itemsize, self.offset + (last + 1) * itemsize
 
 
 class PlannedFile(NamedTuple):
@@ -98,11 +93,13 @@ class FilePlan:
         files: the files with elements.
         index: the content of the index; None if there is none.
         names: the name of each kept array in the files, by leaf. Tied arrays have several names.
+        tree: the tree of the version.
     """
 
     files: tuple[PlannedFile, ...]
     index: bytes | None
     names: Mapping[int, str]
+    tree: TreeMetadata
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +170,7 @@ def plan_files(tree: TreeMetadata, boxes: Mapping[int, Sequence[Box]]) -> FilePl
         total = sum([part.nbytes for file in files for part in file.parts])
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
     kept_names = {leaf: name for leaf, name in names.items() if tree.aliases.get(leaf, leaf) in boxes}
-    return FilePlan(tuple(files), index, kept_names)
+    return FilePlan(tuple(files), index, kept_names, tree)
 
 
 def _planned(

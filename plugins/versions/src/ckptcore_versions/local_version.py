@@ -17,12 +17,13 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
+from ckptcore.model.tree import JSON
 from ckptcore.opening.bases import with_chain
 from ckptcore.opening.checkpoint import Checkpoint, reader_of
 from ckptcore.opening.foreign import inspect_tree
 from ckptcore.opening.open_checkpoints import open_tree
-from ckptcore.planning import ChunkColumns
-from ckptcore.protocols import BaseReference
+from ckptcore.planning import ChunkColumns, ChunkTable
+from ckptcore.protocols import BaseReference, ChunkIndex
 from ckptcore.runtime import runtime_of
 from ckptcore_versions.cache import CachedVersion
 from ckptcore_versions.local_files import FilePlan, Part, array_of, map_file
@@ -51,22 +52,17 @@ class LocalVersion(NamedTuple):
         memory = {file.name: map_file(os.path.join(cached.directory, file.name), file.nbytes) for file in plan.files}
         return cls(cached, plan, memory)
 
-    def as_checkpoint(self, tree: TreeMetadata, context: Context) -> Checkpoint:
-        """Return the files as an open checkpoint, which has only the boxes that they have. Reads verify their blocks.
-
-        Args:
-            tree: the tree of the version, or that of another version with the same plan.
-            context: options.
-        """
+    def as_checkpoint(self, context: Context) -> Checkpoint:
+        """Return the files as an open checkpoint, which has only the boxes that they have. Reads verify their blocks."""
         columns = ChunkColumns()
         for file in self.plan.files:
             for part in file.parts:
                 columns.add(part.leaf, file.name, part.offset, part.box)
         objects = {name: ObjectRecord(name, file.nbytes, file.checksums) for name, file in self.cached.files.items()}
         location = resolve_location(self.cached.directory, runtime_of(context).storages)
-        stored = StoredFormat(SafetensorsLayout(), columns.to_json())
+        stored = StoredFormat(_LocalLayout(), columns.to_json())
         store = reader_of(location.store, objects, context)
-        return Checkpoint(location, read_version(location), None, stored, tree, store)
+        return Checkpoint(location, read_version(location), None, stored, self.plan.tree, store)
 
     def parts(self) -> Iterator[tuple[Part, HostArray]]:
         """Yield each part with its elements."""
@@ -74,13 +70,29 @@ class LocalVersion(NamedTuple):
             for part in file.parts:
                 yield part, array_of(part, self.memory[file.name])
 
-    def _copy_of(self, tree: TreeMetadata, context: Context, reference: BaseReference) -> Checkpoint | None:
+    def _copy_of(self, context: Context, reference: BaseReference) -> Checkpoint | None:
         """Return the files as an open checkpoint if they are those of a base; None otherwise."""
         version = self.cached.version
         is_same = (reference.save_id, reference.digest) == (version.save_id, version.digest)
         if not is_same or (not version.digest and reference.name != version.name):
             return None
-        return self.as_checkpoint(tree, context)
+        return self.as_checkpoint(context)
+
+
+class _LocalLayout(SafetensorsLayout):
+    """The layout of local files, which may have only some boxes of an array."""
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the table of the boxes."""
+        return _LocalTable(tree, state)
+
+
+class _LocalTable(ChunkTable):
+    """The boxes of a local version. A follower reads no others."""
+
+    def uncovered(self, leaf: int) -> str | None:
+        """Return None, because arrays need not be complete."""
+        return None
 
 
 def open_from_base(
@@ -88,6 +100,7 @@ def open_from_base(
     version: LocationVersion,
     context: Context,
     find_base: Callable[[Checkpoint], LocalVersion | None],
+    plan_of: Callable[[Checkpoint], FilePlan],
 ) -> Checkpoint:
     """Open a version. If a local version is in its chain, the arrays are computed from the files of that one.
 
@@ -95,7 +108,9 @@ def open_from_base(
         location: the location.
         version: its version.
         context: options.
-        find_base: returns a local version with the same files; called with the version, without its base.
+        find_base: returns a local version; called with the version as if it stored all arrays itself. A version of other
+            software then has only the arrays that changed.
+        plan_of: returns the files of an open version.
 
     Raises:
         Errors of `open_tree`.
@@ -104,7 +119,8 @@ def open_from_base(
     base = None if link is None else find_base(link)
     if link is None or base is None:
         return open_tree(location, version, context)
-    return with_chain(link, context, known=functools.partial(base._copy_of, link.tree, context))
+    opened = with_chain(link, context, known=functools.partial(base._copy_of, context))
+    return opened if plan_of(opened).files == base.plan.files else open_tree(location, version, context)
 
 
 def _open_link(location: Location, version: LocationVersion, context: Context) -> Checkpoint | None:

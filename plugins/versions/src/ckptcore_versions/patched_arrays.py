@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from ckptcore.derivations import Stored
 from ckptcore.io.elements import bytes_of, copy_elements, is_little, little_dtype, plain
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
 from ckptcore_versions.chunks import ArrayChunks, EncodedChunk, part_of
 from ckptcore_versions.encoding import decode, word_bytes, words_of
+
+_RUN_BYTES: Final = 8 << 20
+"""Maximum encoded bytes of a run, unless one chunk has more."""
 
 _THREADED_BYTES: Final = 4 << 20
 """From this number of bytes of elements on, chunks are decoded in several threads. To start threads takes 0.1 ms."""
@@ -24,20 +27,21 @@ class EncodedRun(NamedTuple):
     """Chunks whose encoded bytes are adjacent, so that one range contains them.
 
     Attributes:
-        box: the range, in bytes, among the encoded bytes of the array.
+        range: the range, in bytes, among the encoded bytes of the array.
         chunks: the chunks.
     """
 
-    box: Box
+    range: Box
     chunks: Sequence[EncodedChunk]
 
 
 def runs_of(chunks: Sequence[EncodedChunk]) -> list[EncodedRun]:
-    """Group chunks into runs."""
+    """Group chunks into runs of at most 8 MiB."""
     groups: list[list[EncodedChunk]] = []
     for chunk in chunks:
-        if groups and groups[-1][-1].stop == chunk.start:
-            groups[-1].append(chunk)
+        group = groups[-1] if groups else []
+        if group and group[-1].stop == chunk.start and chunk.stop - group[0].start <= _RUN_BYTES:
+            group.append(chunk)
         else:
             groups.append([chunk])
     return [EncodedRun(Box((group[0].start,), (group[-1].stop,)), group) for group in groups]
@@ -54,19 +58,19 @@ class PatchedArray:
     """
 
     spec: ArraySpec
-    base: DerivedArray | None
-    deltas: tuple[tuple[DerivedArray, ArrayChunks], ...]
+    base: Stored | None
+    deltas: tuple[tuple[Stored, ArrayChunks], ...]
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
         """The encoded bytes of each delta, and the base."""
-        encoded = [encoded for encoded, _ in self.deltas]
+        encoded: list[DerivedArray] = [encoded for encoded, _ in self.deltas]
         return encoded if self.base is None else [*encoded, self.base]
 
     def needed(self, box: Box) -> Sequence[Part]:
         """Return the encoded bytes of the chunks with elements of the box, and the box of the base."""
         parts = [
-            Part(number, run.box)
+            Part(number, run.range)
             for number, (_, chunks) in enumerate(self.deltas)
             for run in runs_of(chunks.within(box))
         ]
@@ -85,61 +89,65 @@ class PatchedArray:
         position = 0
         for number, (_, chunks) in enumerate(self.deltas):
             runs = runs_of(chunks.within(box))
-            encoded = parts[position : position + len(runs)]
+            target = ChangedBox(self.spec, box, out, has_old=number > 0 or self.base is not None)
+            apply_runs([(target, run, part) for run, part in zip(runs, parts[position:], strict=False)])
             position += len(runs)
-            apply_runs(self.spec, box, out, runs, encoded, has_old=number > 0 or self.base is not None)
 
 
-def apply_runs(
-    spec: ArraySpec,
-    box: Box,
-    target: HostArray,
-    runs: Sequence[EncodedRun],
-    encoded: Sequence[HostArray],
-    *,
-    has_old: bool = True,
-) -> None:
-    """Change the elements of a box in place. Large boxes are changed by several threads.
+class ChangedBox(NamedTuple):
+    """A box of an array that is changed in place.
 
-    Args:
+    Attributes:
         spec: the array.
         box: the box.
-        target: its elements, in the dtype of the array and of any strides.
-        runs: chunks with elements of the box. Elements of other chunks do not change.
-        encoded: the encoded bytes of each run.
-        has_old: False if the target has no old elements, because the base does not have the array.
+        elements: its elements, in the dtype of the array and of any strides.
+        has_old: False if there are no old elements, because the base does not have the array.
+    """
+
+    spec: ArraySpec
+    box: Box
+    elements: HostArray
+    has_old: bool = True
+
+
+def apply_runs(work: Sequence[tuple[ChangedBox, EncodedRun, HostArray]]) -> None:
+    """Change elements of boxes by the chunks of runs. Uses several threads if there are many elements.
+
+    Args:
+        work: boxes, each with a run of chunks that have elements of it, and the encoded bytes of the run. Chunks of one
+            array do not overlap. Elements of other chunks do not change.
 
     Raises:
         CorruptCheckpointError: encoded bytes are damaged, or the old elements differ from those of the save. The
-            elements of the box are then undefined.
+            elements of the boxes are then undefined.
     """
     pieces = [
-        (chunk.box, data[chunk.start - run.box.start[0] : chunk.stop - run.box.start[0]])
-        for run, array in zip(runs, encoded, strict=True)
-        for data in (bytes_of(array),)
+        (changed, chunk.box, memory[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]])
+        for changed, run, encoded in work
+        for memory in (bytes_of(encoded),)
         for chunk in run.chunks
     ]
-    apply = partial(_apply_piece, spec, box, target, has_old)
-    if sum([chunk.size for chunk, _ in pieces]) * spec.numpy_dtype.itemsize < _THREADED_BYTES:
+    nbytes = sum([chunk.size * changed.spec.numpy_dtype.itemsize for changed, chunk, _ in pieces])
+    if nbytes < _THREADED_BYTES:
         for piece in pieces:
-            apply(piece)
+            _apply_chunk(piece)
     else:
-        for_each(IOThreads(), pieces, apply)
+        for_each(IOThreads(), pieces, _apply_chunk)
 
 
-def _apply_piece(spec: ArraySpec, box: Box, target: HostArray, has_old: bool, piece: tuple[Box, memoryview]) -> None:
+def _apply_chunk(piece: tuple[ChangedBox, Box, memoryview]) -> None:
     """Change the elements of a box that are in one chunk."""
-    chunk, data = piece
+    (spec, box, elements, has_old), chunk, encoded = piece
     common = chunk.intersect(box)
     assert common is not None  # the caller selected chunks of the box
-    part = part_of(target, common, box)
+    part = part_of(elements, common, box)
     is_whole, size = common == chunk, word_bytes(spec)
     if is_whole and part.flags.c_contiguous and is_little(part.dtype):
-        decode(data, words_of(plain(part), size), has_old=has_old)
+        decode(encoded, words_of(plain(part), size), has_old=has_old)
         return
-    elements: HostArray = np.zeros(chunk.shape, little_dtype(part.dtype))
-    inside = part_of(elements, common, chunk)
+    whole: HostArray = np.zeros(chunk.shape, little_dtype(part.dtype))
+    inside = part_of(whole, common, chunk)
     if has_old:
         copy_elements(inside, part)
-    decode(data, words_of(elements, size), has_old=has_old, is_whole=is_whole)
+    decode(encoded, words_of(whole, size), has_old=has_old, is_whole=is_whole)
     copy_elements(part, inside)

@@ -15,13 +15,19 @@ class VersionsPlugin:
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
         """Layouts by name. Their modules are imported on first use."""
-        return {"deltas": _deltas}
+        return {"deltas": _deltas, "slime": _slime}
 
 
 def _deltas() -> Layout:
     from ckptcore_versions.layout import DeltaLayout
 
     return DeltaLayout()
+
+
+def _slime() -> Layout:
+    from ckptcore_versions.slime import SlimeLayout
+
+    return SlimeLayout()
 
 
 PLUGIN: Final = VersionsPlugin()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from ckptcore.loading.reading import check_sizes, incomplete_read
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.transfer import ReadItem, ReadPlan
-from ckptcore.opening.checkpoint import Checkpoint, check_additional, naming_additional
+from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.runtime import runtime_of
 from ckptcore_versions.cache import Cache, CachedFile
 from ckptcore_versions.held_version import BaseVersion
@@ -78,6 +78,7 @@ class Preparation:
         self._threads: IOThreads = runtime_of(context).io_threads
         self._directory = ""
         self._present: LocalVersion | None = None
+        self._is_from_base = False
         self._files: Mapping[str, CachedFile] = {}
         self._changed: Mapping[int, tuple[Box, ...]] = {}
 
@@ -95,7 +96,8 @@ class Preparation:
         if base is not None and base.cached.version == self.version and self.version.digest:
             self._present = base
             return
-        _check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
+        self._is_from_base = base is not None and _is_last_source(self._checkpoint, base)
+        check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
         self._directory = self._cache.begin()
         self._create_files()
         self._read_all()
@@ -175,18 +177,17 @@ class Preparation:
 
     def _changes(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
         """Return the boxes that differ from the base, by leaf: the chunks of deltas, or pieces that were compared."""
-        derived = self._checkpoint.derived
+        derived = self._checkpoint.derived if self._is_from_base else None
         changed: dict[int, dict[Box, None]] = {}
         compared: list[tuple[str, Part]] = []
-        is_from_base = derived is not None and derived.sources[-1].location.display == base.cached.directory
         for file in self._plan.files:
             for part in file.parts:
-                derivation = derived.derivations[part.leaf] if is_from_base and derived is not None else None
-                if isinstance(derivation, PatchedArray) and derivation.base is not None:
-                    boxes = [chunk.box for _, chunks in derivation.deltas for chunk in chunks.within(part.box)]
+                array = None if derived is None else derived.derivations[part.leaf]
+                if isinstance(array, PatchedArray) and array.base is not None:
+                    boxes = [chunk.box for _, chunks in array.deltas for chunk in chunks.within(part.box)]
                     common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
                     changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
-                elif not isinstance(derivation, Stored):
+                elif derived is None or array != Stored(part.spec, part.leaf, len(derived.sources) - 1):
                     compared.append((file.name, part))
         for leaf, box in self._compare(base, compared):
             changed.setdefault(leaf, {})[box] = None
@@ -239,15 +240,9 @@ def _groups(targets: Sequence[tuple[Part, HostArray]]) -> Iterator[Sequence[tupl
         yield group
 
 
-def _check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
-    """Check that arrays are stored completely, except in a local version. See `check_sizes`."""
-    if checkpoint.derived is None:
-        check_sizes(checkpoint, wanted)
-        return
-    for number, stored in checkpoint.derived.stored(sorted(wanted)).items():
-        source = checkpoint.derived.sources[number]
-        with naming_additional(source) if number else nullcontext():
-            _check_sizes(source, stored)
+def _is_last_source(checkpoint: Checkpoint, base: LocalVersion) -> bool:
+    """Return True if the arrays of a version are computed from the files of a local version."""
+    return checkpoint.derived is not None and checkpoint.derived.sources[-1].location.display == base.cached.directory
 
 
 def all_boxes(plan: FilePlan) -> dict[int, tuple[Box, ...]]:
@@ -267,8 +262,8 @@ def _blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[
             common = part.box.intersect(box) if box != part.box else box
             if common is None:
                 continue
-            for start, stop in part.ranges(common):
-                blocks.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
+            start, stop = part.extent(common)
+            blocks.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
     return blocks
 
 

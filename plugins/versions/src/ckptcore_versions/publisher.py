@@ -109,9 +109,6 @@ class Publisher:
             raise TypeError(f"layout={layout!r} cannot write versions: expected a layout of versions, such as 'deltas'")
         if base_directory is None and context.memory.save_bytes is None:
             context = replace(context, memory=replace(context.memory, save_bytes=_CAPTURED_BYTES))
-        if digests:
-            # Replicas must not divide an array, because its digest needs all of its elements.
-            context = replace(context, job=replace(context.job, replicas=replace(context.job.replicas, most=1)))
         directory = VersionDirectory(location)
         self._context = context
         self._publications = Publications(

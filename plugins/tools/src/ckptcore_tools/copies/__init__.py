@@ -15,6 +15,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.consolidation import Consolidation, FilePath, TiedNames
 from ckptcore_tools.copies.conversion import convert_checkpoint
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
+from ckptcore_tools.copies.manifests import refuse_differences
 from ckptcore_tools.copies.steps import StepsCopyReport, copy_steps
 from ckptcore_tools.subtrees import SubtreePath
 
@@ -133,8 +134,9 @@ def copy(
     Raises:
         ValueError: for options that exclude each other.
         InvalidLocationError: if the destination is the source, contains it, or is one of its checkpointables; if a file
-            of `files` does not exist. A copy byte for byte also fails if the source is one file, or if it would copy
-            one of several checkpointables into another checkpoint.
+            of `files` does not exist. A copy byte for byte also fails if the source is one file, if it is a checkpoint
+            of other software that is stored as differences from another, or if it would copy one of several
+            checkpointables into another checkpoint.
         NameCollisionError: if the copy already uses the name of a file in `files`.
         CheckpointNotFoundError, UncommittedCheckpointError: if the source is not a committed checkpoint.
         CheckpointExistsError, AtomicityError: see `save`.
@@ -174,6 +176,7 @@ def copy(
         return None
     if transforms:
         raise ValueError("copy(transforms=...) needs a layout, because the arrays are written again")
+    refuse_differences(source, context)
     with runtime_of(context).show_progress(progress, "copying") as report:
         return copy_whole(source, destination, context, overwrite=overwrite, verify=verify, progress=report)
 

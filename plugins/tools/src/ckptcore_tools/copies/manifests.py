@@ -29,7 +29,7 @@ from ckptcore.io.threads import for_each, requests_of
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, format_names
 from ckptcore.opening.members import is_deleted, lost_members, member_opener, open_member, present_members
-from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_stored
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.foreign_files import expect_files, matches_any
@@ -203,6 +203,25 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
         )
 
 
+def refuse_differences(source: AnyLocation, context: Context) -> None:
+    """Refuse a checkpoint of other software that is stored as differences from a base.
+
+    Raises:
+        InvalidLocationError: its files alone cannot be loaded.
+        Errors of `read_manifest`.
+    """
+    checkpoint = ConsistentRead(source, context, open_stored).open()
+    if checkpoint.root is not None or isinstance(checkpoint, CompositeCheckpoint):
+        return
+    reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
+    if reference is not None:
+        raise InvalidLocationError(
+            f"{checkpoint.location.display} is stored as differences from {reference.name}, so that a copy of its files "
+            "cannot be loaded alone. Pass layout='safetensors' to write all arrays, or copy the directory of versions "
+            "with copy_steps. Nothing was written"
+        )
+
+
 def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
     """List the objects of a checkpoint. Reads roots, sizes and foreign metadata, but no array.
 
@@ -221,7 +240,7 @@ def read_manifest(source: AnyLocation, context: Context, *, without: Location | 
             other software lists a checkpointable that is missing.
     """
     reader = _ManifestReader(source, context, without)
-    return ConsistentRead(source, context, open_either).retry_if_replaced(reader.read)
+    return ConsistentRead(source, context, open_stored).retry_if_replaced(reader.read)
 
 
 class _ManifestReader:

@@ -1,0 +1,229 @@
+"""Chains of deltas: bases of other layouts and other software, forged references, and other storages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from ckptcore_testing import StorageSample, run_ranks
+from ckptcore_testing.cases import refused
+from ckptcore_testing.hostile_json import sealed
+from ckptcore_testing.locations import new_place
+from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.layout import DeltaLayout
+
+import ckptcore
+from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError
+from ckptcore.opening import bases
+from plugins.versions.tests.held import HeldState, version_at
+
+CONTEXT = ckptcore.Context(durability="none")
+
+
+def weights(number: int) -> dict[str, Any]:
+    """Return weights of which one row changes from number to number."""
+    array = np.random.default_rng(0).standard_normal((60, 40)).astype(np.float32)
+    array[: number + 1] += 1
+    return {"w": array, "number": number}
+
+
+def save_delta(location: str, state: Mapping[str, Any], base: BaseVersion, base_state: Mapping[str, Any]) -> None:
+    layout = DeltaLayout().against(HeldState(base, base_state))
+    ckptcore.save(location, state, layout=layout, context=CONTEXT)
+
+
+def save_chain(directory: str, count: int) -> str:
+    """Save versions v0 and so on. Return the location of the last."""
+    ckptcore.save(f"{directory}/v0", weights(0), context=CONTEXT)
+    for number in range(1, count):
+        before = f"{directory}/v{number - 1}"
+        save_delta(f"{directory}/v{number}", weights(number), version_at(before), weights(number - 1))
+    return f"{directory}/v{count - 1}"
+
+
+def forge(location: Path, **base: Any) -> None:
+    """Change the base that a root states."""
+    root = json.loads((location / "checkpoint.json").read_bytes())
+    root["tables"]["layout"]["base"] |= base
+    (location / "checkpoint.json").write_bytes(sealed(root))
+
+
+def assert_loads(location: str, number: int) -> None:
+    loaded = ckptcore.load(location, context=CONTEXT)
+    assert loaded["number"] == number
+    np.testing.assert_array_equal(loaded["w"], weights(number)["w"])
+
+
+# --- bases of any kind
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr", "ocdbt", "deltas"])
+def test_a_base_may_have_any_layout(layout: str, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "v0", weights(0), layout=layout, context=CONTEXT)
+    save_delta(f"{tmp_path}/v1", weights(1), version_at(f"{tmp_path}/v0"), weights(0))
+    assert_loads(f"{tmp_path}/v1", 1)
+    assert ckptcore.verify(tmp_path / "v1").state == "sound"
+
+
+def test_a_base_may_be_files_of_other_software(tmp_path: Path) -> None:
+    (tmp_path / "v0").mkdir()
+    safetensors.numpy.save_file({"w": weights(0)["w"]}, tmp_path / "v0" / "model.safetensors")
+    save_delta(f"{tmp_path}/v1", weights(1), BaseVersion("v0", "", "", 0), weights(0))
+    save_delta(f"{tmp_path}/v2", weights(2), version_at(f"{tmp_path}/v1"), weights(1))
+    assert_loads(f"{tmp_path}/v2", 2)
+    assert ckptcore.verify(tmp_path / "v2").ok
+    assert ckptcore.metadata(tmp_path / "v1").bases == ("v0",)
+    shutil.rmtree(tmp_path / "v0")
+    refused(lambda: ckptcore.load(tmp_path / "v2"), "v1 is stored as differences from", "v0", "does not exist")
+
+
+def test_a_base_may_be_an_update(tmp_path: Path) -> None:
+    save_chain(str(tmp_path), 3)
+    update = {"w": weights(3)["w"], "number": 3}
+    ckptcore.save(tmp_path / "update", {"number": 3}, strategy=ckptcore.Update(base=tmp_path / "v2"), context=CONTEXT)
+    shown = {"w": weights(2)["w"], "number": 3}
+    save_delta(f"{tmp_path}/v4", update, version_at(f"{tmp_path}/update"), shown)
+    assert_loads(f"{tmp_path}/v4", 3)
+    assert ckptcore.verify(tmp_path / "v4").ok
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_chains_are_read_from_any_storage(scheme: str, tmp_path: Path) -> None:
+    check_chain(new_place(scheme, tmp_path).removesuffix("/step"))
+
+
+@pytest.mark.system
+def test_chains_are_read_from_object_stores(tmp_path: Path) -> None:
+    sample: StorageSample = pytest.importorskip("ckptcore_s3.testing").SAMPLE
+    with sample.open(tmp_path) as place:
+        check_chain(place)
+
+
+def check_chain(place: str) -> None:
+    """Save, load, verify and protect a chain."""
+    last = save_chain(place, 3)
+    assert_loads(last, 2)
+    assert ckptcore.verify(last).state == "sound"
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{place}/v0", context=CONTEXT)
+
+
+# --- forged and damaged bases
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere", "a/b", "..", ".hidden", "", "/etc", "v\0", "x" * 3000], ids=lambda name: repr(name[:12])
+)
+def test_only_siblings_are_bases(name: str, tmp_path: Path) -> None:
+    save_chain(str(tmp_path), 2)
+    forge(tmp_path / "v1", name=name, save_id="", digest="")
+    with pytest.raises((CorruptCheckpointError, ckptcore.CheckpointError)) as caught:
+        ckptcore.load(tmp_path / "v1", context=CONTEXT)
+    assert "v1" in str(caught.value) or "base" in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "base", [None, [], {}, {"name": "v0"}, {"name": 3, "save_id": "", "digest": ""}, "v0"], ids=str
+)
+def test_a_malformed_base_is_refused(base: Any, tmp_path: Path) -> None:
+    save_chain(str(tmp_path), 2)
+    root = json.loads((tmp_path / "v1" / "checkpoint.json").read_bytes())
+    root["tables"]["layout"]["base"] = base
+    (tmp_path / "v1" / "checkpoint.json").write_bytes(sealed(root))
+    refused(lambda: ckptcore.load(tmp_path / "v1", context=CONTEXT), "base", error=CorruptCheckpointError)
+
+
+def test_a_cycle_of_bases_is_refused(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 3)
+    forge(tmp_path / "v2", save_id="", digest="")
+    forge(tmp_path / "v1", name="v2", save_id="", digest="")
+    refused(lambda: ckptcore.load(last), "v1 is stored as differences from 'v2'", "needs it")
+    forge(tmp_path / "v1", name="v1")
+    refused(lambda: ckptcore.load(last), "v1 is stored as differences from 'v1'", "needs it")
+    assert not ckptcore.verify(last).ok
+
+
+def test_a_base_with_another_digest_is_refused(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 3)
+    root = json.loads((tmp_path / "v0" / "checkpoint.json").read_bytes())
+    root["custom" if "custom" in root else "metrics"] = {"changed": 1}
+    (tmp_path / "v0" / "checkpoint.json").write_bytes(sealed(root))
+    refused(lambda: ckptcore.load(last), "v1 is stored as differences from", "v0, which changed", "SHA-256")
+
+
+def test_a_chain_has_a_limited_number_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = save_chain(str(tmp_path), 5)
+    monkeypatch.setattr(bases, "_MAX_LINKS", 3)
+    refused(lambda: ckptcore.load(last), "v1 is stored as differences from 'v0'", "the last of 3 bases")
+    assert_loads(f"{tmp_path}/v3", 3)
+
+
+def test_updates_within_updates_are_limited(tmp_path: Path) -> None:
+    """A hostile chain of updates and deltas would otherwise be opened without end."""
+    save_chain(str(tmp_path), 2)
+    for number in range(8):
+        base = "v1" if not number else f"d{number - 1}"
+        update = ckptcore.Update(base=tmp_path / base)
+        ckptcore.save(tmp_path / f"u{number}", {"number": number}, strategy=update, context=CONTEXT)
+        state = {"w": weights(1)["w"], "number": number}
+        held = HeldState(version_at(f"{tmp_path}/u{number}"), state)
+        location = f"{tmp_path}/d{number}"
+        try:
+            ckptcore.save(location, state, layout=DeltaLayout().against(held), context=CONTEXT)
+            ckptcore.load(location, context=CONTEXT)
+        except CorruptCheckpointError as error:
+            assert "an update with a base that needs further updates" in str(error)
+            assert 3 <= number <= 5
+            return
+    pytest.fail("any number of updates is opened")
+
+
+def test_a_delta_of_a_partial_or_unfinished_save_is_refused(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 2)
+    (tmp_path / "v0" / "checkpoint.json").unlink()
+    refused(lambda: ckptcore.load(last), "v0", error=CorruptCheckpointError)
+
+
+def test_an_array_that_the_base_lacks_is_named(tmp_path: Path) -> None:
+    """Its differences have no meaning."""
+    last = save_chain(str(tmp_path), 2)
+    ckptcore.save(tmp_path / "other", {"x": np.ones(3)}, context=CONTEXT)
+    forge(tmp_path / "v1", name="other", save_id="", digest="")
+    refused(lambda: ckptcore.load(last), "w of", "v1", "the base does not have the array")
+    old = np.zeros((600, 400))
+    new = old.copy()
+    new[0, 0] = 1
+    save_delta(f"{tmp_path}/v2", {"w": new}, version_at(last), {"w": old})
+    forge(tmp_path / "v2", name="other", save_id="", digest="")
+    refused(lambda: ckptcore.load(tmp_path / "v2"), "v2: w (float64[600, 400])", "'other', which does not have it")
+
+
+def test_elements_of_another_base_are_noticed(tmp_path: Path) -> None:
+    """If a base of other software was replaced, neither a save id nor a digest of the root shows it."""
+    for directory, number in (("v0", 0), ("w0", 5)):
+        (tmp_path / directory).mkdir()
+        safetensors.numpy.save_file({"w": weights(number)["w"]}, tmp_path / directory / "model.safetensors")
+    save_delta(f"{tmp_path}/v1", weights(1), BaseVersion("v0", "", "", 0), weights(0))
+    forge(tmp_path / "v1", name="w0")
+    refused(lambda: ckptcore.load(tmp_path / "v1"), "w of", "v1", "differ from those that were saved")
+    assert [problem.arrays for problem in ckptcore.verify(tmp_path / "v1").problems] == [("w",)]
+
+
+def test_processes_with_different_bases_do_not_save(tmp_path: Path) -> None:
+    save_chain(str(tmp_path), 2)
+
+    def save(rank: int, context: ckptcore.Context) -> None:
+        held = HeldState(version_at(f"{tmp_path}/v{rank}"), weights(rank))
+        ckptcore.save(tmp_path / "v2", weights(2), layout=DeltaLayout().against(held), context=context)
+
+    with pytest.raises(ExceptionGroup, match="ranks failed") as caught:
+        run_ranks(2, save)
+    assert "every process must hold the same version" in str(caught.value.exceptions[0])
+    assert not (tmp_path / "v2").exists()

@@ -1,0 +1,291 @@
+"""A follower reads the deltas since its version, of the boxes that it needs, and notices every damage."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckptcore_testing import run_ranks
+from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.faulty_storage import with_faults, with_storage
+from ckptcore_testing.locations import objects_at
+from ckptcore_versions import Follower, Publisher, Version, follow
+from ckptcore_versions.chunks import MAX_CHUNK_BYTES
+
+import ckptcore
+from ckptcore import ShardedArray
+from ckptcore.builtin.sharded_arrays import ArrayShard
+from ckptcore.model import Box
+from ckptcore.plugins import installed_plugins
+from ckptcore.policies import LatestN
+from ckptcore.protocols import StorageBackend, StorageOptions
+from plugins.versions.tests.followed import TRAINED_SHAPE, expect_equal, trained
+
+
+class Counted:
+    """A directory of versions in memory, whose reads are counted.
+
+    Attributes:
+        location: its URL.
+        context: the options for a follower.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Begin at 0 bytes."""
+        self.location = f"memory://{name}/weights"
+        self.plan = FaultPlan()
+        self.context = with_storage(ckptcore.Context(), "memory", functools.partial(_counted, self.plan))
+
+    def bytes_read(self) -> int:
+        """Return the bytes that were read since the last call."""
+        nbytes, self.plan.bytes_read = self.plan.bytes_read, 0
+        return nbytes
+
+
+def _counted(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
+    return with_faults(installed_plugins().storage("memory")(url, options), plan)
+
+
+@pytest.fixture
+def counted(request: pytest.FixtureRequest) -> Counted:
+    """Return an empty directory in memory."""
+    return Counted(request.node.name.replace("[", "-").replace("]", ""))
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    """Return a publisher to the directory ``weights``."""
+    with Publisher(tmp_path / "weights") as versions:
+        yield versions
+
+
+def read(version: Version | None, number: int) -> Version:
+    """Return a version that must exist, with its weights."""
+    assert version is not None and version.number == number
+    expect_equal(version, trained(number))
+    return version
+
+
+def test_only_the_deltas_since_the_version_before_are_read(counted: Counted, tmp_path: Path) -> None:
+    whole = sum([array.nbytes for array in trained(0).values()])
+    with (
+        Publisher(counted.location) as publisher,
+        follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower,
+    ):
+        publisher.publish(0, trained(0))
+        read(follower.next_version(0), 0)
+        assert whole <= counted.bytes_read() <= 1.01 * whole
+        for number in (1, 2, 3):
+            publisher.publish(number, trained(number))
+        version = read(follower.next_version(0), 3)
+        assert counted.bytes_read() < 0.06 * whole
+        assert set(version.changed) == {"matrix", "vector"}
+        assert sum([box.size for box in version.changed["matrix"]]) == TRAINED_SHAPE[0] * TRAINED_SHAPE[1]
+
+
+def test_a_late_joiner_reads_the_chain_and_a_follower_that_starts_again_what_it_lacks(
+    counted: Counted, tmp_path: Path
+) -> None:
+    whole = sum([array.nbytes for array in trained(0).values()])
+    with Publisher(counted.location) as publisher:
+        for number in range(4):
+            publisher.publish(number, trained(number))
+        with follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower:
+            read(follower.next_version(0), 3)
+            assert whole <= counted.bytes_read() < 1.2 * whole
+        publisher.publish(4, trained(4))
+        with follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower:
+            version = read(follower.next_version(0), 4)
+            assert set(version.changed) == {"matrix", "vector", "frozen"}
+            assert counted.bytes_read() < 0.03 * whole
+
+
+def test_a_full_version_is_compared_with_the_version_before(publisher: Publisher, tmp_path: Path) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, trained(0))
+        read(follower.next_version(0), 0)
+        publisher.publish(1, trained(1), full=True)
+        assert set(read(follower.next_version(0), 1).changed) == {"matrix", "vector"}
+        publisher.publish(2, trained(2))
+        assert set(read(follower.next_version(0), 2).changed) == {"matrix", "vector"}
+
+
+def test_labels_come_with_a_version(tmp_path: Path) -> None:
+    with (
+        Publisher(tmp_path / "weights", run="grpo-7") as publisher,
+        follow(publisher.directory, cache=tmp_path / "cache") as follower,
+    ):
+        publisher.publish(3, trained(3), step=1200)
+        labels = read(follower.next_version(0), 3).labels
+        assert (labels.run, labels.number, labels.step) == ("grpo-7", 3, 1200)
+        assert len(labels.digest) == 64
+
+
+def test_only_changed_chunks_are_written_into_weights(publisher: Publisher, tmp_path: Path) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        weights = trained(0)
+        publisher.publish(0, weights)
+        served = {name: np.zeros_like(array) for name, array in weights.items()}
+        read(follower.next_version(0), 0).load_into(served)
+        changed = {**weights, "matrix": weights["matrix"].copy()}
+        changed["matrix"][700, 3] = 9
+        publisher.publish(1, changed)
+        version = follower.next_version(0)
+        assert version is not None
+        version.load_into(served)
+        (box,) = version.changed["matrix"]
+        assert version.written_bytes == box.size * 4 <= MAX_CHUNK_BYTES
+        np.testing.assert_array_equal(served["matrix"], changed["matrix"])
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "missing"])
+def test_a_damaged_delta_is_named_and_the_version_before_stays(
+    publisher: Publisher, tmp_path: Path, damage: str
+) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        for number in (0, 1):
+            publisher.publish(number, trained(number))
+            before = read(follower.next_version(0), number)
+        publisher.publish(2, trained(2))
+        publisher.publish(3, trained(3))
+        at = Path(publisher.directory) / "v000002"
+        (delta,) = at.glob("deltas.*")
+        if damage == "bit":
+            content = bytearray(delta.read_bytes())
+            content[len(content) // 2] ^= 1
+            delta.write_bytes(content)
+        elif damage == "truncated":
+            os.truncate(delta, 1000)
+        else:
+            delta.unlink()
+        assert follower.next_version(0) is None
+        assert [skip.step for skip in follower.skipped] == [2, 3]
+        assert any("v000002" in skip.reason for skip in follower.skipped)
+        read(before, 1)
+        assert sorted(os.listdir(tmp_path / "cache")) == ["v000000", "v000001"]
+        publisher.publish(4, trained(4), full=True)
+        read(follower.next_version(0), 4)
+
+
+def test_a_version_whose_base_was_replaced_is_left_out(publisher: Publisher, tmp_path: Path) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(1, trained(1))
+        read(follower.next_version(0), 1)
+        for number in (2, 3):
+            publisher.publish(number, trained(number))
+        os.rename(Path(publisher.directory) / "v000002", tmp_path / "moved")
+        ckptcore.save(Path(publisher.directory) / "v000002", trained(2))
+        read(follower.next_version(0), 2)
+        assert follower.next_version(0) is None
+        assert [skip.step for skip in follower.skipped] == [3]
+        assert "v000002" in follower.skipped[0].reason and "replaced by another save" in follower.skipped[0].reason
+
+
+def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_again(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, trained(0))
+        file = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        with file.open("r+b") as stream:
+            stream.write(content)
+        publisher.publish(1, trained(1))
+        read(follower.next_version(0), 1)
+
+
+def test_a_version_whose_base_was_deleted_is_read_if_the_cache_has_the_base(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        for number in (0, 1):
+            publisher.publish(number, trained(number))
+        read(follower.next_version(0), 1)
+        publisher.publish(2, trained(2))
+        os.rename(Path(publisher.directory) / "v000000", tmp_path / "moved")
+        read(follower.next_version(0), 2)
+    with follow(publisher.directory, cache=tmp_path / "other") as follower:
+        assert follower.next_version(0) is None
+        assert {skip.step for skip in follower.skipped} == {1, 2}
+
+
+def test_an_array_that_is_added_is_read(publisher: Publisher, tmp_path: Path) -> None:
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, trained(0))
+        read(follower.next_version(0), 0)
+        weights = {**trained(1), "adapter": np.ones((3, 3))}
+        publisher.publish(1, weights)
+        version = follower.next_version(0)
+        assert version is not None and set(version.changed) == set(weights)
+        expect_equal(version, weights)
+
+
+ROWS = 3 << 13
+"""Rows of 4 KiB, 96 MiB in all: what a process wrote has many more bytes than a block of checksums."""
+
+
+def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(ROWS, 1024)).astype(np.float32)
+    second = first + rng.normal(scale=1e-3, size=first.shape).astype(np.float32)
+    location = "memory://four-publish-and-three-follow/weights"
+
+    def publish(rank: int, context: ckptcore.Context) -> None:
+        own = slice(rank * ROWS // 4, (rank + 1) * ROWS // 4)
+        with Publisher(location, context=context) as publisher:
+            for number, matrix in enumerate((first, second)):
+                part = ShardedArray.part(matrix[own], (own.start, 0), matrix.shape)
+                publisher.publish(number, {"matrix": part})
+
+    def serve(rank: int, context: ckptcore.Context) -> list[int]:
+        plan = FaultPlan()
+        counted = with_storage(context, "memory", functools.partial(_counted, plan))
+        box = Box((rank * ROWS // 3, 0), ((rank + 1) * ROWS // 3, 1024))
+        like = {"matrix": ShardedArray(first.shape, np.float32, [ArrayShard(box)])}
+        read_bytes = []
+        cache = tmp_path / f"cache{rank}"
+        with follow(location, cache=cache, like=like, start=0, timeout=0, context=counted) as follower:
+            for version, matrix in zip(follower, (first, second), strict=True):
+                (shard,) = version.arrays["matrix"].shards
+                np.testing.assert_array_equal(shard.elements, matrix[box.slices])
+                read_bytes.append(plan.bytes_read)
+                plan.bytes_read = 0
+        return read_bytes
+
+    run_ranks(4, publish)
+    of_full, of_delta = map(sum, zip(*run_ranks(3, serve), strict=True))
+    assert first.nbytes <= of_full <= 1.05 * first.nbytes
+    encoded = sum([len(data) for key, data in objects_at(f"{location}/v000001").items() if key.startswith("deltas.")])
+    assert encoded <= of_delta <= 1.05 * encoded
+
+
+@pytest.mark.slow
+def test_a_thousand_versions_are_followed_by_some_that_join_late(tmp_path: Path) -> None:
+    context = ckptcore.Context(durability="none")
+    weights = {"w": np.zeros(1000, np.float32), "b": np.arange(10.0)}
+    chance = random.Random(0)
+    followers: list[Follower] = []
+    yielded = 0
+    with Publisher(tmp_path / "weights", full_every=50, keep=LatestN(3), context=context) as publisher:
+        for number in range(1000):
+            weights["w"][number % 1000] = number
+            publisher.publish(number, weights)
+            if number % 200 == 77:
+                followers.append(follow(publisher.directory, cache=tmp_path / f"cache{number}", context=context))
+            for follower in followers:
+                if chance.random() < 0.5:
+                    version = follower.next_version(0)
+                    assert version is not None and version.number == number
+                    np.testing.assert_array_equal(version.arrays["w"], weights["w"])
+                    yielded += 1
+        for follower in followers:
+            follower.close()
+    assert yielded > 1000
+    for number in range(77, 1000, 200):
+        assert len(os.listdir(tmp_path / f"cache{number}")) == 2
