@@ -97,8 +97,11 @@ _COMBINATIONS: Final = frozenset(
 _EVERY: Final = 3
 """One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
-_TRAINERS: Final = [Path(__file__).parent / "plugins/integrations/tests" / name for name in ("trainers", "vllm")]
-"""Tests with libraries that only the environments of `make test-integrations` and `make test-vllm` have."""
+_TRAINERS: Final = [
+    Path(__file__).parent / "plugins/integrations/tests" / name for name in ("engines", "trainers", "vllm")
+]
+"""Tests with libraries that only the environments of `make test-engines`, `make test-integrations` and `make test-vllm`
+have."""
 
 _PRELOADED: Final = [
     "ckptcore_testing",

@@ -220,9 +220,7 @@ class Derived:
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
                 return [*itertools.chain(*parts), *([_Fill.of(derivation, empty)] if empty else [])]
-        if len(filled) == 1 or any(
-            isinstance(array, WholeArray | ChangedArray) for array in walk(derivation)
-        ):
+        if len(filled) == 1 or any(isinstance(array, WholeArray | ChangedArray) for array in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # separate boxes would read the bytes between their elements several times

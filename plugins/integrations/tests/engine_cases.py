@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedErro
 from ckptcore_versions import Publisher, Version, follow
 
 from ckptcore import Context
-from ckptcore.errors import TargetUndefinedError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TargetUndefinedError
 from plugins.integrations.tests.served_models import ServedModel, weights
 
 FAST = Context(durability="none")
@@ -143,6 +144,18 @@ class EngineCases:
         with pytest.raises(EngineRefusedError, match="cannot be reached"):
             install(engine, versions.publish(1))
 
+    def test_a_version_that_was_removed_or_damaged_is_refused_before_the_pause(
+        self, served: Served, versions: Versions
+    ) -> None:
+        served.model.hook("pause", lambda: pytest.fail("was paused"))
+        version = versions.publish(1)
+        os.truncate(os.path.join(version.directory, "model.safetensors"), 50)
+        with pytest.raises(CorruptCheckpointError):
+            install(served.engine, version)
+        version.directory = f"{version.directory}/removed"
+        with pytest.raises(CheckpointNotFoundError):
+            install(served.engine, version)
+
     def test_a_pause_that_fails_changes_nothing(self, served: Served, versions: Versions) -> None:
         served.model.hook("pause", fail)
         version = versions.publish(1)
@@ -169,7 +182,7 @@ class EngineCases:
         if self.retries_after_a_mixture:
             install(served.engine, versions.publish(3))
         else:
-            with pytest.raises(EngineRefusedError, match="restart the server"):
+            with pytest.raises(TargetUndefinedError, match="Restart the server"):
                 install(served.engine, versions.publish(3))
             assert served.model.paused
             served.model.restart()

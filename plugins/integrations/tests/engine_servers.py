@@ -50,7 +50,6 @@ SGLANG_ROUTES: Mapping[tuple[str, str], Mapping[str, tuple[type, ...]]] = {
 
 VLLM_ROUTES: Mapping[tuple[str, str], Mapping[str, tuple[type, ...]]] = {
     ("GET", "/weight_info"): {},
-    ("POST", "/init_weight_transfer_engine"): {"init_info": (dict,)},
     ("POST", "/pause"): {},
     ("POST", "/start_weight_update"): {},
     ("POST", "/update_weights"): {"update_info": (dict,)},
@@ -75,7 +74,7 @@ def serve(answer: Callable[[Request], Answer]) -> Iterator[str]:
             request = Request(self.command, parts.path, dict(parse_qsl(parts.query)), body, headers)
             try:
                 status, value = answer(request)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # a server answers after every error
                 status, value = 500, {"error": repr(error)}
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
             try:
@@ -148,9 +147,6 @@ def vllm_answer(model: VLLMModel, request: Request) -> Answer:
     match request.path:
         case "/weight_info":
             return 200, {"weight_version": model.get_weight_version()}
-        case "/init_weight_transfer_engine":
-            model.init_weight_transfer_engine(body["init_info"])
-            return 200, {"message": "Weight transfer initialized"}
         case "/pause":
             if request.query.get("mode") not in ("abort", "wait", "keep"):
                 return 422, {"detail": "mode"}

@@ -6,7 +6,6 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,8 @@ class ServedModel:
     Attributes:
         label: the label of its weights.
         paused: True if generation is paused.
-        hooks: by operation ("check", "pause", "install", "finish", "resume" and "label"), functions to call once, before
-            it. An exception of one becomes an error of the server.
-        refused: requests of `generate` that were refused.
+        hooks: by operation ("pause", "start", "install", "finish", "resume" and "label"), functions to call
+            once, before it. An exception of one becomes an error of the server.
     """
 
     def __init__(self, label: str | None) -> None:
@@ -71,7 +69,7 @@ class ServedModel:
                 self._changed.notify_all()
 
     def generate(self) -> dict[str, Any]:
-        """Return the label, and the numbers of the versions of which the model has elements. Waits while it is paused."""
+        """Return the label, and the numbers of the versions of which it has elements. Waits while it is paused."""
         with self._request():
             numbers = sorted({int(element) for array in self.weights.values() for element in array.flat})
             return {"numbers": numbers, "label": self.label}
@@ -104,7 +102,7 @@ class ServedModel:
 
 
 class SGLangModel(ServedModel):
-    """The `TokenizerManager` of SGLang 0.5.23, as far as the routes of its server call it. Each method is synchronous."""
+    """The `TokenizerManager` of SGLang 0.5.23, as far as the routes of its server call it, without coroutines."""
 
     def __init__(self) -> None:
         """Serve the weights of version 0."""
@@ -116,7 +114,7 @@ class SGLangModel(ServedModel):
         """Install, and label. Return if it succeeded, a message, and a number of requests."""
         try:
             self.install(model_path)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # as SGLang does
             return False, f"Failed to update weights: {error}.\nRolling back to original weights.", 0
         self.model_path = model_path
         if weight_version is not None:
@@ -137,7 +135,7 @@ class SGLangModel(ServedModel):
 
 
 class VLLMModel(ServedModel):
-    """The client of the engine of vLLM 0.33, as far as the routes of its server call it. Each method is synchronous.
+    """The `EngineClient` of vLLM, as far as the routes of its server call it, without coroutines.
 
     It refuses as its workers do with the engine of `ckptcore_integrations.vllm_updates`.
     """
@@ -151,17 +149,11 @@ class VLLMModel(ServedModel):
         self.is_active, self.is_undefined = False, False
         super().restart()
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Check the directory."""
-        self.run_hook("check")
-        self._refuse_undefined()
-        if not Path(init_info["directory"]).is_dir():
-            raise FileNotFoundError(init_info["directory"])
-
     def start_weight_update(self) -> None:
         """Begin."""
         self.run_hook("start")
-        self._refuse_undefined()
+        if self.is_undefined:
+            raise RuntimeError("an update of weights failed in this worker")
         if self.is_active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")
         self.is_active = True
@@ -192,7 +184,3 @@ class VLLMModel(ServedModel):
     def compute_weight_checksums(self) -> Sequence[dict[str, str]]:
         """Return the checksums of each worker."""
         return [{f"dp0:pp0:pcp0:tp0:{name}": checksum for name, checksum in self.checksums().items()}]
-
-    def _refuse_undefined(self) -> None:
-        if self.is_undefined:
-            raise RuntimeError("an update of weights failed in this worker")

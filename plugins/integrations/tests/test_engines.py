@@ -17,6 +17,7 @@ from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedErro
 from ckptcore_integrations.sglang import SGLangEngine
 from ckptcore_integrations.vllm_server import VLLMEngine
 
+from ckptcore.errors import TargetUndefinedError
 from plugins.integrations.tests.engine_cases import EngineCases, Served, Versions
 from plugins.integrations.tests.engine_servers import Answer, Request, serve, sglang_answer, vllm_answer
 from plugins.integrations.tests.served_models import SGLangModel, VLLMModel
@@ -71,33 +72,45 @@ class TestVLLM(EngineCases):
     def connect(self, url: str, **options: Any) -> Engine:
         return VLLMEngine(url, **options)
 
-    def test_a_worker_that_cannot_read_the_version_refuses_before_the_pause(
-        self, served: Served, versions: Versions
-    ) -> None:
-        version = versions.publish(1)
-        version.directory = "/elsewhere/v000001"
-        served.model.hook("pause", lambda: pytest.fail("was paused"))
-        with pytest.raises(EngineRefusedError, match="cannot install /elsewhere/v000001"):
-            install(served.engine, version)
-
-    def test_an_update_that_cannot_begin_changes_nothing(self, served: Served, versions: Versions) -> None:
+    def test_an_update_that_cannot_begin_leaves_the_engine_paused(self, served: Served, versions: Versions) -> None:
+        """An error of a worker can break the queues between vLLM's processes."""
         served.model.is_active = True  # such as after a client was killed
-        with pytest.raises(EngineRefusedError, match="cannot begin an update"):
+        with pytest.raises(TargetUndefinedError, match="Restart the server"):
             install(served.engine, versions.publish(1))
-        assert served.model.generate() == {"numbers": [0], "label": None}
+        assert served.model.paused
+
+    def test_a_route_that_is_missing_after_the_pause_changes_nothing(self, versions: Versions) -> None:
+        model = VLLMModel()
+
+        def answer(request: Request) -> Answer:
+            return (404, {}) if request.path == "/start_weight_update" else vllm_answer(model, request)
+
+        with serve(answer) as url, pytest.raises(EngineRefusedError, match="status 404"):
+            install(VLLMEngine(url), versions.publish(1))
+        assert model.generate() == {"numbers": [0], "label": None}
+
+    def test_a_route_that_is_missing_after_the_begin_leaves_the_engine_paused(self, versions: Versions) -> None:
+        model = VLLMModel()
+
+        def answer(request: Request) -> Answer:
+            return (404, {}) if request.path == "/update_weights" else vllm_answer(model, request)
+
+        with serve(answer) as url, pytest.raises(TargetUndefinedError, match="status 404"):
+            install(VLLMEngine(url), versions.publish(1))
+        assert model.paused
 
     def test_a_server_without_the_routes_is_named_with_what_to_do(self, versions: Versions) -> None:
-        with serve(lambda request: (404, {"detail": "Not Found"})) as url:
-            with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
-                install(VLLMEngine(url), versions.publish(1))
+        expected = pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1")
+        with serve(lambda request: (404, {"detail": "Not Found"})) as url, expected:
+            install(VLLMEngine(url), versions.publish(1))
 
 
 ENGINES = [SGLangEngine, VLLMEngine]
 
 
 @pytest.fixture(params=ENGINES)
-def kind(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield request.param
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def test_the_key_is_sent_and_never_shown(kind: Any, caplog: pytest.LogCaptureFixture) -> None:

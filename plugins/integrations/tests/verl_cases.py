@@ -12,7 +12,7 @@ import torch
 from ckptcore_versions import Publisher, labels
 
 from ckptcore import Context
-from ckptcore.errors import CoordinationTimeoutError
+from ckptcore.errors import CoordinationTimeoutError, DirectoryInUseError
 
 ACTORS, ROLLOUTS = 2, 2
 
@@ -200,6 +200,5 @@ class VerlCases:
     def test_another_job_that_owns_the_directory_is_refused(
         self, workers: Callable[..., Workers], tmp_path: Path
     ) -> None:
-        with Publisher(tmp_path / "weights", context=Context(durability="none")):
-            with pytest.raises(BlockingIOError):
-                workers().build()
+        with Publisher(tmp_path / "weights", context=Context(durability="none")), pytest.raises(DirectoryInUseError):
+            workers().build()

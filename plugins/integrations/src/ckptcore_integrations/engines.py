@@ -7,8 +7,11 @@ copies the version from the local files.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+import ckptcore
+from ckptcore import Context
+from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, TargetUndefinedError
 from ckptcore.events import logger_named
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineError", "EngineRefusedError", "install"]
 
 logger = logger_named("ckptcore.integrations.engines")
+
+_ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 
 
 class EngineError(CheckpointError, RuntimeError):
@@ -41,13 +46,6 @@ class Engine(Protocol):
     name: str
     remedy: str
 
-    def check(self, directory: str) -> None:
-        """Check that the engine can install a version. Changes nothing, and does not interrupt generation.
-
-        Args:
-            directory: the directory of the version, with safetensors files.
-        """
-
     def pause(self) -> None:
         """Stop generation, so that no request uses weights of two versions at once."""
 
@@ -55,7 +53,7 @@ class Engine(Protocol):
         """Replace all weights, and label them. The engine is paused.
 
         Args:
-            directory: the directory of the version.
+            directory: the directory of the version, with safetensors files.
             label: the label of the version.
         """
 
@@ -63,7 +61,7 @@ class Engine(Protocol):
         """Continue generation."""
 
     def label(self) -> str | None:
-        """Return the label of the weights that the engine has; None if it has none."""
+        """Return the label of the weights that the engine has; None if it has none. Does not interrupt generation."""
 
     def checksum(self) -> str:
         """Return a checksum of the weights in the memory of the engine.
@@ -74,7 +72,7 @@ class Engine(Protocol):
 
 
 def install(engine: Engine, version: Version, *, label: str | None = None) -> float:
-    """Install a version in an engine: check, pause, install, check the label, resume.
+    """Install a version in an engine: check that both are there, pause, install, check the label, resume.
 
     Generation resumes if the weights are certainly those of one version: the new one, or the one before if the install
     failed before it changed anything. Otherwise the engine stays paused, and the error says what to do.
@@ -91,6 +89,8 @@ def install(engine: Engine, version: Version, *, label: str | None = None) -> fl
         The time that the engine was paused, in seconds.
 
     Raises:
+        CheckpointError: the directory of the version cannot be read, such as after the follower removed it. The engine
+            was not paused.
         EngineError: the version was not installed, and the engine serves the weights before; or it is installed, and
             the engine cannot be resumed. The message says which.
         TargetUndefinedError: the engine may have a mixture of two versions, or weights of another program. It was not
@@ -98,7 +98,8 @@ def install(engine: Engine, version: Version, *, label: str | None = None) -> fl
     """
     if label is None:
         label = str(version.number)
-    engine.check(version.directory)
+    with ckptcore.open(version.directory, context=_ALONE):
+        engine.label()
     begin = time.monotonic()
     try:
         engine.pause()

@@ -63,10 +63,6 @@ class SGLangEngine(Engine):
     def __repr__(self) -> str:
         return f"<SGLangEngine {self.name}>"
 
-    def check(self, directory: str) -> None:
-        """See `Engine`. Cannot check if the server sees the directory."""
-        self.label()
-
     def pause(self) -> None:
         """See `Engine`."""
         self._server.post("/pause_generation", {"mode": self._pause})

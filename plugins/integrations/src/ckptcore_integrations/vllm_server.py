@@ -31,7 +31,7 @@ class VLLMEngine(Engine):
         remedy: what to do if its weights may be a mixture of two versions.
     """
 
-    remedy = "Restart the server: a worker that failed during an update cannot be used"
+    remedy = f"Restart the server: after an error of a worker it cannot be used. If this is its first update: {_START}"
 
     def __init__(
         self,
@@ -63,30 +63,13 @@ class VLLMEngine(Engine):
     def __repr__(self) -> str:
         return f"<VLLMEngine {self.name}>"
 
-    def check(self, directory: str) -> None:
-        """See `Engine`. Every worker opens the directory and checks it."""
-        self.label()
-        try:
-            self._server.post("/init_weight_transfer_engine", {"init_info": {"directory": directory}})
-        except EngineError as error:
-            raise EngineRefusedError(
-                f"{self.name} cannot install {directory}: the log of the server says why. If a worker failed during an "
-                f"earlier update, restart the server; if it has no such weight transfer, {_START}. The cause: {error}"
-            ) from error
-
     def pause(self) -> None:
         """See `Engine`."""
         self._server.post(f"/pause?mode={self._pause}")
 
     def install(self, directory: str, label: str) -> None:
         """See `Engine`."""
-        try:
-            self._server.post("/start_weight_update")
-        except EngineError as error:  # the engine of the workers changes nothing in this call
-            raise EngineRefusedError(
-                f"{self.name} cannot begin an update of weights. If an earlier update was interrupted, restart the "
-                f"server. The cause: {error}"
-            ) from error
+        self._server.post("/start_weight_update")
         try:
             self._server.post("/update_weights", {"update_info": {"directory": directory}})
             self._server.post("/finish_weight_update", {"weight_version": label})

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import ckptcore
@@ -21,23 +22,12 @@ from ckptcore.errors import TargetUndefinedError
 from ckptcore_integrations.stored_weights import WeightReader, torch_dtype
 from ckptcore_integrations.vllm import refuse_missing
 
-__all__ = ["CheckedDirectory", "DirectoryTransferEngine", "UpdateDirectory"]
+__all__ = ["DirectoryTransferEngine", "UpdateDirectory"]
 
 _BATCH_BYTES: Final = 1 << 30
 
 _ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 """Options of loads without communication: each worker reads local files, which are in the page cache of its host."""
-
-
-@dataclass
-class CheckedDirectory(WeightTransferInitInfo):
-    """What ``/init_weight_transfer_engine`` receives.
-
-    Attributes:
-        directory: the directory of the version that will be installed next.
-    """
-
-    directory: str
 
 
 @dataclass
@@ -60,24 +50,14 @@ class DirectoryTransferEngine(WeightTransferEngine):
     An update that fails leaves the weights of the worker undefined, and every later update is refused.
     """
 
-    init_info_cls = CheckedDirectory
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateDirectory
     supports_draft_weight_update = False
 
     _is_undefined = False
 
-    def init_transfer_engine(self, init_info: CheckedDirectory) -> None:
-        """Check, while the engine serves, that this worker can read the version that will be installed next.
-
-        Raises:
-            CheckpointError: the directory does not exist, or its files are damaged.
-            TargetUndefinedError: an earlier update failed.
-            ValueError: the path is not absolute, or PyTorch has no dtype for an array.
-        """
-        self._refuse_undefined()
-        with ckptcore.open(_absolute(init_info.directory), context=_ALONE) as tree:
-            for name, stored in tree.items():
-                torch_dtype(str(name), stored.dtype.name)
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
         """Refuse the update if an earlier one failed. Changes nothing.
@@ -85,7 +65,10 @@ class DirectoryTransferEngine(WeightTransferEngine):
         Raises:
             TargetUndefinedError
         """
-        self._refuse_undefined()
+        if self._is_undefined:
+            raise TargetUndefinedError(
+                "an update of weights failed in this worker, so that they are a mixture of two versions: restart vLLM"
+            )
 
     def receive_weights(self, update_info: UpdateDirectory) -> None:
         """Replace all weights of this worker.
@@ -105,6 +88,7 @@ class DirectoryTransferEngine(WeightTransferEngine):
                 initialize_layerwise_reload(self.model)
                 loaded = self.model.load_weights(reader.weights(torch_dtype))
                 finalize_layerwise_reload(self.model, self.model_config)
+                _process_tied(self.model)
         refuse_missing(self.model, self.model_config, loaded, directory)
         self._is_undefined = False
 
@@ -123,11 +107,19 @@ class DirectoryTransferEngine(WeightTransferEngine):
         """
         raise NotImplementedError("a trainer publishes weights with ckptcore_versions.Publisher")
 
-    def _refuse_undefined(self) -> None:
-        if self._is_undefined:
-            raise TargetUndefinedError(
-                "an update of weights failed in this worker, so that they are a mixture of two versions: restart vLLM"
-            )
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Process the embeddings again that share their weight with an earlier layer, such as a tied ``lm_head``.
+
+    vLLM's reload processes a weight only in the layer that loads it. On CPUs each layer has a packed copy of its
+    weight, so that a tied layer would go on with the elements before.
+    """
+    weights: set[int] = set()
+    for layer in model.modules():
+        weight, method = layer._parameters.get("weight"), getattr(layer, "quant_method", None)
+        if weight is not None and id(weight) in weights and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(layer)
+        weights.add(id(weight))
 
 
 def _absolute(directory: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 PORT, MODEL, SIZE = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 os.environ.update(
@@ -35,21 +36,20 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=32,
         tensor_parallel_size=SIZE,
-        weight_transfer_config={"backend": "ckptcore"},  # type: ignore[arg-type]  # vLLM converts it
+        weight_transfer_config={"backend": "ckptcore"},
     )
     engine = AsyncLLM.from_engine_args(arguments)
     app = FastAPI()
     app.include_router(router)
     app.state.engine_client = engine
 
-    @app.post("/generate")
-    async def generate(tokens: list[int] = Body(embed=True)) -> dict[str, list[int]]:
+    @app.post("/generate")  # type: ignore[untyped-decorator]
+    async def generate(tokens: Annotated[list[int], Body(embed=True)]) -> dict[str, list[int]]:
         parameters = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
-        output = None
-        async for output in engine.generate({"prompt_token_ids": tokens}, parameters, os.urandom(8).hex()):
-            pass
-        assert output is not None
-        return {"tokens": list(output.outputs[0].token_ids)}
+        outputs = [
+            output async for output in engine.generate({"prompt_token_ids": tokens}, parameters, os.urandom(8).hex())
+        ]
+        return {"tokens": list(outputs[-1].outputs[0].token_ids)}
 
     uvicorn.run(app, host="127.0.0.1", port=PORT, log_level="error")
 
