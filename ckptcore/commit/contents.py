@@ -45,7 +45,7 @@ _TEMPORARY: Final = (
 
 _OBJECT: Final = (
     r"(?s)[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
-    r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
+    r"|deltas\.[0-9a-f]+\.[0-9]+|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
     r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)"
 )
 """The keys of files that saves write. A checkpoint may have files with other keys, which only its root lists."""

@@ -530,7 +530,7 @@ def _decode_bases(document: dict[str, Any]) -> tuple[Base, ...]:
 def _decode_references(document: dict[str, Any], tables: dict[str, Any], tree: TreeMetadata) -> References:
     table: Any = tables.get("references")
     if table is None:
-        return References(_decode_bases(document))
+        return References(_decode_bases(document)) if "bases" in document else References()
     columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
     references = References(_decode_bases(document), *columns)
     references.check(tree)

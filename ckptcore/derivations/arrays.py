@@ -96,8 +96,8 @@ class ChangedArray(ABC):
     """An array that has the elements of another array, changed in place by further arrays, one after the other.
 
     The first part of `needed` is a box of the first input that contains the requested box. It is read into memory of
-    its own, and then changed as a whole. The other parts are whole inputs. They are read in order, and only a few MiB of
-    them are in memory at a time.
+    its own, and then changed as a whole. The other parts are whole inputs. They are read in order, and only a few MiB
+    of them are in memory at a time.
 
     Attributes:
         inputs: the array that is changed, and the arrays that change it, which must be `Stored`.

@@ -21,7 +21,7 @@ from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.planning import plan_read
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Part
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to the memory of the computed arrays."""

@@ -387,9 +387,11 @@ def _open_stored_tree(
 
 
 def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
-    """Return a checkpoint with the arrays that are computed from its base, if its layout states one."""
+    """Return a checkpoint with the arrays that are computed from its base, if it has one."""
     if checkpoint.is_files or checkpoint.read_instead is not None:
         return checkpoint  # an update, or copies on this host
+    if checkpoint.root is not None and not checkpoint.root.references.bases:
+        return checkpoint
     if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:
         return checkpoint
     from ckptcore.opening.bases import with_chain  # only differences from a base need it

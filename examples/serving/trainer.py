@@ -35,7 +35,7 @@ def train(directory: Path) -> Iterator[tuple[int, NDArray[np.float32]]]:
         for version in range(VERSIONS):
             for _ in range(STEPS):
                 optimizer.zero_grad()
-                cross_entropy(model(inputs), classes).backward()
+                cross_entropy(model(inputs), classes).backward()  # type: ignore[no-untyped-call]  # PyTorch's own
                 optimizer.step()
             weights = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
             publisher.publish(version, weights, step=STEPS * (version + 1))

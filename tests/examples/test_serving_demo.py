@@ -17,7 +17,7 @@ from examples.serving.network import VERSIONS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_logits_of_the_server_are_those_of_the_trainer_at_each_version(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "examples.serving"]

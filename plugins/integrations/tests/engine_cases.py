@@ -166,6 +166,13 @@ class EngineCases:
         install(served.engine, version)
         assert served.model.generate()["numbers"] == [1]
 
+    def test_a_label_that_cannot_be_changed_changes_nothing(self, served: Served, versions: Versions) -> None:
+        served.model.hook("relabel", fail)
+        version = versions.publish(1)
+        with pytest.raises(EngineError):
+            install(served.engine, version)
+        assert served.model.generate() == {"numbers": [0], "label": "default"}
+
     def test_a_pause_and_a_resume_that_fail_are_both_reported(self, served: Served, versions: Versions) -> None:
         served.model.hook("pause", fail)
         served.model.hook("resume", fail)
@@ -179,14 +186,19 @@ class EngineCases:
         with pytest.raises(TargetUndefinedError, match=r"version 2 was not installed.*mixture.*not resumed"):
             install(served.engine, versions.publish(2))
         assert served.model.paused
+        assert served.engine.label() == "incomplete: 2"
+        served.model.hook("pause", fail)  # does not resume the mixture
+        with pytest.raises(TargetUndefinedError, match="has the label 'incomplete: 2'"):
+            install(served.engine, versions.publish(5))
+        assert served.model.paused
         if self.retries_after_a_mixture:
-            install(served.engine, versions.publish(3))
+            install(served.engine, versions.publish(6))
         else:
             with pytest.raises(TargetUndefinedError, match="Restart the server"):
-                install(served.engine, versions.publish(3))
+                install(served.engine, versions.publish(6))
             assert served.model.paused
             served.model.restart()
-            install(served.engine, versions.publish(4))
+            install(served.engine, versions.publish(7))
         assert len(served.model.generate()["numbers"]) == 1
 
     def test_an_install_that_takes_too_long_leaves_the_engine_paused(self, versions: Versions) -> None:

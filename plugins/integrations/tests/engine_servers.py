@@ -44,6 +44,7 @@ SGLANG_ROUTES: Mapping[tuple[str, str], Mapping[str, tuple[type, ...]]] = {
         "flush_cache": (bool,),
     },
     ("POST", "/continue_generation"): {},
+    ("POST", "/update_weight_version"): {"new_version": (str,), "abort_all_requests": (bool,)},
     ("POST", "/weights_checker"): {"action": (str,)},
 }
 """By method and path, the fields of the JSON object, with their types."""
@@ -55,6 +56,7 @@ VLLM_ROUTES: Mapping[tuple[str, str], Mapping[str, tuple[type, ...]]] = {
     ("POST", "/update_weights"): {"update_info": (dict,)},
     ("POST", "/finish_weight_update"): {"weight_version": (str,)},
     ("POST", "/resume"): {},
+    ("POST", "/update_weight_version"): {"new_version": (str,)},
     ("POST", "/weight_checker"): {"action": (str,)},
 }
 """The same, for vLLM."""
@@ -130,6 +132,10 @@ def sglang_answer(model: SGLangModel, request: Request) -> Answer:
         case "/continue_generation":
             model.resume()
             return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        case "/update_weight_version":
+            assert not body["abort_all_requests"]
+            model.relabel(body["new_version"])
+            return 200, {"success": True, "new_version": model.label}
         case "/update_weights_from_disk":
             success, message, paused = model.update_weights_from_disk(body["model_path"], body["weight_version"])
             content = {"success": success, "message": message, "num_paused_requests": paused}
@@ -164,6 +170,9 @@ def vllm_answer(model: VLLMModel, request: Request) -> Answer:
         case "/resume":
             model.resume()
             return 200, {"status": "resumed"}
+        case "/update_weight_version":
+            model.relabel(body["new_version"])
+            return 200, {"success": True, "new_version": model.label}
         case _:
             checksums: dict[str, str] = {}
             for of_worker in model.compute_weight_checksums():

@@ -26,14 +26,13 @@ class ServedModel:
     Attributes:
         label: the label of its weights.
         paused: True if generation is paused.
-        hooks: by operation ("pause", "start", "install", "finish", "resume" and "label"), functions to call
-            once, before it. An exception of one becomes an error of the server.
+        hooks: by operation ("pause", "relabel", "start", "install", "finish", "resume" and "label"), functions to
+            call once, before it. An exception of one becomes an error of the server.
     """
 
-    def __init__(self, label: str | None) -> None:
+    def __init__(self) -> None:
         """Serve the weights of version 0, as after a start of the server."""
         self.hooks: dict[str, list[Callable[[], object]]] = {}
-        self._first_label = label
         self._changed = threading.Condition()
         self._running = 0
         self.restart()
@@ -42,7 +41,7 @@ class ServedModel:
         """Serve the weights of version 0 again, as a server that was restarted."""
         with self._changed:
             self.weights = weights(0)
-            self.label = self._first_label
+            self.label: str | None = "default"
             self.paused = False
             self._changed.notify_all()
 
@@ -81,6 +80,11 @@ class ServedModel:
             self.paused = True
             assert self._changed.wait_for(lambda: not self._running, timeout=60)
 
+    def relabel(self, label: str) -> None:
+        """Change only the label."""
+        self.run_hook("relabel")
+        self.label = label
+
     def resume(self) -> None:
         """Continue."""
         self.run_hook("resume")
@@ -106,7 +110,7 @@ class SGLangModel(ServedModel):
 
     def __init__(self) -> None:
         """Serve the weights of version 0."""
-        super().__init__("default")
+        super().__init__()
         self.model_path = "/models/first"
         self.requests: list[dict[str, Any]] = []
 
@@ -139,10 +143,6 @@ class VLLMModel(ServedModel):
 
     It refuses as its workers do with the engine of `ckptcore_integrations.vllm_updates`.
     """
-
-    def __init__(self) -> None:
-        """Serve the weights of version 0."""
-        super().__init__(None)
 
     def restart(self) -> None:
         """See `ServedModel`."""

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,8 +227,8 @@ def test_an_array_that_is_added_is_read(publisher: Publisher, tmp_path: Path) ->
         expect_equal(version, weights)
 
 
-ROWS = 3 << 13
-"""Rows of 4 KiB, 96 MiB in all: what a process wrote has many more bytes than a block of checksums."""
+ROWS = 3 << 12
+"""Rows of 4 KiB, 48 MiB in all: what a process wrote has many more bytes than a block of checksums."""
 
 
 def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_path: Path) -> None:
@@ -252,7 +253,8 @@ def test_three_followers_read_their_boxes_of_the_deltas_of_four_processes(tmp_pa
         cache = tmp_path / f"cache{rank}"
         with follow(location, cache=cache, like=like, start=0, timeout=0, context=counted) as follower:
             for version, matrix in zip(follower, (first, second), strict=True):
-                (shard,) = version.arrays["matrix"].shards
+                array: Any = version.arrays["matrix"]
+                (shard,) = array.shards
                 np.testing.assert_array_equal(shard.elements, matrix[box.slices])
                 read_bytes.append(plan.bytes_read)
                 plan.bytes_read = 0

@@ -1,4 +1,4 @@
-"""The memory of a publish: one copy of the weights, in host memory or in a mapped file, and little beside it."""
+"""The memory of a publish: one copy of the weights, in host memory or in a mapped file, and little more."""
 
 from __future__ import annotations
 

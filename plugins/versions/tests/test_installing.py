@@ -16,7 +16,10 @@ from ckptcore_versions import Follower, Version, follow, installing
 from ckptcore_versions.follower import FOLLOWED_NAMES
 
 import ckptcore
+from ckptcore import ShardedArray
+from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import TargetUndefinedError, TreeMismatchError
+from ckptcore.model import Box
 from plugins.versions.tests.followed import Published, first_weights
 
 MATRIX_BYTES = 600 * 1000 * 4
@@ -128,6 +131,19 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes(published: 
     assert not weights["layers"]["0"]["weight"].any()
 
 
+def test_weights_that_need_more_than_the_cache_has_are_refused_before_anything_changes(
+    published: Published, tmp_path: Path
+) -> None:
+    part = ArrayShard(Box((0, 0), (10, 1000)))
+    like = {**first_weights(), "layers": {"0": {"weight": ShardedArray((600, 1000), np.float32, [part])}}}
+    weights = zeros(first_weights())
+    with follow(published.location, cache=tmp_path / "cache", like=like) as follower:
+        version = after(published, follower, 1)
+        with pytest.raises(TreeMismatchError, match="which the cache does not have"):
+            version.load_into(weights)
+    assert not weights["bias"].any() and not weights["scale"].any()
+
+
 class Model(torch.nn.Module):
     """A module with the tree of the versions in `published_model`, and tied weights."""
 
@@ -156,7 +172,7 @@ def test_a_module_is_written_in_place(tmp_path: Path) -> None:
             assert torch.equal(served.inner.weight, trained.inner.weight) and served.inner.weight is parameter
             assert torch.equal(served.inner.bias, trained.inner.bias)
             assert served.output.weight is served.inner.weight
-        assert set(version.arrays) == {"inner.weight", "inner.bias", "output.weight"}
+        assert version is not None and set(version.arrays) == {"inner.weight", "inner.bias", "output.weight"}
         del served, parameter
         gc.collect()
         assert not version._installer._known._of_roots
@@ -165,7 +181,7 @@ def test_a_module_is_written_in_place(tmp_path: Path) -> None:
 def test_arrays_of_jax_are_replaced_in_their_containers_if_they_changed(
     published: Published, follower: Follower
 ) -> None:
-    weights = {
+    weights: Any = {
         "layers": {"0": {"weight": jnp.zeros((600, 1000))}},
         "bias": jnp.zeros(5, jnp.bfloat16),
         "scale": np.zeros((), np.float64),
@@ -222,8 +238,9 @@ def test_weights_are_written_while_the_next_version_is_prepared(published: Publi
 def test_shards_of_jax_are_read_and_written(published: Published, tmp_path: Path) -> None:
     devices = jax.devices()
     assert len(devices) > 1
-    by_rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec("x"))
-    replicated = jax.sharding.NamedSharding(by_rows.mesh, jax.sharding.PartitionSpec())
+    spec: Any = jax.sharding.PartitionSpec
+    by_rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), spec("x"))
+    replicated = jax.sharding.NamedSharding(by_rows.mesh, spec())
     rows = 600 // len(devices) * len(devices)
     assert rows == 600
     weights: Any = {

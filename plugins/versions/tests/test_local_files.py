@@ -107,7 +107,7 @@ def test_a_follower_keeps_only_the_boxes_that_it_needs(tmp_path: Path) -> None:
             for array in (kept, served["w"]):
                 for shard in array.shards:
                     np.testing.assert_array_equal(shard.elements, weights["w"][shard.box.slices])
-        assert version.changed == {"w": (boxes[1],)}
+        assert version is not None and version.changed == {"w": (boxes[1],)}
         sliced = Path(version.directory) / "shard-00001-model-00002-of-00002.safetensors"
         with safetensors.safe_open(sliced, "numpy") as file:
             assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [50, 100]}}

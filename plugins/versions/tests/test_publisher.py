@@ -12,6 +12,7 @@ import pytest
 from ckptcore_testing.faults import FaultPlan, FullAfter
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
+from ckptcore_versions import version_saves
 
 import ckptcore
 from ckptcore import select
@@ -21,6 +22,7 @@ from ckptcore.errors import (
     StorageFullError,
     TreeMismatchError,
 )
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
@@ -225,8 +227,9 @@ def test_a_full_disk_fails_one_version_only(place: str, caplog: pytest.LogCaptur
 
 
 def test_wrong_arguments_are_refused(place: str) -> None:
-    with pytest.raises(ValueError, match="full_every=0"):
-        publisher(place, full_every=0)
+    for number in (0, 1001):
+        with pytest.raises(ValueError, match=f"full_every={number}: .*from 1 to 1000"):
+            publisher(place, full_every=number)
     with pytest.raises(TypeError, match="select='lora'"):
         publisher(place, select="lora")
     with pytest.raises(TypeError, match="cannot write versions"):
@@ -240,3 +243,22 @@ def test_wrong_arguments_are_refused(place: str) -> None:
             versions.publish(-1, weights(1))
         assert versions.latest is None
     assert "v000001" not in store_at(place).list_names()
+
+
+def test_a_version_that_was_replaced_meanwhile_is_no_base(
+    place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may open the version after another program replaced it, although the leader saw the earlier one."""
+    with publisher(place) as versions:
+        versions.publish(1, weights(1))
+
+    def replace_and_open(at: Any, context: ckptcore.Context) -> Any:
+        ckptcore.save(location(place, 1), weights(9), overwrite="non-atomic")
+        return open_checkpoint(at, context)
+
+    monkeypatch.setattr(version_saves, "open_checkpoint", replace_and_open)
+    with publisher(place) as versions:
+        versions.publish(2, weights(2))
+    assert base_of(place, 2) is None
+    assert "not the version that" in caplog.text
+    assert same_value(load(place, 2), weights(2))

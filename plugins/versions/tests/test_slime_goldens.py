@@ -111,7 +111,10 @@ def test_steps_are_versions(tmp_path: Path) -> None:
 def test_version_0_is_asked_for(tmp_path: Path) -> None:
     directory = copied(NAMES[0], tmp_path)
     shutil.rmtree(version_at(directory, 0))
-    load = lambda **options: ckptcore.load(version_at(directory, 2), **options)  # noqa: E731
+
+    def load(context: ckptcore.Context | None = None) -> Any:
+        return ckptcore.load(version_at(directory, 2), context=context)
+
     message = refused(load, "weight_v000001 is stored as differences from", error=CorruptCheckpointError)
     assert "Link or copy it there as weight_v000000" in message and "bases='anywhere'" in message
     version_at(directory, 0).symlink_to("base")

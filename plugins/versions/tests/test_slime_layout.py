@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def weights(number: int) -> dict[str, Any]:
     return {**state, "head": tied, "scale": np.asarray(scale), "empty": np.zeros((0, 3), np.float32), "step": number}
 
 
-NAMES = {
+NAMES: Mapping[str, Callable[[Any], Any]] = {
     "model.layers.0.w": lambda state: state["model"]["layers"][0]["w"],
     "model.layers.1.w": lambda state: state["model"]["layers"][1]["w"],
     "model.tied": lambda state: state["model"]["tied"],

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ckptcore_versions.held_version import HeldVersion
-from ckptcore_versions.labels import name_of
 from ckptcore_versions.layout import DeltaLayout
+from ckptcore_versions.version_labels import name_of
 
 from ckptcore.model import JSON, HostArray
 from ckptcore.protocols import Snapshot, WriteStore

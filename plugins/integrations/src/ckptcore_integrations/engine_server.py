@@ -115,3 +115,20 @@ def _parsed(name: str, status: int, answer: bytes) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise EngineError(f"{name}: expected a JSON object, found {shown!r}")
     return value
+
+
+def text_of(answer: Mapping[str, Any], key: str, name: str) -> str:
+    """Return a text of an answer.
+
+    Args:
+        answer: the JSON object.
+        key: the key of the text.
+        name: the address of the server, for the message.
+
+    Raises:
+        EngineError: the answer has no such text.
+    """
+    value = answer.get(key)
+    if not isinstance(value, str):
+        raise EngineError(f"{name}: expected an answer with the text {key}, found {key}={value!r}: check its version")
+    return value

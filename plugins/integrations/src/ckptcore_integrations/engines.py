@@ -24,9 +24,12 @@ logger = logger_named("ckptcore.integrations.engines")
 
 _ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 
+_INCOMPLETE: Final = "incomplete: "
+"""Begin of the label of an engine during an install."""
+
 
 class EngineError(CheckpointError, RuntimeError):
-    """A request to an engine failed. Its weights are of one version, unless the error is a `TargetUndefinedError`."""
+    """A request to an engine failed, or was not answered in time."""
 
 
 class EngineRefusedError(EngineError):
@@ -36,7 +39,7 @@ class EngineRefusedError(EngineError):
 class Engine(Protocol):
     """A server of inference whose weights can be replaced. One thread uses it at a time.
 
-    Every method raises `EngineError` if the request fails, and `EngineRefusedError` if it certainly had no effect.
+    Every method raises `EngineError` if it fails, and `EngineRefusedError` if it certainly had no effect.
 
     Attributes:
         name: its address, for messages, without secrets.
@@ -49,6 +52,9 @@ class Engine(Protocol):
     def pause(self) -> None:
         """Stop generation, so that no request uses weights of two versions at once."""
 
+    def relabel(self, label: str) -> None:
+        """Change only the label."""
+
     def install(self, directory: str, label: str) -> None:
         """Replace all weights, and label them. The engine is paused.
 
@@ -60,8 +66,8 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Continue generation."""
 
-    def label(self) -> str | None:
-        """Return the label of the weights that the engine has; None if it has none. Does not interrupt generation."""
+    def label(self) -> str:
+        """Return the label of the weights that the engine has. Does not interrupt generation."""
 
     def checksum(self) -> str:
         """Return a checksum of the weights in the memory of the engine.
@@ -76,6 +82,9 @@ def install(engine: Engine, version: Version, *, label: str | None = None) -> fl
 
     Generation resumes if the weights are certainly those of one version: the new one, or the one before if the install
     failed before it changed anything. Otherwise the engine stays paused, and the error says what to do.
+
+    During the install the engine has a label such as ``"incomplete: 7"``. So also a later install, even by another
+    process, does not resume it before a whole version is installed.
 
     It installs the whole version each time. So it can be called again after any error, and for an engine that was
     restarted. Only one program may install versions in an engine.
@@ -99,17 +108,18 @@ def install(engine: Engine, version: Version, *, label: str | None = None) -> fl
     if label is None:
         label = str(version.number)
     with ckptcore.open(version.directory, context=_ALONE):
-        engine.label()
+        before = engine.label()
     begin = time.monotonic()
     try:
         engine.pause()
+        engine.relabel(f"{_INCOMPLETE}{label}")
     except EngineError as error:
-        _resume_after(engine, version, error)
+        _return_to(before, engine, version, error)
         raise
     try:
         engine.install(version.directory, label)
     except EngineRefusedError as error:
-        _resume_after(engine, version, error)
+        _return_to(before, engine, version, error)
         raise
     except EngineError as error:
         raise TargetUndefinedError(
@@ -132,10 +142,20 @@ def install(engine: Engine, version: Version, *, label: str | None = None) -> fl
     return seconds
 
 
-def _resume_after(engine: Engine, version: Version, error: EngineError) -> None:
-    """Continue generation with the weights before. Add to the error what the engine serves."""
+def _return_to(before: str, engine: Engine, version: Version, error: EngineError) -> None:
+    """Continue generation with the weights before, after an install that changed nothing.
+
+    Raises:
+        TargetUndefinedError: an earlier install left a mixture.
+    """
+    if before.startswith(_INCOMPLETE):
+        raise TargetUndefinedError(
+            f"{engine.name} has the label {before!r}, so that its weights may be a mixture of two versions, and version "
+            f"{version.number} was not installed. It was not resumed. {engine.remedy}. The cause: {error}"
+        ) from error
     error.add_note(f"version {version.number} was not installed; the weights of {engine.name} did not change")
     try:
+        engine.relabel(before)
         engine.resume()
     except EngineError as failure:
         error.add_note(f"{engine.name} may be paused, because it could not be resumed: {failure}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any, Literal
+from typing import Literal
 
-from ckptcore_integrations.engine_server import EngineServer
+from ckptcore_integrations.engine_server import EngineServer, text_of
 from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
 
 __all__ = ["SGLangEngine"]
@@ -67,6 +67,10 @@ class SGLangEngine(Engine):
         """See `Engine`."""
         self._server.post("/pause_generation", {"mode": self._pause})
 
+    def relabel(self, label: str) -> None:
+        """See `Engine`."""
+        self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
     def install(self, directory: str, label: str) -> None:
         """See `Engine`."""
         path = directory
@@ -90,28 +94,13 @@ class SGLangEngine(Engine):
         """See `Engine`."""
         self._server.post("/continue_generation", {})
 
-    def label(self) -> str | None:
+    def label(self) -> str:
         """See `Engine`. A server that was started without a label has the label ``default``."""
-        return _text(self.name, self._server.get("/model_info"), "weight_version")
+        return text_of(self._server.get("/model_info"), "weight_version", self.name)
 
     def checksum(self) -> str:
         """See `Engine`."""
-        checksum = _text(
-            self.name, self._server.post("/weights_checker", {"action": "checksum"}), "per_engine_checksum"
-        )
-        if checksum is None:
-            raise EngineError(f"{self.name}: the server has no checksum of its weights")
-        return checksum
-
-
-def _text(name: str, answer: Any, key: str) -> str | None:
-    """Return a text of an answer."""
-    if key not in answer:
-        raise EngineError(f"{name}: the answer has no {key}: expected a server of SGLang 0.5.23 or newer")
-    value = answer[key]
-    if value is not None and not isinstance(value, str):
-        raise EngineError(f"{name}: {key}={value!r}: expected a text")
-    return value
+        return text_of(self._server.post("/weights_checker", {"action": "checksum"}), "per_engine_checksum", self.name)
 
 
 def _point(link: str, directory: str) -> None:

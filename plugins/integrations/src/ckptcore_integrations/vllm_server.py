@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final, Literal
 
-from ckptcore_integrations.engine_server import EngineServer
+from ckptcore_integrations.engine_server import EngineServer, text_of
 from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
 
 __all__ = ["VLLMEngine"]
@@ -67,6 +67,10 @@ class VLLMEngine(Engine):
         """See `Engine`."""
         self._server.post(f"/pause?mode={self._pause}")
 
+    def relabel(self, label: str) -> None:
+        """See `Engine`."""
+        self._server.post("/update_weight_version", {"new_version": label})
+
     def install(self, directory: str, label: str) -> None:
         """See `Engine`."""
         self._server.post("/start_weight_update")
@@ -80,16 +84,13 @@ class VLLMEngine(Engine):
         """See `Engine`."""
         self._server.post("/resume")
 
-    def label(self) -> str | None:
-        """See `Engine`."""
+    def label(self) -> str:
+        """See `Engine`. A server that was started has the label ``default``."""
         try:
             answer = self._server.get("/weight_info")
         except EngineRefusedError as error:
             raise EngineRefusedError(f"{error}; {_START}") from error
-        label = answer.get("weight_version")
-        if label is not None and not isinstance(label, str):
-            raise EngineError(f"{self.name}: weight_version={label!r}: expected a text")
-        return label
+        return text_of(answer, "weight_version", self.name)
 
     def checksum(self) -> str:
         """See `Engine`. Needs vLLM 0.32 or newer."""

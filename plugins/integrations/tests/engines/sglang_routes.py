@@ -46,6 +46,10 @@ class Manager:
         assert request.load_format == "auto" and request.flush_cache and not request.abort_all_requests
         return await asyncio.to_thread(self.model.update_weights_from_disk, request.model_path, request.weight_version)
 
+    async def update_weight_version(self, request: Any) -> None:
+        assert not request.abort_all_requests
+        await asyncio.to_thread(self.model.relabel, request.new_version)
+
     async def check_weights(self, request: Any, _: Any) -> tuple[bool, str, Sequence[Any], str]:
         assert request.action == "checksum"
         return await asyncio.to_thread(self.model.check_weights)

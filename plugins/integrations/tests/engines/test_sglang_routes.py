@@ -23,6 +23,7 @@ REQUESTS: Final = {
     "/pause_generation": io_struct.PauseGenerationReqInput,
     "/update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput,
     "/continue_generation": io_struct.ContinueGenerationReqInput,
+    "/update_weight_version": io_struct.UpdateWeightVersionReqInput,
     "/weights_checker": io_struct.CheckWeightsReqInput,
 }
 

@@ -28,10 +28,10 @@ class Engine:
         self.location = location
         self.follows = True
 
-    def label(self) -> str | None:
+    def label(self) -> str:
         """Return the number of the newest version."""
         if not self.follows:
-            return None
+            return "default"
         return str(max(int(path.name[1:]) for path in self.location.glob("v*")))
 
 

@@ -36,6 +36,9 @@ class Client:
     async def finish_weight_update(self, weight_version: str | None) -> None:
         await asyncio.to_thread(self.model.finish_weight_update, weight_version)
 
+    async def update_weight_version(self, new_version: str) -> None:
+        await asyncio.to_thread(self.model.relabel, new_version)
+
     async def get_weight_version(self) -> str | None:
         return await asyncio.to_thread(self.model.get_weight_version)
 

@@ -187,10 +187,13 @@ class Cache:
         return CachedVersion(target, version, files)
 
     def keep_only(self, kept: set[str]) -> None:
-        """Remove all complete versions except the given directories."""
+        """Remove all complete versions except the given directories. One that cannot be removed is logged."""
         for cached in self.versions():
             if cached.directory not in kept:
-                self._remove(os.path.basename(cached.directory))
+                try:
+                    self._remove(os.path.basename(cached.directory))
+                except StorageError as error:
+                    logger.warning("an old version stays in the cache: %s", error)
 
     def _remove(self, name: str) -> None:
         """Remove a version. Hides it first, so that a version that is removed in part is never complete."""

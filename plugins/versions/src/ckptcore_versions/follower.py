@@ -38,6 +38,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import ConsistentRead
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.requests import as_integer
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.restoring import SkippedStep
@@ -95,6 +96,8 @@ def follow(
         DirectoryInUseError: another follower uses the cache.
         InvalidLocationError: the location is a checkpoint, not a directory of versions.
         StorageError: the cache or the location cannot be used.
+        ValueError: `poll_seconds` is not positive.
+        TypeError: `start` is not a number.
     """
     return Follower(
         location,
@@ -132,11 +135,13 @@ class Follower:
         step_names: StepNames,
         context: Context,
     ) -> None:
-        """Open the cache and list the versions. See `follow`."""
+        """Open the cache. See `follow`."""
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds={poll_seconds!r}: expected more than 0 seconds")
         self.skipped: tuple[SkippedStep, ...] = ()
         self._request = request
         self._like = None if like is None else abstract(like, context=context)
-        self._start = start
+        self._start = None if start is None else as_integer("start", start)
         self._timeout = timeout
         self._poll_seconds = poll_seconds
         self._context = context

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.tree import TreePath
 from ckptcore.protocols import Layout
+from ckptcore.step_names import StepNames
 
 
 class BaseVersion(NamedTuple):
@@ -52,6 +53,15 @@ class VersionLayout(Layout, Protocol):
     def against(self, held: HeldVersion | None) -> Layout:
         """Return this layout, writing a delta against a version; None: a full version."""
 
+    @property
+    def version_names(self) -> StepNames | None:
+        """The names of directories that readers of the format expect; None, the default, if they accept any."""
+        return None
+
     def numbered(self, number: int) -> VersionLayout:
         """Return this layout for a version with a number; by default the same layout, for formats without numbers."""
         return self
+
+    def accepts_base(self, base: int, number: int) -> bool:
+        """Return True if a version can be relative to another, by their numbers; by default to any older one."""
+        return True

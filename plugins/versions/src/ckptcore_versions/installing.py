@@ -85,7 +85,7 @@ class WrittenWeights:
         """Return what is known about weights, and forget what is known about them as a whole."""
         entry = self._of_roots.pop(id(weights), None)
         of_root = entry[1] if entry is not None and entry[0]() is weights else {}
-        return _Knowledge(self, weights, of_root)
+        return _Knowledge(self, of_root)
 
     def forget_leaf(self, leaf: object) -> _Written | None:
         """Return what is known about a leaf by the object itself, and forget it."""
@@ -122,11 +122,24 @@ class WrittenWeights:
         self._of_leaves[key] = _Written(name, boxes, reference, {})
 
 
+class LocalArrays(NamedTuple):
+    """The arrays of a local version.
+
+    Attributes:
+        checkpoint: the version, opened; only its tree is used.
+        names: by leaf, the name of the array.
+        parts: by leaf, the local boxes with their elements. An array that is tied to an earlier one is not listed.
+    """
+
+    checkpoint: Checkpoint
+    names: Mapping[int, str]
+    parts: Mapping[int, Sequence[tuple[Box, HostArray]]]
+
+
 class _Knowledge(NamedTuple):
     """Knowledge about weights that are being written."""
 
     log: WrittenWeights
-    weights: object
     of_root: Mapping[Hashable, _Written]
 
     def pending(self, identity: Hashable, name: str, boxes: tuple[Box, ...], leaf: object) -> Sequence[Box] | None:
@@ -146,22 +159,19 @@ class Installation(ReadStrategy[Load[object]]):
 
     def __init__(
         self,
-        parts: Mapping[int, Sequence[tuple[Box, HostArray]]],
-        names: Mapping[int, str],
+        local: LocalArrays,
         known: _Knowledge,
         context: Context,
     ) -> None:
         """Write nothing yet.
 
         Args:
-            parts: by leaf of the stored tree, the local boxes with their elements.
-            names: by leaf, the name of the array.
+            local: the version.
             known: what is known about the weights.
             context: options.
         """
         self.written_bytes = 0
-        self._parts = parts
-        self._names = names
+        self._local = local
         self._known = known
         self._context = context
         self._threads: IOThreads = runtime_of(context).io_threads
@@ -170,7 +180,12 @@ class Installation(ReadStrategy[Load[object]]):
     def run(self, load: Load[object]) -> object:
         """See `ReadStrategy`."""
         load.read_planned = self._write
-        return load.run_here()
+        reading = load.plan(load.open())
+        for leaf_read in [*reading.leaf_reads, *(reading.first.leaf_reads if reading.first is not None else ())]:
+            self._views(reading.checkpoint, leaf_read)  # refuses before anything is changed
+        load.begin(reading)
+        load.read(reading)
+        return load.build(reading)
 
     @property
     def noted(self) -> Sequence[tuple[Hashable, str, tuple[Box, ...], object]]:
@@ -187,10 +202,10 @@ class Installation(ReadStrategy[Load[object]]):
 
     def _write_leaf(self, reading: TreeRead, leaf_read: LeafRead) -> None:
         boxes, leaf, handler = tuple(leaf_read.boxes), leaf_read.abstract, leaf_read.handler
-        name = self._names[leaf_read.leaf]
+        name = self._local.names[leaf_read.leaf]
         identity = _identity(leaf_read.leaf, handler, leaf)
         pending = self._known.pending(identity, name, boxes, leaf)
-        views = [self._view(reading.checkpoint, leaf_read, box) for box in boxes]
+        views = self._views(reading.checkpoint, leaf_read)
         if pending is not None:
             pending = [box for box in pending if any(box.intersect(own) is not None for own in boxes)]
         if pending is not None and not pending:
@@ -243,18 +258,26 @@ class Installation(ReadStrategy[Load[object]]):
 
         for_each(self._threads, (piece for part in common for piece in pieces(part, itemsize)), copy)
 
-    def _view(self, checkpoint: Checkpoint, leaf_read: LeafRead, box: Box) -> HostArray:
-        for kept, elements in self._parts.get(leaf_read.leaf, ()):
-            if kept == box:
-                return elements
-            if kept.contains(box):
-                return elements[box.within(kept)]
-        path = format_path(checkpoint.tree.paths[leaf_read.leaf])
-        raise TreeMismatchError(
-            f"{path}: the weights need the box {box}, which the cache does not have. Follow with like= the same "
-            "weights, or without like=",
-            [f"{path}: the cache lacks the box {box}"],
-        )
+    def _views(self, checkpoint: Checkpoint, leaf_read: LeafRead) -> list[HostArray]:
+        """Return the elements of the boxes that a leaf needs, in the local files.
+
+        Raises:
+            TreeMismatchError: the local files do not have a box.
+        """
+        views: list[HostArray] = []
+        for box in leaf_read.boxes if leaf_read.array is None else ():
+            for kept, elements in self._local.parts.get(leaf_read.leaf, ()):
+                if kept.contains(box):
+                    views.append(box_of(elements, kept, box))
+                    break
+            else:
+                path = format_path(checkpoint.tree.paths[leaf_read.leaf])
+                raise TreeMismatchError(
+                    f"{path}: the weights need the elements from {list(box.start)} to {list(box.stop)}, which the "
+                    "cache does not have. Follow with like= these weights, or without like=. Nothing was changed",
+                    [f"{path}: the cache does not have all elements that the weights need"],
+                )
+        return views
 
 
 def _identity(number: int, handler: LeafHandler, leaf: object) -> Hashable:
@@ -291,15 +314,15 @@ class Installer:
             self._known.add_changes(version.changed)
             self._newest = version
 
-    def install(self, version: Version, weights: object) -> object:
+    def install(self, version: Version, local: LocalArrays, weights: object) -> object:
         """See `Version.load_into`."""
         with self._known.lock:
             is_newest = version is self._newest
             if not is_newest:
                 self._known.forget_all()
-            strategy = Installation(version.parts, version.names, self._known.take(weights), self._context)
+            strategy = Installation(local, self._known.take(weights), self._context)
             try:
-                installed = self._load(version.checkpoint, weights, strategy)
+                installed = self._load(local.checkpoint, weights, strategy)
             except BaseException as error:
                 self._known.forget_all()
                 if not isinstance(error, TargetUndefinedError):

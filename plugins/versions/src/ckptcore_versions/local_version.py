@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import Location, resolve_location
-from ckptcore.commit.root import Root
-from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
+from ckptcore.commit.stored_root import LocationVersion, read_version
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.io.chunk_reads import StoredFormat
@@ -19,9 +18,8 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.opening.bases import with_chain
-from ckptcore.opening.checkpoint import Checkpoint, reader_of
-from ckptcore.opening.foreign import inspect_tree
-from ckptcore.opening.open_checkpoints import open_tree
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, reader_of
+from ckptcore.opening.open_checkpoints import open_stored, open_tree
 from ckptcore.planning import ChunkColumns, ChunkTable
 from ckptcore.protocols import BaseReference, ChunkIndex
 from ckptcore.runtime import runtime_of
@@ -53,7 +51,7 @@ class LocalVersion(NamedTuple):
         return cls(cached, plan, memory)
 
     def as_checkpoint(self, context: Context) -> Checkpoint:
-        """Return the files as an open checkpoint, which has only the boxes that they have. Reads verify their blocks."""
+        """Return the files as an open checkpoint, which has only some boxes of arrays. Reads verify their blocks."""
         columns = ChunkColumns()
         for file in self.plan.files:
             for part in file.parts:
@@ -108,8 +106,8 @@ def open_from_base(
         location: the location.
         version: its version.
         context: options.
-        find_base: returns a local version; called with the version as if it stored all arrays itself. A version of other
-            software then has only the arrays that changed.
+        find_base: returns a local version; called with the version as if it stored all arrays itself. A version of
+            other software then has only the arrays that changed.
         plan_of: returns the files of an open version.
 
     Raises:
@@ -125,16 +123,10 @@ def open_from_base(
 
 def _open_link(location: Location, version: LocationVersion, context: Context) -> Checkpoint | None:
     """Return a version as if it stored all arrays itself; None if it has no base, or cannot be opened."""
-    if isinstance(version.root, str):
-        return None
     try:
-        if version.root is None:
-            link = inspect_tree(location, version, context)
-        else:
-            root = parse_root(location.store, version.root, location.display)
-            if not isinstance(root, Root) or not root.layout or root.role == "member" or root.references.leaf:
-                return None
-            link = Checkpoint.of_root(location, version, root, context)
+        link = open_stored(location, version, context)
+        if isinstance(link, CompositeCheckpoint) or link.is_files or link.read_instead is not None:
+            return None
         return None if link.layout.base(link.tree, link.state) is None else link
     except CheckpointError:
         return None  # `open_tree` raises it

@@ -27,6 +27,9 @@ from ckptcore_versions.version_saves import Publications, VersionRequest, Versio
 _CAPTURED_BYTES: Final = 256 << 20
 """Most bytes of weights that are copied and not yet encoded, if the base of the next version is in memory."""
 
+_LONGEST_CHAIN: Final = 1000
+"""Loads refuse much longer chains: they may be hostile."""
+
 
 class Publisher:
     """Publishes versions of weights to a directory, in a job of one process or of several.
@@ -39,8 +42,7 @@ class Publisher:
     same methods in the same order.
 
     A process holds one copy of the boxes that it publishes: those of the newest version. It is in host memory, or in a
-    mapped file of `base_directory`. Beside it, a publish uses host memory for weights that are copied and not encoded
-    yet:
+    mapped file of `base_directory`. A publish also uses host memory for weights that are copied and not encoded yet:
 
     - Without `base_directory`, at most 256 MiB, or the largest array if that is larger. `publish` with
       ``background=True`` returns when the last array is copied, so most of the encoding is done by then. The option
@@ -60,7 +62,7 @@ class Publisher:
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
-        version_names: StepNames = VERSION_NAMES,
+        version_names: StepNames | None = None,
         if_in_use: IfInUse = "error",
         context: Context | None = None,
     ) -> None:
@@ -78,7 +80,7 @@ class Publisher:
             digests: True to label every array with the SHA-256 of its elements. Each array must be held by one process
                 as a whole.
             base_directory: a local directory for the copy of the newest version; None: host memory.
-            version_names: the names of versions.
+            version_names: the names of versions; None: those of the layout, or `VERSION_NAMES`.
             if_in_use: as for `Checkpointer`.
             context: options.
 
@@ -92,8 +94,8 @@ class Publisher:
         """
         context = context or default_context()
         full_every = as_integer("full_every", full_every)
-        if full_every < 1:
-            raise ValueError(f"full_every={full_every}: expected a number of versions of at least 1")
+        if not 1 <= full_every <= _LONGEST_CHAIN:
+            raise ValueError(f"full_every={full_every}: expected a number of versions from 1 to {_LONGEST_CHAIN}")
         if select is not None and not isinstance(select, Selection):
             raise TypeError(
                 f"select={select!r}: expected a selection of ckptcore.select, such as select.glob('lora_*')"
@@ -124,7 +126,7 @@ class Publisher:
             directory,
             layout=version_layout,
             preservation_policy=keep,
-            step_names=version_names,
+            step_names=version_names or version_layout.version_names or VERSION_NAMES,
             if_in_use=if_in_use,
             strategy=_VersionStrategy(self._publications),
             context=context,

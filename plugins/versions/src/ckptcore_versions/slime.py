@@ -1,6 +1,6 @@
 """The layout `slime`: the directories of versions that slime, miles, SGLang, vime and stitch share.
 
-A full version is a Hugging Face checkpoint with an index. A delta has, for each tensor that changed, one zstd frame; see
+A full version is a Hugging Face checkpoint with an index. A delta has a zstd frame for each tensor that changed; see
 `ckptcore_versions.slime_deltas`. Both have files ``model-00001-00002.safetensors``: the number of the process, and that
 of its file, from 1. Readers find them through the index.
 """
@@ -52,9 +52,6 @@ _FILE_BYTES: Final = 1 << 28
 _MAX_FULL_BYTES: Final = 5_000_000_000
 """Maximum bytes of the elements in a file of a full version. A larger array has a separate file."""
 
-VERSION_NAMES: Final = StepNames(StepNameFormat("weight_v", width=6))
-"""The names of directories of versions that readers of this format expect: ``weight_v000007``."""
-
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".index.json")
 """Suffixes of files with weights, which are not assets."""
 
@@ -85,6 +82,15 @@ class SlimeLayout(VersionLayout):
         """The name "slime"."""
         return "slime"
 
+    @property
+    def version_names(self) -> StepNames:
+        """The names that readers of this format expect: ``weight_v000007``."""
+        return StepNames(StepNameFormat("weight_v", width=6))
+
+    def accepts_base(self, base: int, number: int) -> bool:
+        """Return True for the version before, because readers apply every version between, one by one."""
+        return base == number - 1
+
     def numbered(self, number: int) -> SlimeLayout:
         """See `VersionLayout.numbered`. The index of a full version has the number if it is given."""
         return replace(self, _number=number)
@@ -93,17 +99,17 @@ class SlimeLayout(VersionLayout):
         """See `VersionLayout.against`.
 
         Raises:
-            ValueError: the base is not the version before. Readers apply every version between, one by one.
+            ValueError: the base is not the version before.
         """
         if held is None:
             return self
-        number = held.version.number + 1
-        if self._number not in (None, number):
+        base = held.version.number
+        if self._number is not None and not self.accepts_base(base, self._number):
             raise ValueError(
-                f"version {self._number} cannot be a delta relative to version {held.version.number}: readers of "
+                f"version {self._number} cannot be a delta relative to version {base}: readers of "
                 "slime's format follow versions one by one. Publish a full version"
             )
-        return _DeltaLayout(self.encoding, self.checksum_format, None, _number=number, held=held)
+        return _DeltaLayout(self.encoding, self.checksum_format, None, _number=base + 1, held=held)
 
     # --- write
 
@@ -199,12 +205,12 @@ class _DeltaLayout(SlimeLayout):
         """
         tensor_names(tree)
         for leaf, record in enumerate(tree.leaves):
-            if self.encoding == "overwrite" and isinstance(record, ArrayRecord):
-                if record.spec.nbytes >= MAX_OVERWRITE_BYTES:
-                    raise UnsupportedLeafError(
-                        f"{format_path(tree.paths[leaf])} ({record.spec}) has {record.spec.nbytes} bytes, and the "
-                        "encoding 'overwrite' has positions of 32 bits: pass SlimeLayout(encoding='xor')"
-                    )
+            nbytes = record.spec.nbytes if isinstance(record, ArrayRecord) else 0
+            if self.encoding == "overwrite" and nbytes >= MAX_OVERWRITE_BYTES:
+                raise UnsupportedLeafError(
+                    f"{format_path(tree.paths[leaf])} has {nbytes} bytes, and the encoding "
+                    "'overwrite' has positions of 32 bits: pass SlimeLayout(encoding='xor')"
+                )
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Encode the changes of the arrays of this process, and write them.

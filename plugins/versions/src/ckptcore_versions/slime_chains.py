@@ -1,8 +1,8 @@
-"""Chains of deltas of slime's format: the arrays of a version, computed from a full version and the frames of deltas."""
+"""Chains of deltas of slime's format: arrays that are computed from a full version and the frames of deltas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple

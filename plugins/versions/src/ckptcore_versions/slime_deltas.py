@@ -32,8 +32,8 @@ _MAX_VERSION: Final = 10**18
 _VERSION: Final = re.compile(r"[0-9]{1,18}")
 _FILE: Final = re.compile(r"[^/\\\0.][^/\\\0]{0,250}\.safetensors")
 _VERSION_0: Final = (
-    "Version 0 is the model that the trainer and the engines began with, which is not in this directory. Link or copy it "
-    "there as weight_v000000; a link also needs context=Context(io=IOOptions(bases='anywhere'))"
+    "Version 0 is the model that the trainer and the engines began with, which is not in this directory. Link or copy "
+    "it there as weight_v000000; a link also needs context=Context(io=IOOptions(bases='anywhere'))"
 )
 _AGAIN: Final = "restore the directory from a copy, or load another version"
 
@@ -225,7 +225,7 @@ def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: objec
         raise ValueError(f"the compression {metadata['compression_format']!r} is unknown, expected zstd")
     version, base_version = (_number(metadata[name], name) for name in ("version", "base_version"))
     if not isinstance(weight_map, dict):
-        raise ValueError("it has no weight_map from names to files")
+        raise TypeError("it has no weight_map from names to files")
     tensors: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _FILE.fullmatch(file):

@@ -320,10 +320,10 @@ class _Payload:
             if self._position == len(self._frame):
                 raise CorruptCheckpointError("its zstd frames have fewer bytes than expected")
             self._start()
-        data: HostArray | bytes = b""
+        data = b""
         if self._decompressor.needs_input:
-            data = self._frame[self._position : self._position + _INPUT_BYTES]
-            if not len(data):
+            data = self._frame[self._position : self._position + _INPUT_BYTES].tobytes()
+            if not data:
                 raise CorruptCheckpointError("its zstd frame is cut off")
             self._position += len(data)
         try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
-from ckptcore_versions.installing import Installer
-from ckptcore_versions.labels import VersionLabels, labels_in
+from ckptcore_versions.installing import Installer, LocalArrays
 from ckptcore_versions.preparing import Prepared
+from ckptcore_versions.version_labels import VersionLabels, labels_in
 
 
 class Version:
@@ -52,22 +53,22 @@ class Version:
             for leaf, name in names.items()
             if _original(checkpoint.tree, leaf) in prepared.changed
         }
-        self.parts: dict[int, list[tuple[Box, HostArray]]] = {}
+        parts: dict[int, list[tuple[Box, HostArray]]] = {}
         for part, elements in local.parts():
-            self.parts.setdefault(part.leaf, []).append((part.box, elements))
+            parts.setdefault(part.leaf, []).append((part.box, elements))
         self.arrays: Mapping[str, HostArray | ShardedArray] = {
-            name: _read_only(checkpoint.tree, leaf, self.parts[_original(checkpoint.tree, leaf)])
+            name: _read_only(checkpoint.tree, leaf, parts[_original(checkpoint.tree, leaf)])
             for leaf, name in names.items()
         }
         self.written_bytes = 0
-        self.names = names
-        self.checkpoint = dataclasses.replace(checkpoint, derived=None, read_instead=None)
+        # Matching needs the tree and the root. Nothing may read the storage.
+        self._local = LocalArrays(dataclasses.replace(checkpoint, derived=None, read_instead=None), names, parts)
         self._installer = installer
 
     def __repr__(self) -> str:
         return f"<Version {self.number}: {self.directory}>"
 
-    def load_into(self, weights: object) -> object:
+    def load_into(self, weights: Any) -> Any:
         """Write this version into weights, and return them. Writes only what changed since the last such write.
 
         Pass the same object each time: a module, or a dict with the same arrays. Nothing else may write into them. An
@@ -83,7 +84,7 @@ class Version:
             TargetUndefinedError: the write failed, and the weights are a mixture of two versions. The next `load_into`
                 writes everything.
         """
-        return self._installer.install(self, weights)
+        return self._installer.install(self, self._local, weights)
 
 
 def _original(tree: TreeMetadata, leaf: int) -> int:

@@ -61,16 +61,6 @@ class VersionDirectory:
         """Return the storage of a version, for reading."""
         return subdirectory(self._steps.store, self.name(number))
 
-    def identity_of(self, number: int) -> tuple[int, str] | None:
-        """Return the number and the save id of a committed version; None if other software wrote it.
-
-        Raises:
-            CheckpointNotFoundError: it does not exist.
-            CorruptCheckpointError, UnsupportedVersionError: its root cannot be read.
-        """
-        summary = self._steps.summary(number)
-        return None if summary is None else (number, summary.save_id)
-
     def base_of(self, number: int) -> int | None:
         """Return the number of the base of a version; None if it needs no base, or its root cannot be read."""
         try:

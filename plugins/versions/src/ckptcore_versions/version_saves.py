@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ckptcore_incremental.based_commits import BasedCommit, import_locks
 
 from ckptcore.commit.root import Base, CompositeRoot, Root
+from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.stored_root import parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -38,9 +39,9 @@ from ckptcore.select import Selection
 from ckptcore_versions.chains import Chain, ChainVersion
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
 from ckptcore_versions.held_weights import HeldWeights
-from ckptcore_versions.labels import labels_in, metadata_of, name_of
 from ckptcore_versions.selecting import selected
 from ckptcore_versions.version_directory import VersionDirectory
+from ckptcore_versions.version_labels import labels_in, metadata_of, name_of
 
 logger = logger_named("ckptcore.versions")
 
@@ -136,7 +137,8 @@ class VersionSave(PlainSave):
             base = None
             with agreement.stage("hold all", meaning=NOTHING_COMMITTED):
                 self._hold(plan, None, draft.save.context)
-        save.parts[0].layout = publications.layout.against(None if base is None else publications.held)
+        layout = publications.layout.numbered(self.request.number)
+        save.parts[0].layout = layout.against(None if base is None else publications.held)
         location = save.target.location
         bases = [] if base is None else [Base(base.name, base.save_id)]
         import_locks([base_location(location, each, save.context) for each in bases])
@@ -153,7 +155,7 @@ class VersionSave(PlainSave):
             if data is None:
                 raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
             known = publications.chain.versions
-            if not known or (known[-1].number, known[-1].save_id) != directory.identity_of(latest):
+            if not known or (known[-1].number, known[-1].save_id) != (latest, summarize_root(data).save_id):
                 publications.chain = _chain_of(directory, latest, data, publications.layout.name, context)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
             logger.warning(
@@ -163,6 +165,8 @@ class VersionSave(PlainSave):
             publications.chain = Chain()
             return None
         if self.request.full or publications.chain.needs_full(publications.full_every):
+            return None
+        if not publications.layout.accepts_base(latest, self.request.number):
             return None
         assert data is not None
         save_id = publications.chain.versions[-1].save_id

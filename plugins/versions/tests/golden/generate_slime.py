@@ -1,9 +1,9 @@
 """Writes the golden versions of slime: ``python FILE SLIME SGLANG DIRECTORY``, in an environment with zstandard.
 
 ``SLIME`` is a checkout of https://github.com/THUDM/slime at 624b824a, and ``SGLANG`` the file
-``python/sglang/srt/weight_sync/local_checkpoint.py`` of the branch ``sglang-miles`` of SGLang. Their code runs unmodified.
-The modules that the writer imports for GPUs and for the job (Megatron, Ray) are replaced by stubs, so that one process
-gathers the tensors that this program passes. Run by hand; tests only read the files.
+``python/sglang/srt/weight_sync/local_checkpoint.py`` of the branch ``sglang-miles`` of SGLang. Their code runs
+unmodified. The modules that the writer imports for GPUs and for the job (Megatron, Ray) are replaced by stubs, so that
+one process gathers the tensors that this program passes. Run by hand; tests only read the files.
 
 For each encoding and checksum, ``DIRECTORY`` gets the Hugging Face model ``base``, the versions ``weight_v000001`` to
 ``weight_v000003``, and ``pulled``, the file of the model after SGLang has pulled version 3.
@@ -74,7 +74,6 @@ load("slime.utils.disk_delta", slime / "slime/utils/disk_delta.py")
 writer_path = slime / "slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py"
 Writer = load(f"{package}.update_weight_from_disk_delta", writer_path).UpdateWeightFromDiskDelta
 reader = load("local_checkpoint", sglang)
-torch.empty = (lambda empty: lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))(torch.empty)
 
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29471", rank=0, world_size=1)
 for encoding, checksum in (("xor", "xxh3-128"), ("overwrite", "adler32"), ("xor", "blake3")):

@@ -216,9 +216,9 @@ def refuse_differences(source: AnyLocation, context: Context) -> None:
     reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
     if reference is not None:
         raise InvalidLocationError(
-            f"{checkpoint.location.display} is stored as differences from {reference.name}, so that a copy of its files "
-            "cannot be loaded alone. Pass layout='safetensors' to write all arrays, or copy the directory of versions "
-            "with copy_steps. Nothing was written"
+            f"{checkpoint.location.display} is stored as differences from {reference.name}, so that a copy of its "
+            "files cannot be loaded alone. Pass layout='safetensors' to write all arrays, or copy the directory of "
+            "versions with copy_steps. Nothing was written"
         )
 
 

@@ -1,0 +1,82 @@
+"""A `Publisher` with the layout `slime`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ckptcore_testing import run_ranks
+from ckptcore_testing.cases import refused
+from ckptcore_versions import Publisher, SlimeLayout, labels
+
+import ckptcore
+from ckptcore import ShardedArray
+from ckptcore.errors import UnsupportedLeafError
+from plugins.versions.tests.slime_files import listed_files, pull, version_at
+
+
+def weights(number: int) -> dict[str, Any]:
+    array = np.random.default_rng(0).standard_normal((200, 64)).astype(ml_dtypes.bfloat16)
+    array[number::50] *= ml_dtypes.bfloat16(1 + number)
+    return {"w": array, "b": np.full(9, number, np.float32)}
+
+
+def bytes_of(number: int) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in weights(number).items()}
+
+
+def is_full(directory: Path, number: int) -> bool:
+    return "delta_encoding" not in listed_files(version_at(directory, number))[0]
+
+
+@pytest.mark.parametrize("layout", ["slime", SlimeLayout("overwrite", "adler32")], ids=["name", "options"])
+def test_other_software_follows_a_publisher(layout: Any, tmp_path: Path) -> None:
+    with Publisher(tmp_path, layout=layout, full_every=4, run="night") as versions:
+        for number in range(1, 7):
+            versions.publish(number, weights(number), step=10 * number)
+    with Publisher(tmp_path, layout=layout, full_every=4) as versions:
+        versions.publish(7, weights(7))
+    for number in range(1, 8):
+        assert pull(tmp_path, number) == bytes_of(number)
+        loaded = ckptcore.load(version_at(tmp_path, number))
+        assert {name: array.tobytes() for name, array in loaded.items()} == bytes_of(number)
+    assert [number for number in range(1, 8) if is_full(tmp_path, number)] == [1, 5]
+    assert (labels(version_at(tmp_path, 6)).step, labels(version_at(tmp_path, 7)).run) == (60, "night")
+
+
+def test_a_gap_begins_a_new_chain(tmp_path: Path) -> None:
+    """Readers of this format apply every version between, one by one."""
+    with Publisher(tmp_path, layout="slime") as versions:
+        for number in (1, 2, 5, 6):
+            versions.publish(number, weights(number))
+    assert [number for number in (1, 2, 5, 6) if is_full(tmp_path, number)] == [1, 5]
+    assert pull(tmp_path, 6) == bytes_of(6)
+    assert listed_files(version_at(tmp_path, 5))[0]["version"] == "000005"
+
+
+def test_new_arrays_need_a_full_version(tmp_path: Path) -> None:
+    with Publisher(tmp_path, layout="slime") as versions:
+        versions.publish(1, weights(1))
+        state = {**weights(2), "new": np.ones(3)}
+        refused(lambda: versions.publish(2, state), "new", "publish a full version", error=UnsupportedLeafError)
+        versions.publish(2, state, full=True)
+        versions.publish(3, {**weights(3), "new": np.ones(3)})
+    assert pull(tmp_path, 3) == {**bytes_of(3), "new": np.ones(3).tobytes()}
+
+
+def test_a_job_publishes_the_arrays_of_each_process(tmp_path: Path) -> None:
+    def publish(rank: int, context: ckptcore.Context) -> None:
+        with Publisher(tmp_path, layout="slime", context=context) as versions:
+            for number in range(1, 4):
+                state = {}
+                for owner, (name, array) in enumerate(weights(number).items()):
+                    whole = ShardedArray.part(array, (0,) * array.ndim, array.shape)
+                    state[name] = whole if owner == rank else ShardedArray(array.shape, array.dtype, [])
+                versions.publish(number, state)
+
+    run_ranks(2, publish)
+    assert pull(tmp_path, 3) == bytes_of(3)
+    assert len(listed_files(version_at(tmp_path, 3))[1]) == 2
