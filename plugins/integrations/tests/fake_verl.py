@@ -70,7 +70,7 @@ class CheckpointEngineWithCache(CheckpointEngine):
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let the modules of verl be these classes."""
+    """Replace the modules of verl by these classes."""
     base = ModuleType("verl.checkpoint_engine.base")
     base.__dict__.update(
         CheckpointEngineRegistry=CheckpointEngineRegistry, CheckpointEngineWithCache=CheckpointEngineWithCache

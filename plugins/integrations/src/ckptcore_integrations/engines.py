@@ -150,8 +150,8 @@ def _return_to(before: str, engine: Engine, version: Version, error: EngineError
     """
     if before.startswith(_INCOMPLETE):
         raise TargetUndefinedError(
-            f"{engine.name} has the label {before!r}, so that its weights may be a mixture of two versions, and version "
-            f"{version.number} was not installed. It was not resumed. {engine.remedy}. The cause: {error}"
+            f"{engine.name} has the label {before!r}, so that its weights may be a mixture of two versions. Version "
+            f"{version.number} was not installed, and the engine not resumed. {engine.remedy}. The cause: {error}"
         ) from error
     error.add_note(f"version {version.number} was not installed; the weights of {engine.name} did not change")
     try:

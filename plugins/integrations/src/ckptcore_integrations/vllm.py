@@ -6,7 +6,7 @@ vLLM finds it by the entry point ``vllm.general_plugins``: ``vllm serve DIRECTOR
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -24,7 +24,7 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.redaction import redacted_location
 from ckptcore.results import StoredTree
-from ckptcore_integrations.stored_weights import StoredWeight, WeightReader, elements_of, torch_dtype
+from ckptcore_integrations.stored_weights import StoredWeight, WeightReader, elements_of, refuse_missing, torch_dtype
 
 __all__ = ["CheckpointLoader", "register"]
 
@@ -125,7 +125,8 @@ class CheckpointLoader(BaseModelLoader):
             raise CorruptCheckpointError(
                 f"{redacted_location(location)} was replaced while it was loaded: load it again", key=location
             )
-        refuse_missing(model, model_config, loaded, redacted_location(location))
+        if model_config.quantization is None:
+            refuse_missing(model, loaded, redacted_location(location))
 
     def _location(self, model_config: Any) -> str:
         location: str = self._checkpoint or model_config.model
@@ -175,29 +176,3 @@ def _quantises_layers(model: Any) -> bool:
     """Return True if vLLM quantises each layer once its weights are copied, so that copies cannot be delayed."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return any(getattr(method, "uses_meta_device", False) for method in methods)
-
-
-def refuse_missing(model: Any, model_config: Any, loaded: Collection[str] | None, place: str) -> None:
-    """Raise an error if parameters of a model were not loaded.
-
-    Not for models that are quantised, or that do not return the names that they have loaded.
-
-    Args:
-        model: the model.
-        model_config: its configuration in vLLM.
-        loaded: what its `load_weights` returned.
-        place: the place of the weights, for the message.
-
-    Raises:
-        ValueError
-    """
-    if loaded is None or model_config.quantization is not None:
-        return
-    missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ValueError(
-            f"{place} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names must be those of Hugging "
-            "Face; if the weights are in a part of the tree, choose it: set 'subtree' in model_loader_extra_config, or "
-            "publish that part"
-        )

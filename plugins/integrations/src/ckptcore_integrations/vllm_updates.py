@@ -19,8 +19,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import TargetUndefinedError
-from ckptcore_integrations.stored_weights import WeightReader, torch_dtype
-from ckptcore_integrations.vllm import refuse_missing
+from ckptcore_integrations.stored_weights import WeightReader, refuse_missing, torch_dtype
 
 __all__ = ["DirectoryTransferEngine", "UpdateDirectory"]
 
@@ -32,7 +31,7 @@ _ALONE: Final = Context(job=JobOptions(coordinator=SingleProcess()))
 
 @dataclass
 class UpdateDirectory(WeightTransferUpdateInfo):
-    """What ``/update_weights`` receives.
+    """Content of a request to ``/update_weights``.
 
     Attributes:
         directory: the directory of the version to install.
@@ -89,7 +88,8 @@ class DirectoryTransferEngine(WeightTransferEngine):
                 loaded = self.model.load_weights(reader.weights(torch_dtype))
                 finalize_layerwise_reload(self.model, self.model_config)
                 _process_tied(self.model)
-        refuse_missing(self.model, self.model_config, loaded, directory)
+        if self.model_config.quantization is None:
+            refuse_missing(self.model, loaded, directory)
         self._is_undefined = False
 
     def finish_weight_update(self) -> None:
@@ -112,7 +112,7 @@ def _process_tied(model: torch.nn.Module) -> None:
     """Process the embeddings again that share their weight with an earlier layer, such as a tied ``lm_head``.
 
     vLLM's reload processes a weight only in the layer that loads it. On CPUs each layer has a packed copy of its
-    weight, so that a tied layer would go on with the elements before.
+    weight, so that a tied layer would keep the elements before.
     """
     weights: set[int] = set()
     for layer in model.modules():
