@@ -45,10 +45,13 @@ _TEMPORARY: Final = (
 
 _OBJECT: Final = (
     r"(?s)[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
-    r"|deltas\.[0-9a-f]+\.[0-9]+|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
+    r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
     r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)"
+    r"|(.*/)?[^/]*\.[0-9a-f]{16}\.[^/]*"
 )
-"""The keys of files that saves write. A checkpoint may have files with other keys, which only its root lists."""
+"""The keys of files that saves write: those of our layouts, and names with a save id between dots, of any layout.
+
+A checkpoint may have files with other keys, which only its root lists."""
 
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
 """The ends of keys of Zarr metadata. All files in the directories of such keys count as files of Zarr arrays."""

@@ -226,7 +226,8 @@ def open_tree(
         if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
         return _open_default(location, version, root, name, context, known)
-    return _open_tree(location, version, root, context, known)
+    checkpoint = _open_tree(location, version, root, context, known)
+    return checkpoint if root is not None and not root.references.bases else _with_chain(checkpoint, context)
 
 
 def _open_default(
@@ -245,7 +246,7 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    checkpoint = _open_tree(inner, inner_version, root, context, known)
+    checkpoint = _with_chain(_open_tree(inner, inner_version, root, context, known), context)
     expect_member(checkpoint, location, composite, composite.members[name])
     return checkpoint
 
@@ -287,7 +288,7 @@ def open_stored(location: Location, version: LocationVersion, context: Context) 
     composite = _open_composite(location, version, root, context)
     if composite is None:
         assert not isinstance(root, CompositeRoot)  # `_open_composite` returns a composite for it
-        return _open_stored_tree(location, version, root, context)
+        return _open_tree(location, version, root, context)
     if root is not None or len(composite.members) != 1:
         return composite
     from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
@@ -356,14 +357,7 @@ def _committed_root(
 def _open_tree(
     location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
-    """Open a tree by its root, or a tree of other software if there is no root."""
-    return _with_chain(_open_stored_tree(location, version, root, context, known), context)
-
-
-def _open_stored_tree(
-    location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
-) -> Checkpoint:
-    """Open a tree without its chain. See `open_stored`."""
+    """Open a tree by its root, or a tree of other software if there is no root. See `open_stored`."""
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 

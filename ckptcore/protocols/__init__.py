@@ -9,6 +9,8 @@
                 workers of a single controller
 """
 
+from ckptcore.protocols.derived_arrays import DerivedArray as DerivedArray
+from ckptcore.protocols.derived_arrays import Part as Part
 from ckptcore.protocols.job import Channels as Channels
 from ckptcore.protocols.job import Collectives as Collectives
 from ckptcore.protocols.job import Coordinator as Coordinator
@@ -61,14 +63,12 @@ from ckptcore.protocols.values import AbstractLeaves as AbstractLeaves
 from ckptcore.protocols.values import CheckpointableHandler as CheckpointableHandler
 from ckptcore.protocols.values import ContainerHandler as ContainerHandler
 from ckptcore.protocols.values import Continuation as Continuation
-from ckptcore.protocols.values import DerivedArray as DerivedArray
 from ckptcore.protocols.values import DerivedTree as DerivedTree
 from ckptcore.protocols.values import FilesHandler as FilesHandler
 from ckptcore.protocols.values import Flattened as Flattened
 from ckptcore.protocols.values import HostBytes as HostBytes
 from ckptcore.protocols.values import HostMemory as HostMemory
 from ckptcore.protocols.values import LeafHandler as LeafHandler
-from ckptcore.protocols.values import Part as Part
 from ckptcore.protocols.values import Priority as Priority
 from ckptcore.protocols.values import StatefulCheckpointable as StatefulCheckpointable
 from ckptcore.protocols.values import Transform as Transform

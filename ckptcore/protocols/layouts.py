@@ -11,8 +11,8 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import Chunk, ChunkLocations, ChunkRead, Pending, ReadItem, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
+from ckptcore.protocols.derived_arrays import DerivedArray
 from ckptcore.protocols.storage import StorageAddress
-from ckptcore.protocols.values import DerivedArray
 
 
 class Snapshot(Protocol):

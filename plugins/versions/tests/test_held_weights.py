@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from ckptcore_versions.held_version import BaseVersion
 from ckptcore_versions.held_weights import HeldWeights, in_files_of, in_host_memory
 
 from ckptcore.context import MemoryOptions
-from ckptcore.errors import CorruptCheckpointError, StorageError
+from ckptcore.errors import CorruptCheckpointError, StorageError, StorageFullError
 from ckptcore.model import (
     LEAF,
     ArrayRecord,
@@ -33,13 +35,13 @@ from plugins.versions.tests.published import CONTEXT, base_of, load, publisher
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
 _ARRAY_BYTES = 1 << 20
-_COUNT = 80
+_COUNT = 40
 _ENCODED_BYTES = 32 << 20
 """Bytes of elements that the layout encodes together."""
 
 
 def _weights(number: int) -> dict[str, Any]:
-    """Return 80 arrays of 1 MiB."""
+    """Return 40 arrays of 1 MiB."""
     weights = {f"w{array:02d}": np.arange(_ARRAY_BYTES // 4, dtype=np.float32) for array in range(_COUNT)}
     for array in weights.values():
         array[:number] += 1
@@ -102,6 +104,21 @@ def test_a_base_directory_without_room_is_named(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"file: cannot create a file of \d+ bytes .*base_directory="):
             versions.publish(1, _weights(1))
         assert versions.latest is None
+
+
+def test_a_full_disk_of_the_base_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reservation, a write to the mapped file would end the process."""
+
+    def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with publisher(str(tmp_path / "versions"), base_directory=tmp_path / "base") as versions:
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", reserve)
+            with pytest.raises(StorageFullError, match=r"base: cannot create a file of .*Free space"):
+                versions.publish(1, _weights(1))
+        versions.publish(1, _weights(1))
+    assert same_value(load(str(tmp_path / "versions"), 1), _weights(1))
 
 
 _SPEC = ArraySpec((4, 6), "float32")

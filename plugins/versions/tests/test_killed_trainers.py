@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
-from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash, Step
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
 from ckptcore_versions.version_directory import VERSION_NAMES
@@ -18,7 +18,7 @@ from ckptcore_versions.version_directory import VERSION_NAMES
 import ckptcore
 from ckptcore.commit import locks
 from plugins.versions.tests.killed_trainer import train_until_killed
-from plugins.versions.tests.published import CONTEXT, base_of, load, present, publisher, weights
+from plugins.versions.tests.published import CONTEXT, base_of, load, location, present, publisher, weights
 from tests.object_stores.stores import STORES
 from tests.ownership.fake_clock import FakeClock
 
@@ -83,6 +83,56 @@ def test_a_crash_at_any_operation(scheme: str, part: float, tmp_path: Path, monk
             versions.publish(1, weights(1))
         _publish_until_crash(place, FaultPlan(CrashAt(operation, moment)), monkeypatch)
         _expect_whole_versions(place, 3)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("count", [pytest.param(200, marks=pytest.mark.slow), 3])
+def test_the_successor_of_a_killed_trainer_is_killed_too(
+    scheme: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On object stores the second one may have claimed a version that has objects of the first one."""
+    operations = _count(new_place(scheme, tmp_path), monkeypatch)
+    draw = random.Random(1)
+    for _ in range(count):
+        place = new_place(scheme, tmp_path)
+        with publisher(place) as versions:
+            versions.publish(1, weights(1))
+        for _ in range(2):
+            # Most of the operations after the restart belong to the first publish.
+            crash = CrashAt(draw.randrange(operations // 4, operations * 3 // 4))
+            _publish_until_crash(place, FaultPlan(crash), monkeypatch)
+        _expect_whole_versions(place, 5)
+
+
+class _CrashAfter(FaultPlan):
+    """Crash after the first operation that changes an object whose key has a given part."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self._part = part
+        self._is_next = False
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """See `FaultPlan`."""
+        if self._is_next:
+            self.crash()
+        step = super().begin(name, keys, offset, nbytes)
+        self._is_next = step.operation.changes and self._part in keys[0]
+        return step
+
+
+def test_objects_of_two_killed_trainers_do_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one claimed the version, and was killed before it removed the objects of the first one."""
+    place = new_place("memory", tmp_path)
+    with publisher(place) as versions:
+        versions.publish(1, weights(1))
+    _publish_until_crash(place, _CrashAfter("v000002/deltas."), monkeypatch)
+    _publish_until_crash(place, _CrashAfter("v000002/checkpoint.json"), monkeypatch)
+    assert [key for key in store_at(location(place, 2)).list() if key.startswith("deltas.")]
+    with publisher(place, if_in_use="take over") as versions:
+        versions.publish(2, weights(2))
+    assert same_value(load(place, 2), weights(2))
+    assert len([key for key in store_at(location(place, 2)).list() if key.startswith("deltas.")]) == 1
 
 
 class _Place(NamedTuple):

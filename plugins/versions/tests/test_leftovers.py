@@ -1,4 +1,4 @@
-"""What a killed publish leaves on an object store does not stop the next publish of the same number."""
+"""Objects that a killed publish left on an object store do not stop the next publish of the same number."""
 
 from __future__ import annotations
 

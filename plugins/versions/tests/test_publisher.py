@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.opening.open_checkpoints import open_checkpoint
+from ckptcore.policies import LatestN
+from ckptcore.step_names import StepNames
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
@@ -262,3 +266,29 @@ def test_a_version_that_was_replaced_meanwhile_is_no_base(
     assert base_of(place, 2) is None
     assert "not the version that" in caplog.text
     assert same_value(load(place, 2), weights(2))
+
+
+def test_versions_can_have_other_names(place: str) -> None:
+    names = StepNames.of("weight_v000001")
+    for number in (1, 2):
+        with publisher(place, version_names=names, keep=LatestN(1)) as versions:
+            versions.publish(number, weights(number))
+    assert ckptcore.metadata(f"{place}/weight_v000002").bases == ("weight_v000001",)
+    assert same_value(ckptcore.load(f"{place}/weight_v000002"), weights(2))
+
+
+def test_a_publish_does_not_wait_for_other_saves_of_its_context(place: str, tmp_path: Path) -> None:
+    """A checkpoint of the training may take minutes."""
+    published = threading.Event()
+
+    def take(name: str) -> None:
+        assert published.wait(60)
+
+    context = replace(CONTEXT)
+    with publisher(place, context=context, base_directory=tmp_path / "base") as versions:
+        layout = WatchedDeltas(taking=take)
+        saved = ckptcore.save_async(f"{place}-training/1", weights(1), layout=layout, context=context)
+        versions.publish(1, weights(1))
+        published.set()
+        saved.result()
+    assert same_value(load(place, 1), weights(1))

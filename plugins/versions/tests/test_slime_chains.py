@@ -158,7 +158,7 @@ def test_boxes_and_memory_of_any_order_are_filled(tmp_path: Path, monkeypatch: p
     for most in (1 << 20, 100, 1):
         monkeypatch.setattr(derived, "_CHANGES_BYTES", most)
         assert loaded(version_at(tmp_path, 19)) == written[-1]
-        target = {"w": np.zeros((ROWS, COLUMNS), np.uint8, order="F"), "b": np.zeros(16, np.float32)}
+        target: dict[str, Any] = {"w": np.zeros((ROWS, COLUMNS), np.uint8, order="F"), "b": np.zeros(16, np.float32)}
         ckptcore.load_into(version_at(tmp_path, 19), target, context=CONTEXT)
         assert np.array_equal(target["w"], whole)
         opened = ckptcore.open(version_at(tmp_path, 19), context=CONTEXT)

@@ -18,6 +18,7 @@ from ckptcore_versions.slime import SlimeLayout
 from ckptcore_versions.slime_frames import apply, encode
 
 import ckptcore
+from ckptcore.builtin import safetensors_directories
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError
 from plugins.versions.tests.held import HeldState
 from plugins.versions.tests.held import version_at as held_version_at
@@ -330,6 +331,13 @@ def test_files_before_their_index_are_unfinished(tmp_path: Path) -> None:
 def test_one_file_of_frames_is_not_taken_for_weights(tmp_path: Path) -> None:
     version = write_versions(tmp_path)
     refused(lambda: load(version / INDEX), "lists changes relative to another version", "name the directory")
+
+
+def test_the_core_alone_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = write_versions(tmp_path)
+    command = "`pip install 'ckptcore[versions]'`"
+    monkeypatch.setattr(safetensors_directories, "install_hint", lambda layout: command)
+    refused(lambda: load(version), "lists changes relative to another version, not weights", command)
 
 
 # --- versions of ckptcore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ from ckptcore_versions import slime, slime_frames
 from ckptcore_versions.slime import SlimeLayout
 
 import ckptcore
-from ckptcore import ShardedArray
-from ckptcore.errors import CheckpointReferredError, UnsupportedLeafError
-from ckptcore.model import HostArray
+from ckptcore import ArrayShard, ShardedArray
+from ckptcore.errors import (
+    CheckpointReferredError,
+    InvalidLocationError,
+    MissingDistributionError,
+    UnsupportedLeafError,
+)
+from ckptcore.model import Box, HostArray
 from plugins.versions.tests.held import HeldState, version_at
 from plugins.versions.tests.slime_files import INDEX, listed_files, pull, write_delta
 
@@ -233,6 +239,24 @@ def test_each_process_writes_the_arrays_that_it_holds(tmp_path: Path) -> None:
     assert sorted(files) == ["model-00001-00001.safetensors", "model-00003-00001.safetensors"]
 
 
+def test_a_job_loads_parts(tmp_path: Path) -> None:
+    publish_all(str(tmp_path), 4, SlimeLayout())
+    whole = NAMES["model.layers.0.w"](weights(4))
+
+    def load(rank: int, context: ckptcore.Context) -> HostArray:
+        abstract = ckptcore.metadata(tmp_path / "weight_v000004").abstract
+        start, stop = (0, 31) if rank == 0 else (31, 70)
+        part = ShardedArray(whole.shape, whole.dtype, [ArrayShard(Box((start, 0), (stop, 90)))])
+        abstract["model"]["layers"][0]["w"] = part
+        loaded = ckptcore.load(tmp_path / "weight_v000004", abstract, context=context)
+        (shard,) = loaded["model"]["layers"][0]["w"].shards
+        elements: HostArray = shard.elements
+        return elements
+
+    parts = run_ranks(2, load)
+    assert_same_bits(np.concatenate(parts), whole, "w")
+
+
 def test_an_array_that_is_divided_is_named(tmp_path: Path) -> None:
     def save(rank: int, context: ckptcore.Context) -> None:
         part = ShardedArray.part(np.full((2, 3), rank), (2 * rank, 0), (4, 3))
@@ -302,3 +326,35 @@ def test_positions_of_32_bits_are_not_exceeded(tmp_path: Path, monkeypatch: pyte
 def test_a_layout_can_be_pickled() -> None:
     layout = SlimeLayout("overwrite", "adler32", "/models/m").numbered(3)
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_unknown_options_are_refused(tmp_path: Path) -> None:
+    refused(lambda: SlimeLayout("plus"), "encoding='plus'", "'xor'", error=ValueError)  # type: ignore[arg-type]
+    refused(lambda: SlimeLayout("xor", "md5"), "'md5'", "'xxh3-128'", error=ValueError)  # type: ignore[arg-type]
+    layout = SlimeLayout(assets=tmp_path / "missing")
+    refused(lambda: publish(str(tmp_path), 1, layout, full=True), "missing", error=InvalidLocationError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_blake3_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    refused(
+        lambda: publish(str(tmp_path), 1, SlimeLayout("xor", "blake3"), full=True),
+        "pip install 'ckptcore-versions[blake3]'",
+        error=MissingDistributionError,
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_with_different_bases_do_not_publish(tmp_path: Path) -> None:
+    publish_all(str(tmp_path), 2, SlimeLayout(), full=(1, 2))
+
+    def save(rank: int, context: ckptcore.Context) -> None:
+        base = version_at(f"{tmp_path}/weight_v{rank + 1:06d}", 2)
+        layout = SlimeLayout().against(HeldState(base, weights(2)))
+        ckptcore.save(tmp_path / "weight_v000003", weights(3), layout=layout, context=context)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_ranks(2, save)
+    assert "every process must hold the same version" in str(caught.value.exceptions[0])
+    assert not (tmp_path / "weight_v000003").exists()

@@ -12,6 +12,8 @@ cache               the directory of the versions that a follower keeps, as a `l
 preparing           preparation of a version in the cache, and what changed in it
 installing          writes of a version into weights; `version` has what a follower yields
 layout              the layout `deltas`; `held_version` is what it knows of a publisher
+slime               the layout `slime`: full versions and deltas for engines of slime, miles, SGLang, vime and stitch
+slime_deltas        the index and the state of such a delta; `slime_frames`: its frames; `slime_chains`: reading a chain
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ it.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
+from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Any, Final
 
@@ -74,37 +76,68 @@ def words_of(array: HostArray, nbytes: int) -> HostArray:
     return array.reshape(-1).view(np.uint8).view(f"<u{nbytes}")
 
 
-def encode(old: HostArray | None, new: HostArray) -> bytes:
-    """Encode the new words of a chunk. Return no bytes if they are equal to the old words.
+def encode(old: HostArray | None, new: HostArray, stops: Sequence[int]) -> list[bytes]:
+    """Encode the new words of adjacent chunks. The result is empty for a chunk that is equal to its old words.
 
     Args:
         old, new: words of equal number and size, see `words_of`; `old` is None if there are no old words.
+        stops: the end of each chunk, ascending. The first chunk begins at 0.
     """
-    best = b""
-    if old is not None:
-        differs = old != new
-        count = int(np.count_nonzero(differs))
-        if not count:
-            return b""
-        best = _encode_all(old, new) if 2 * count > new.size else _encode_changed(old, new, np.flatnonzero(differs))
-    if old is None or len(best) > _WORTHWHILE * new.nbytes:
-        planes = _encoded(_PLANES, new, _compressed(_planes(new)))
-        best = planes if old is None or len(planes) < len(best) else best
-        if len(best) >= _HEAD.size + new.nbytes:
+    ends = [0, *stops]
+    compressor = zstd.ZstdCompressor(_LEVEL)  # a new one for each chunk would take half of the time
+    if old is None:
+        return [_smallest(None, new[start:stop], compressor) for start, stop in itertools.pairwise(ends)]
+    differs = old != new
+    if 2 * int(np.count_nonzero(differs)) > new.size:  # positions of most words would take much memory
+        return [_encode_all(old[start:stop], new[start:stop], compressor) for start, stop in itertools.pairwise(ends)]
+    at = np.flatnonzero(differs)
+    bounds = np.searchsorted(at, ends)
+    gaps = at.copy()
+    gaps[1:] -= at[:-1] + 1
+    has_changes = bounds[1:] > bounds[:-1]
+    first = bounds[:-1][has_changes]
+    gaps[first] = at[first] - np.array(ends[:-1])[has_changes]
+    gap_bytes, gap_ends = _gap_bytes(gaps)
+    planes = [_bytes(plane) for plane in _planes(_zigzag(new[at] - old[at]))]
+    encoded = []
+    for (start, stop), (low, high) in zip(itertools.pairwise(ends), itertools.pairwise(bounds.tolist()), strict=True):
+        if low == high:
+            encoded.append(b"")
+        elif 2 * (high - low) > stop - start:
+            encoded.append(_encode_all(old[start:stop], new[start:stop], compressor))
+        else:
+            of_gaps = gap_bytes[gap_ends[low] : gap_ends[high]]
+            parts = [of_gaps, *[plane[low:high] for plane in planes]]
+            encoded.append(
+                _smallest(_encode_changed(high - low, parts, new[start:stop], compressor), new[start:stop], compressor)
+            )
+    return encoded
+
+
+def _encode_all(old: HostArray, new: HostArray, compressor: zstd.ZstdCompressor) -> bytes:
+    """Encode a chunk of which most words changed; empty if it is equal."""
+    if np.array_equal(old, new):
+        return b""
+    planes = map(_bytes, _planes(_zigzag(new - old)))
+    return _smallest(_encoded(_DIFFERENCES, new, _compressed(planes, compressor)), new, compressor)
+
+
+def _encode_changed(count: int, parts: Sequence[memoryview], new: HostArray, compressor: zstd.ZstdCompressor) -> bytes:
+    """Encode a chunk of which `count` words changed. `parts` are their gaps, and the planes of their differences."""
+    packed = _compressed(parts, compressor)
+    if len(packed) < sum(map(len, parts)):
+        return _encoded(_PACKED, new, _COUNT.pack(count) + packed)
+    return _encoded(_SPARSE, new, b"".join([_COUNT.pack(count), *parts]))
+
+
+def _smallest(encoded: bytes | None, new: HostArray, compressor: zstd.ZstdCompressor) -> bytes:
+    """Return the smallest of an encoding and the encodings without old words."""
+    if encoded is None or len(encoded) > _WORTHWHILE * new.nbytes:
+        planes = _encoded(_PLANES, new, _compressed(map(_bytes, _planes(new)), compressor))
+        encoded = planes if encoded is None or len(planes) < len(encoded) else encoded
+        if len(encoded) >= HEAD_BYTES + new.nbytes:
             return _encoded(_RAW, new, new.tobytes())
-    return best
-
-
-def _encode_all(old: HostArray, new: HostArray) -> bytes:
-    return _encoded(_DIFFERENCES, new, _compressed(_planes(_zigzag(new - old))))
-
-
-def _encode_changed(old: HostArray, new: HostArray, at: HostArray) -> bytes:
-    """Encode the words at ascending positions. All others are equal."""
-    plain = _gaps(at).tobytes() + _planes(_zigzag(new[at] - old[at])).tobytes()
-    packed = _compressed(plain)
-    kind, content = (_PACKED, packed) if len(packed) < len(plain) else (_SPARSE, plain)
-    return _encoded(kind, new, _COUNT.pack(at.size) + content)
+    return encoded
 
 
 def _encoded(kind: int, new: HostArray, content: bytes) -> bytes:
@@ -167,17 +200,15 @@ def _apply_changes(content: memoryview, words: HostArray, *, is_packed: bool) ->
     words[at] += _unzigzag(_joined(memoryview(plain)[gap_bytes:], words.dtype))
 
 
-def _gaps(at: HostArray) -> HostArray:
-    """Return the gaps before ascending positions, as bytes."""
-    gaps = at.copy()
-    gaps[1:] -= at[:-1] + 1
-    if int(gaps.max()) < _END:
-        return gaps.astype(np.uint8)
-    continued, rest = np.divmod(gaps, _END)
-    ends = np.cumsum(continued + 1) - 1
-    encoded = np.full(int(ends[-1]) + 1, _END, np.uint8)
-    encoded[ends] = rest
-    return encoded
+def _gap_bytes(gaps: HostArray) -> tuple[memoryview, Sequence[int] | range]:
+    """Return gaps as bytes, and where the bytes of each gap begin; also where the last one ends."""
+    if int(gaps.max(initial=0)) < _END:
+        return _bytes(gaps.astype(np.uint8)), range(gaps.size + 1)
+    continued = gaps // _END
+    ends = np.cumsum(continued + 1)
+    encoded = np.full(int(ends[-1]), _END, np.uint8)
+    encoded[ends - 1] = gaps - continued * _END
+    return _bytes(encoded), [0, *ends.tolist()]
 
 
 def _positions(gaps: HostArray, count: int, size: int) -> HostArray:
@@ -216,8 +247,10 @@ def _unzigzag(words: HostArray) -> HostArray:
     return (words >> 1) ^ -(words & 1)
 
 
-def _compressed(data: HostArray | bytes) -> bytes:
-    return zstd.compress(data if isinstance(data, bytes) else _bytes(data), _LEVEL)
+def _compressed(parts: Iterable[memoryview], compressor: zstd.ZstdCompressor) -> bytes:
+    """Return one zstd frame. Each part begins a block, because the symbols of parts have other frequencies."""
+    blocks = [compressor.compress(part, compressor.FLUSH_BLOCK) for part in parts]
+    return b"".join([*blocks, compressor.flush(compressor.FLUSH_FRAME)])
 
 
 def _decompressed(frame: memoryview, least: int, most: int) -> bytes:

@@ -6,8 +6,7 @@ import errno
 import mmap
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -81,7 +80,6 @@ class HeldWeights:
         self._base: BaseVersion | None = None
         self._content: tuple[int, str] | None = None
         """The number and the save id of the version that the elements are of; None if they are a mixture."""
-        self._lock = threading.Lock()
 
     @property
     def version(self) -> BaseVersion:
@@ -124,7 +122,8 @@ class HeldWeights:
         arrays = {path: array for path, array in known.items() if wanted.get(path) == (array.spec, _boxes_of(array))}
         del known
         missing = [path for path in wanted if path not in arrays]
-        memory = iter(self._allocate([ArraySpec(box.shape, spec.dtype) for spec, box in _all(wanted, missing)]))
+        shapes = [ArraySpec(box.shape, wanted[path][0].dtype) for path in missing for box in wanted[path][1]]
+        memory = iter(self._allocate(shapes))
         for path in missing:
             spec, boxes = wanted[path]
             arrays[path] = _HeldArray(spec, [_HeldBox(box, next(memory)) for box in boxes])
@@ -144,8 +143,7 @@ class HeldWeights:
             path: the path of the array.
             arrays: the elements of each box of the plan.
         """
-        with self._lock:
-            self._content = None
+        self._content = None
         for held, array in zip(self._arrays[path].boxes, arrays, strict=True):
             copy_elements(held.elements, array)
 
@@ -169,15 +167,6 @@ class HeldWeights:
 
 def _boxes_of(array: _HeldArray) -> tuple[Box, ...]:
     return tuple([held.box for held in array.boxes])
-
-
-def _all(
-    wanted: Mapping[TreePath, tuple[ArraySpec, Sequence[Box]]], paths: Sequence[TreePath]
-) -> Iterator[tuple[ArraySpec, Box]]:
-    for path in paths:
-        spec, boxes = wanted[path]
-        for box in boxes:
-            yield spec, box
 
 
 def _pieces(array: _HeldArray) -> Iterator[memoryview]:

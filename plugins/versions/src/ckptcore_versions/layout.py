@@ -58,6 +58,9 @@ from ckptcore_versions.patched_arrays import PatchedArray
 _PIECE_BYTES: Final = 32 << 20
 """Bytes of elements that are encoded together, by several threads."""
 
+_GROUP_BYTES: Final = 512 << 10
+"""Bytes of adjacent elements that a thread compares at once, so that small chunks cost little more than large ones."""
+
 _OBJECT_BYTES: Final = 64 << 20
 """An object is complete when it has this number of bytes. The encoded bytes of two objects are in memory at most."""
 
@@ -255,8 +258,8 @@ def _objects(snapshot: Snapshot, held: HeldVersion, columns: ChunkSizes) -> Iter
     boxes: list[_EncodedBox] = []
     number = nbytes = 0
     for batch in _batches(_pieces(snapshot, held)):
-        work = [(piece, chunk) for piece in batch for chunk in chunks_of(piece.box, piece.cell)]
-        encoded = iter(map_ordered(threads, work, _encode))
+        work = [(piece, group) for piece in batch for group in _groups(piece)]
+        encoded = itertools.chain.from_iterable(map_ordered(threads, work, _encode))
         for piece in batch:
             chunks = [next(encoded) for _ in range(prod(grid_of(piece.box, piece.cell)))]
             if piece.continues and boxes:
@@ -333,12 +336,23 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _encode(work: tuple[_Piece, Box]) -> bytes:
-    """Encode a chunk of a piece."""
-    piece, chunk = work
-    size = word_bytes(piece.spec)
-    old = None if piece.old is None else _words(part_of(piece.old, chunk, piece.box), size)
-    return encode(old, _words(part_of(piece.new, chunk, piece.box), size))
+def _groups(piece: _Piece) -> Iterator[Sequence[Box]]:
+    """Divide the chunks of a piece into groups that one thread encodes: adjacent elements, or a single chunk."""
+    chunks = chunks_of(piece.box, piece.cell)
+    most = max(1, _GROUP_BYTES * len(chunks) // max(1, piece.new.nbytes))
+    # Chunks are adjacent in C order if they are whole along all axes but the first.
+    count = most if chunks[0].shape[1:] == piece.box.shape[1:] else 1
+    return (chunks[start : start + count] for start in range(0, len(chunks), count))
+
+
+def _encode(work: tuple[_Piece, Sequence[Box]]) -> list[bytes]:
+    """Encode the chunks of a group."""
+    piece, chunks = work
+    box, size = Box(chunks[0].start, chunks[-1].stop), word_bytes(piece.spec)
+    old = None if piece.old is None else _words(part_of(piece.old, box, piece.box), size)
+    per_element = piece.spec.numpy_dtype.itemsize // size
+    stops = list(itertools.accumulate([chunk.size * per_element for chunk in chunks]))
+    return encode(old, _words(part_of(piece.new, box, piece.box), size), stops)
 
 
 def _words(elements: HostArray, size: int) -> HostArray:

@@ -58,7 +58,7 @@ class Publisher:
         layout: str | Layout = "deltas",
         run: str | None = None,
         keep: PreservationPolicy | None = None,
-        full_every: int = 50,
+        full_every: int = 100,
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
@@ -109,8 +109,10 @@ class Publisher:
         version_layout = runtime.registry.layout(layout)
         if not isinstance(version_layout, VersionLayout):
             raise TypeError(f"layout={layout!r} cannot write versions: expected a layout of versions, such as 'deltas'")
-        if base_directory is None and context.memory.save_bytes is None:
-            context = replace(context, memory=replace(context.memory, save_bytes=_CAPTURED_BYTES))
+        memory = context.memory
+        if base_directory is None and memory.save_bytes is None:
+            memory = replace(memory, save_bytes=_CAPTURED_BYTES)
+        context = replace(context, memory=memory)  # a Context of its own, so that no publish waits for other saves
         directory = VersionDirectory(location)
         self._context = context
         self._publications = Publications(

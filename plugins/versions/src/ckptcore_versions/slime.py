@@ -15,12 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
 from ckptcore.builtin.safetensors_files import encode_file
-from ckptcore.errors import UnsupportedLeafError
+from ckptcore.errors import CheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.io.elements import copy_elements, is_little, little_dtype, plain
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -43,7 +43,14 @@ from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime_chains import derive_arrays
 from ckptcore_versions.slime_deltas import INDEX, Delta, inspect_delta, tensor_names
-from ckptcore_versions.slime_frames import MAX_OVERWRITE_BYTES, ChecksumFormat, EncodedTensor, Encoding, encode
+from ckptcore_versions.slime_frames import (
+    MAX_OVERWRITE_BYTES,
+    ChecksumFormat,
+    EncodedTensor,
+    Encoding,
+    checksum,
+    encode,
+)
 
 _THREADS: Final = min(8, os.cpu_count() or 1)
 _FILE_BYTES: Final = 1 << 28
@@ -69,13 +76,25 @@ class SlimeLayout(VersionLayout):
         checksum_format: the format of the checksum of each tensor of a delta. ``"blake3"`` needs the package blake3.
         assets: a local directory with a Hugging Face model. Its files other than weights, such as ``config.json`` and
             the tokenizer, are copied into each full version. An engine that pulls a full version deletes all other
-            files of its copy, so without these it cannot load the model. None: copy nothing.
+            files of its copy, so without these it cannot load the model. Only the leader of a job needs the directory.
+            None: copy nothing.
+
+    Raises:
+        ValueError: the encoding or the checksum is unknown.
     """
 
     encoding: Encoding = "xor"
     checksum_format: ChecksumFormat = "xxh3-128"
     assets: str | os.PathLike[str] | None = None
     _number: int | None = field(default=None, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("encoding", self.encoding, get_args(Encoding)),
+            ("checksum_format", self.checksum_format, get_args(ChecksumFormat)),
+        ):
+            if value not in known:
+                raise ValueError(f"SlimeLayout({name}={value!r}): expected one of {', '.join(map(repr, known))}")
 
     @property
     def name(self) -> str:
@@ -118,8 +137,10 @@ class SlimeLayout(VersionLayout):
 
         Raises:
             NameCollisionError
+            MissingDistributionError: the package of the checksum is not installed.
         """
         tensor_names(tree)
+        checksum(self.checksum_format, np.empty(0, np.uint8))
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the arrays of this process to files of safetensors.
@@ -147,7 +168,16 @@ class SlimeLayout(VersionLayout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Copy the assets, and then write the index, which publishes the version."""
+        """Copy the assets, and then write the index, which publishes the version.
+
+        Raises:
+            InvalidLocationError: `assets` is not a directory.
+        """
+        if self.assets is not None and not Path(self.assets).is_dir():
+            raise InvalidLocationError(
+                f"SlimeLayout(assets={os.fspath(self.assets)!r}): there is no such directory. Give the directory of "
+                "the model. The save is not committed"
+            )
         state = _merged(receipts, ("files", "leaf", "file", "offset"))
         names = tensor_names(tree)
         metadata: dict[str, JSON] = {"total_size": tree.nbytes}
@@ -201,9 +231,9 @@ class _DeltaLayout(SlimeLayout):
         """See `SlimeLayout.check`. Also refuse arrays with positions that do not fit into 32 bits.
 
         Raises:
-            NameCollisionError, UnsupportedLeafError
+            NameCollisionError, MissingDistributionError, UnsupportedLeafError
         """
-        tensor_names(tree)
+        SlimeLayout.check(self, tree, size)
         for leaf, record in enumerate(tree.leaves):
             nbytes = record.spec.nbytes if isinstance(record, ArrayRecord) else 0
             if self.encoding == "overwrite" and nbytes >= MAX_OVERWRITE_BYTES:
@@ -217,18 +247,19 @@ class _DeltaLayout(SlimeLayout):
 
         Raises:
             UnsupportedLeafError: an array is divided among processes, or the base lacks it.
-            MissingDistributionError: the package of the checksum is not installed.
         """
         rank = snapshot.plan.rank
         state: dict[str, list[Any]] = {name: [] for name in _FRAME_COLUMNS}
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             group: dict[str, EncodedTensor] = {}
+            nbytes = 0
             for name, encoded in self._encoded(snapshot):
                 group[name] = encoded
-                if sum([len(tensor.frame) for tensor in group.values()]) >= _FILE_BYTES:
+                nbytes += len(encoded.frame)
+                if nbytes >= _FILE_BYTES:
                     yield file_of(group)
-                    group = {}
+                    group, nbytes = {}, 0
             if group:
                 yield file_of(group)
 
@@ -247,7 +278,7 @@ class _DeltaLayout(SlimeLayout):
             return state["files"][-1], [BytesSegment(head), *[BytesSegment(group[name].frame) for name in names]]
 
         store.write_many(objects())
-        return state
+        return {**state, "base": list(self.held.version)}
 
     def _encoded(self, snapshot: Snapshot) -> Iterator[tuple[str, EncodedTensor]]:
         """Yield the arrays that changed, in order."""
@@ -286,8 +317,19 @@ class _DeltaLayout(SlimeLayout):
             snapshot.release(number)
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Write the index, which publishes the version."""
+        """Write the index, which publishes the version.
+
+        Raises:
+            CheckpointError: processes held different versions.
+        """
         version = self.held.version
+        for receipt in receipts:
+            state: Any = receipt.state
+            if list(state["base"]) != list(version):
+                raise CheckpointError(
+                    f"process {receipt.rank} wrote a delta relative to {state['base'][0]!r}, and process 0 to "
+                    f"{version.name!r}: every process must hold the same version. The save is not committed"
+                )
         delta = Delta(
             version.number + 1,
             version.number,

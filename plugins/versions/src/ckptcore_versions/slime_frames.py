@@ -112,12 +112,10 @@ class EncodedTensor(NamedTuple):
     Attributes:
         frame: the zstd frame.
         checksum: the checksum of the new bytes.
-        changed: the number of bytes that changed.
     """
 
     frame: bytes
     checksum: str
-    changed: int
 
 
 def encode(old: HostArray, new: HostArray, encoding: Encoding, checksum_format: ChecksumFormat) -> EncodedTensor | None:
@@ -133,16 +131,18 @@ def encode(old: HostArray, new: HostArray, encoding: Encoding, checksum_format: 
     Raises:
         MissingDistributionError: the package of the hash is not installed.
     """
-    changed = sum([int(np.count_nonzero(new[piece] != old[piece])) for piece in _pieces(len(new))])
-    if not changed:
+    if all(np.array_equal(new[piece], old[piece]) for piece in _pieces(len(new))):
         return None
+    if encoding == "xor":
+        nbytes, payload = len(new), _xor(old, new)
+    else:
+        changed = sum([int(np.count_nonzero(new[piece] != old[piece])) for piece in _pieces(len(new))])
+        nbytes, payload = 4 + 5 * changed, _overwrite(old, new, changed)
     compressor = zstd.ZstdCompressor(level=_LEVEL)
-    nbytes = len(new) if encoding == "xor" else 4 + 5 * changed
     compressor.set_pledged_input_size(nbytes)
-    payload = _xor(old, new) if encoding == "xor" else _overwrite(old, new, changed)
     parts = [compressor.compress(part.data) for part in payload]
     parts.append(compressor.flush(compressor.FLUSH_FRAME))
-    return EncodedTensor(b"".join(parts), checksum(checksum_format, new), changed)
+    return EncodedTensor(b"".join(parts), checksum(checksum_format, new))
 
 
 def _pieces(nbytes: int) -> Iterator[slice]:

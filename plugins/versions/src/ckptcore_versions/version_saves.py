@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckptcore_incremental.based_commits import BasedCommit, import_locks
 
+from ckptcore.commit.location import Location
 from ckptcore.commit.root import Base, CompositeRoot, Root
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.stored_root import parse_root, root_bytes
@@ -116,7 +117,7 @@ class VersionSave(PlainSave):
             assert isinstance(description, TreeDescription)  # versions are saved as one tree
             plugins = runtime_of(draft.save.context).registry
             draft = draft._replace(descriptions=[selected(description, publications.select, plugins)])
-        decided: Any = agreement.lead("base", lambda: self._choose_base(draft.save.context))
+        decided: Any = agreement.lead("base", self._choose_base)
         base = None if decided is None else BaseVersion(*decided)
         save = PlainSave.prepare(self, draft)
         plan = save.parts[0].plan
@@ -139,16 +140,15 @@ class VersionSave(PlainSave):
                 self._hold(plan, None, draft.save.context)
         layout = publications.layout.numbered(self.request.number)
         save.parts[0].layout = layout.against(None if base is None else publications.held)
-        location = save.target.location
-        bases = [] if base is None else [Base(base.name, base.save_id)]
-        import_locks([base_location(location, each, save.context) for each in bases])
+        import_locks(_locations(save, base))
         return save._replace(strategy=_BasedVersion(publications, self.request, base))
 
-    def _choose_base(self, context: Context) -> list[JSON] | None:
+    def _choose_base(self) -> list[JSON] | None:
         """Return the fields of the base; None for a full version. Called on the leader."""
         publications, latest, directory = self.publications, self.request.latest, self.publications.directory
+        none = Chain(run=publications.chain.run)
         if latest is None:
-            publications.chain = Chain()
+            publications.chain = none
             return None
         data = root_bytes(directory.store_of(latest))
         try:
@@ -156,13 +156,13 @@ class VersionSave(PlainSave):
                 raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
             known = publications.chain.versions
             if not known or (known[-1].number, known[-1].save_id) != (latest, summarize_root(data).save_id):
-                publications.chain = _chain_of(directory, latest, data, publications.layout.name, context)
+                publications.chain = _chain_of(directory, latest, data, publications.layout.name)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
             logger.warning(
                 "version %d cannot be read, so version %d is written as a full version: %s",
                 latest, self.request.number, error,
             )  # fmt: skip
-            publications.chain = Chain()
+            publications.chain = none
             return None
         if self.request.full or publications.chain.needs_full(publications.full_every):
             return None
@@ -208,8 +208,7 @@ class _VersionCommit(BasedCommit):
     def __init__(
         self, save: Save, publications: Publications, request: VersionRequest, base: BaseVersion | None
     ) -> None:
-        bases = [] if base is None else [Base(base.name, base.save_id)]
-        super().__init__(save, bases, [base_location(save.target.location, each, save.context) for each in bases])
+        super().__init__(save, _bases(base), _locations(save, base))
         self._publications = publications
         self._request = request
         self._is_full = base is None
@@ -253,6 +252,14 @@ class _VersionCommit(BasedCommit):
         publications.held.committed(number, save_id)
         publications.chain.add(ChainVersion(number, save_id, self._nbytes), is_full=self._is_full)
         publications.chain.run = self._run
+
+
+def _bases(base: BaseVersion | None) -> Sequence[Base]:
+    return [] if base is None else [Base(base.name, base.save_id)]
+
+
+def _locations(save: Save, base: BaseVersion | None) -> Sequence[Location]:
+    return [base_location(save.target.location, each, save.context) for each in _bases(base)]
 
 
 class _ReplacingSnapshot:
@@ -316,38 +323,36 @@ def _refuse_divided(plan: WritePlan, whole: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _chain_of(directory: VersionDirectory, number: int, data: bytes, layout: str, context: Context) -> Chain:
-    """Return the chain of a version. Reads one root for each version of the chain.
+def _chain_of(directory: VersionDirectory, number: int, data: bytes, layout: str) -> Chain:
+    """Return the chain of a version; without versions if no delta can follow it. Reads the root of each version.
 
     Args:
         directory: the directory of the versions.
         number: the number of the version.
         data: its root.
-        layout: the layout of the next version. A chain has one layout, but for its full version.
-        context: options.
+        layout: the layout of the next version. All deltas of a chain have one layout.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError: a version cannot be read.
     """
     versions: list[ChainVersion] = []
     run = ""
-    at: int | None = number
-    while at is not None:
-        root = parse_root(directory.store_of(at), data, directory.name(at))
-        if not isinstance(root, Root) or (root.references.bases and root.layout != layout):
-            return Chain()
-        if at == number and (stored := labels_in(root.custom)) is not None:
+    while True:
+        root = parse_root(directory.store_of(number), data, directory.name(number))
+        if not versions and isinstance(root, Root) and (stored := labels_in(root.custom)) is not None:
             run = stored[0]
-        versions.insert(0, ChainVersion(at, root.save_id, sum([record.size for record in root.objects.values()])))
-        at = directory.base_of(at)
-        if at is not None:
-            if at >= versions[0].number:
-                raise CorruptCheckpointError(f"version {versions[0].number} names version {at} as its base")
-            base = root_bytes(directory.store_of(at))
-            if base is None:
-                raise CheckpointNotFoundError(f"version {at}, which version {versions[0].number} needs, was deleted")
-            data = base
-    return Chain(versions, run)
+        if not isinstance(root, Root) or (root.references.bases and root.layout != layout):
+            return Chain(run=run)
+        versions.insert(0, ChainVersion(number, root.save_id, sum([record.size for record in root.objects.values()])))
+        base = directory.base_of(number)
+        if base is None:
+            return Chain(versions, run)
+        if base >= number:
+            raise CorruptCheckpointError(f"version {number} names the later version {base} as its base")
+        stored_root = root_bytes(directory.store_of(base))
+        if stored_root is None:
+            raise CheckpointNotFoundError(f"version {base}, which version {number} needs, was deleted")
+        number, data = base, stored_root
 
 
 def _read_base(

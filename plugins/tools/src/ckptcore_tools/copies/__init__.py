@@ -176,9 +176,16 @@ def copy(
         return None
     if transforms:
         raise ValueError("copy(transforms=...) needs a layout, because the arrays are written again")
-    refuse_differences(source, context)
     with runtime_of(context).show_progress(progress, "copying") as report:
-        return copy_whole(source, destination, context, overwrite=overwrite, verify=verify, progress=report)
+        return copy_whole(
+            source,
+            destination,
+            context,
+            overwrite=overwrite,
+            verify=verify,
+            progress=report,
+            check=refuse_differences,
+        )
 
 
 def _safetensors(layout: str | Layout | None) -> SafetensorsLayout:

@@ -95,6 +95,7 @@ def copy_checkpoint(
     is_stopped: Callable[[], bool] = lambda: False,
     before_commit: Callable[[], None] = lambda: None,
     copy_referring: Callable[[StoredRoot], CopyReport | None] | None = None,
+    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> CopyReport:
     """See `ckptcore.copy`.
 
@@ -107,6 +108,7 @@ def copy_checkpoint(
             are kept.
         copy_referring: copies a checkpoint that has bases. Returns None if the checkpoint was replaced during the copy.
             Without this function, such checkpoints are copied byte for byte, with their references.
+        check: called with the objects to copy before anything is written. Its error stops the copy.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
@@ -115,6 +117,7 @@ def copy_checkpoint(
     counted = ByteProgress(progress)
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
+        check(manifest)
         if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
             report = copy_referring(manifest.root)
             if report is None:
@@ -446,6 +449,7 @@ def copy_whole(
     progress: ProgressCallback | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     before_commit: Callable[[], None] = lambda: None,
+    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> CopyReport:
     """Copy a checkpoint byte for byte, or, if it has bases, as a new save that contains all arrays.
 
@@ -453,7 +457,8 @@ def copy_whole(
     copy of such a checkpoint does not resume.
 
     Args:
-        source, destination, context, overwrite, verify, progress, is_stopped, before_commit: see `copy_checkpoint`.
+        source, destination, context, overwrite, verify, progress, is_stopped, before_commit, check: see
+            `copy_checkpoint`.
     """
 
     def copy_referring(root: StoredRoot) -> CopyReport | None:
@@ -497,6 +502,7 @@ def copy_whole(
         is_stopped=is_stopped,
         before_commit=before_commit,
         copy_referring=copy_referring,
+        check=check,
     )
 
 

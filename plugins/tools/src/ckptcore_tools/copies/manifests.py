@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -119,6 +119,7 @@ class Manifest:
         objects: all other objects except `markers`, the largest first.
         markers: objects that readers of any software may use to recognise a checkpoint. Write them after
             `objects`.
+        foreign_base: the base of a checkpoint of other software that is stored as differences; empty if there is none.
     """
 
     location: Location
@@ -127,6 +128,7 @@ class Manifest:
     members: tuple[StoredRoot, ...]
     objects: tuple[ObjectRecord, ...]
     markers: tuple[ObjectRecord, ...]
+    foreign_base: str = ""
 
     @classmethod
     def of(
@@ -203,20 +205,15 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
         )
 
 
-def refuse_differences(source: AnyLocation, context: Context) -> None:
+def refuse_differences(manifest: Manifest) -> None:
     """Refuse a checkpoint of other software that is stored as differences from a base.
 
     Raises:
         InvalidLocationError: its files alone cannot be loaded.
-        Errors of `read_manifest`.
     """
-    checkpoint = ConsistentRead(source, context, open_stored).open()
-    if checkpoint.root is not None or isinstance(checkpoint, CompositeCheckpoint):
-        return
-    reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
-    if reference is not None:
+    if manifest.foreign_base:
         raise InvalidLocationError(
-            f"{checkpoint.location.display} is stored as differences from {reference.name}, so that a copy of its "
+            f"{manifest.location.display} is stored as differences from {manifest.foreign_base}, so that a copy of its "
             "files cannot be loaded alone. Pass layout='safetensors' to write all arrays, or copy the directory of "
             "versions with copy_steps. Nothing was written"
         )
@@ -300,6 +297,7 @@ class _ManifestReader:
             )
         open_one = member_opener(checkpoint, self._source, self._context)
         files = FileCheck(self._context).check(checkpoint, self._source, open_one)
+        base = ""
         if isinstance(checkpoint, CompositeCheckpoint):
             refuse_lost(checkpoint, files.deleted)
             for name, directories in present_members(checkpoint).items():
@@ -308,11 +306,14 @@ class _ManifestReader:
                         expect_files(open_one(name, directory), directory)
         else:
             expect_files(checkpoint, "")
+            reference = checkpoint.layout.base(checkpoint.tree, checkpoint.state)
+            base = "" if reference is None else reference.name
         for problem in files.problems:
             raise CorruptCheckpointError(
                 f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
             )
-        return Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
+        manifest = Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
+        return replace(manifest, foreign_base=base)
 
     def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
