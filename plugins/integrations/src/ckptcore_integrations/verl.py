@@ -37,7 +37,6 @@ _POLL_SECONDS: Final = 0.2
 """Seconds between listings. The servers are paused meanwhile."""
 
 
-@CheckpointEngineRegistry.register("ckptcore")
 class VersionCheckpointEngine(CheckpointEngineWithCache):
     """Transfers weights through a directory of versions.
 
@@ -184,6 +183,9 @@ class VersionCheckpointEngine(CheckpointEngineWithCache):
             self._version = version
             if version.number >= self._number:
                 return version, before
+
+
+CheckpointEngineRegistry.register("ckptcore")(VersionCheckpointEngine)
 
 
 def _in_free_cache(location: str, cache: str) -> Follower:

@@ -7,7 +7,9 @@ workers. ``POST /generate {"tokens": [...]}`` returns the next tokens. The whole
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from typing import Annotated
 
 PORT, MODEL, SIZE = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -27,8 +29,15 @@ except ImportError:  # before 0.29
     from vllm.entrypoints.serve.dev.rlhf.api_router import router
 
 
+def end(signum: int, frame: object) -> None:
+    """End this process and the processes of vLLM, which otherwise continue after an error."""
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve until the process is terminated."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, end)
     arguments = AsyncEngineArgs(
         model=MODEL,
         skip_tokenizer_init=True,
@@ -51,7 +60,11 @@ def main() -> None:
         ]
         return {"tokens": list(outputs[-1].outputs[0].token_ids)}
 
-    uvicorn.run(app, host="127.0.0.1", port=PORT, log_level="error")
+    signal.signal(signal.SIGTERM, end)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=PORT, log_level="error"))
+    thread = threading.Thread(target=server.run)  # in the main thread it would replace the handler
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":
