@@ -48,6 +48,17 @@ def tensor_names(tree: TreeMetadata) -> Mapping[int, str]:
     return leaf_names(arrays, reserved=("__metadata__",))
 
 
+def stored_tensors(tree: TreeMetadata) -> Mapping[str, ArraySpec]:
+    """Return the arrays that have a name in files of their own, by name. Those that are tied to others have none.
+
+    Raises:
+        NameCollisionError: two arrays would have the same name.
+    """
+    names = tensor_names(tree)
+    stored = {leaf: tree.leaves[leaf] for leaf in names if leaf not in tree.aliases}
+    return {names[leaf]: record.spec for leaf, record in stored.items() if isinstance(record, ArrayRecord)}
+
+
 def version_name(number: int) -> str:
     """Return the name of the directory of a version."""
     return f"weight_v{number:06d}"

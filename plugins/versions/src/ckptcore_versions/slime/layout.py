@@ -42,7 +42,7 @@ from ckptcore.protocols import (
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime.chains import derive_arrays
-from ckptcore_versions.slime.delta_index import INDEX, Delta, inspect_delta, tensor_names
+from ckptcore_versions.slime.delta_index import INDEX, Delta, inspect_delta, stored_tensors, tensor_names
 from ckptcore_versions.slime.frames import (
     MAX_OVERWRITE_BYTES,
     ChecksumFormat,
@@ -109,6 +109,10 @@ class SlimeLayout(VersionLayout):
     def accepts_base(self, base: int, number: int) -> bool:
         """Return True for the version before, because readers apply every version between, one by one."""
         return base == number - 1
+
+    def accepts_arrays(self, base: TreeMetadata, tree: TreeMetadata) -> bool:
+        """Return True for the same tensors. A tied array has one name, so that ties must be the same, too."""
+        return stored_tensors(base) == stored_tensors(tree)
 
     def numbered(self, number: int) -> SlimeLayout:
         """See `VersionLayout.numbered`. The index of a full version has the number if it is given."""
