@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -139,9 +139,9 @@ def derive_arrays(links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArra
     return ChainedArrays(tree, [delta.tree for delta in deltas], arrays)
 
 
-def _tied(tree: TreeMetadata) -> Set[str]:
+def _tied(tree: TreeMetadata) -> set[str]:
     """Return the names of arrays that are tied to others, whose files do not have them."""
-    return tensor_names(tree).keys() - stored_tensors(tree).keys() if tree.aliases else frozenset()
+    return set(tensor_names(tree).values()).difference(stored_tensors(tree)) if tree.aliases else set()
 
 
 def _deltas(links: Sequence[ChainLink]) -> Iterator[Delta]:
