@@ -42,7 +42,7 @@ from ckptcore.protocols import (
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime.chains import derive_arrays
-from ckptcore_versions.slime.delta_index import INDEX, Delta, inspect_delta, stored_tensors, tensor_names
+from ckptcore_versions.slime.delta_index import FRAME_COLUMNS, INDEX, Delta, inspect_delta, stored_tensors, tensor_names
 from ckptcore_versions.slime.frames import (
     MAX_OVERWRITE_BYTES,
     ChecksumFormat,
@@ -253,7 +253,7 @@ class _DeltaLayout(SlimeLayout):
             UnsupportedLeafError: an array is divided among processes, or the base lacks it.
         """
         rank = snapshot.plan.rank
-        state: dict[str, list[Any]] = {name: [] for name in _FRAME_COLUMNS}
+        state: dict[str, list[Any]] = {name: [] for name in FRAME_COLUMNS}
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             group: dict[str, EncodedTensor] = {}
@@ -340,7 +340,7 @@ class _DeltaLayout(SlimeLayout):
             self.encoding,
             self.checksum_format,
             BaseReference(version.name, version.save_id, version.digest),
-            **_merged(receipts, _FRAME_COLUMNS),
+            **_merged(receipts, FRAME_COLUMNS),
         )
         store.put(INDEX, delta.index_json())
         return delta.to_state()
@@ -352,9 +352,6 @@ class _FrameTable(ChunkTable):
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
         """Return no objects: a damaged frame does not give the elements of the recorded checksum."""
         return ()
-
-
-_FRAME_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
 
 
 def _file_name(rank: int, number: int) -> str:
