@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.policies import PreservationPolicy, StepInfo
 
 
@@ -30,14 +31,17 @@ class Chain:
     Attributes:
         versions: the full version, and its deltas in ascending order; empty if there is no version to continue from.
         run: the run of the newest version.
+        tree: the tree of the newest version.
     """
 
     versions: Sequence[ChainVersion] = ()
     run: str = ""
+    tree: TreeMetadata | None = None
 
-    def add(self, version: ChainVersion, *, is_full: bool) -> None:
-        """Add the newest version."""
+    def add(self, version: ChainVersion, tree: TreeMetadata, *, is_full: bool) -> None:
+        """Add the newest version, which has the given tree."""
         self.versions = [version] if is_full else [*self.versions, version]
+        self.tree = tree
 
     def needs_full(self, most: int) -> bool:
         """Return True if the next version should be full.
