@@ -98,7 +98,7 @@ class Preparation:
             return
         self._is_from_base = base is not None and _is_last_source(self._checkpoint, base)
         check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
-        self._directory = self._cache.begin()
+        self._directory = self._cache.begin(self.version.number)
         self._create_files()
         self._read_all()
         check_additional(self._checkpoint)
