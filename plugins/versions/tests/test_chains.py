@@ -86,6 +86,18 @@ def test_a_base_may_be_files_of_other_software(tmp_path: Path) -> None:
     refused(lambda: ckptcore.load(tmp_path / "v2"), "v1 is stored as differences from", "v0", "does not exist")
 
 
+def test_an_array_continues_from_the_one_that_it_was_tied_to(tmp_path: Path) -> None:
+    one, two = np.full(1000, 1.0), np.full(1000, 2.0)
+    states = [{"a": two, "b": one}, {"a": two, "b": two}, {"b": two, "a": one}]
+    ckptcore.save(tmp_path / "v0", states[0], context=CONTEXT)
+    for number in (1, 2):
+        before = f"{tmp_path}/v{number - 1}"
+        save_delta(f"{tmp_path}/v{number}", states[number], version_at(before), states[number - 1])
+        loaded = ckptcore.load(tmp_path / f"v{number}", context=CONTEXT)
+        for name, array in states[number].items():
+            np.testing.assert_array_equal(loaded[name], array)
+
+
 def test_a_base_may_be_an_update(tmp_path: Path) -> None:
     save_chain(str(tmp_path), 3)
     update = {"w": weights(3)["w"], "number": 3}

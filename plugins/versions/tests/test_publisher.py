@@ -15,12 +15,14 @@ from ckptcore_testing.faults import FaultPlan, FullAfter
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
 from ckptcore_versions.publishing import version_saves
+from ckptcore_versions.version_directory import VERSION_NAMES
 
 import ckptcore
 from ckptcore import select
 from ckptcore.errors import (
     BackgroundSaveError,
     DirectoryInUseError,
+    InvalidLocationError,
     StorageFullError,
     TreeMismatchError,
 )
@@ -110,6 +112,25 @@ def test_arrays_may_come_go_and_change_their_shape(place: str) -> None:
         assert same_value(load(place, number), {**state, "w": np.zeros(1000)})
 
 
+@pytest.mark.parametrize("layout", ["deltas", "slime"])
+def test_a_version_with_other_tied_arrays_is_full(layout: str, place: str) -> None:
+    """Readers that know arrays by name only would keep the old elements of an array that is tied now."""
+    one, two, three = (np.full(1000, number) for number in (1.0, 2.0, 3.0))
+    states = [
+        {"a": two, "b": one},
+        {"a": two, "b": two},
+        {"a": three, "b": three},
+        {"b": two, "a": three},
+        {"b": one, "a": three},
+    ]
+    for number, state in enumerate(states, 1):
+        with publisher(place, layout=layout, version_names=VERSION_NAMES) as versions:
+            versions.publish(number, state)
+    assert [base_of(place, number) for number in (1, 2, 3, 4, 5)] == [None, None, 2, None, 4]
+    for number, state in enumerate(states, 1):
+        assert same_value(load(place, number), state)
+
+
 def test_selected_leaves_alone_are_versions(place: str) -> None:
     """Adapters are published for engines that hold the weights below them."""
     tied = np.zeros(3)
@@ -193,7 +214,7 @@ def test_a_publish_that_fails_in_the_middle_is_repeated(place: str) -> None:
     fails = False
 
     def take(name: str) -> None:
-        if fails and name == "layers/0/w":
+        if fails and name == "layers.0.w":
             raise _Broken
 
     with publisher(place, layout=WatchedDeltas(taking=take), full_every=9) as versions:
@@ -234,6 +255,10 @@ def test_wrong_arguments_are_refused(place: str) -> None:
     for number in (0, 1001):
         with pytest.raises(ValueError, match=f"full_every={number}: .*from 1 to 1000"):
             publisher(place, full_every=number)
+    with pytest.raises(InvalidLocationError, match="base_directory='s3://bucket': expected a directory on a local"):
+        publisher(place, base_directory="s3://bucket")
+    with pytest.raises(TypeError, match="run=3: expected the name"):
+        publisher(place, run=3)
     with pytest.raises(TypeError, match="select='lora'"):
         publisher(place, select="lora")
     with pytest.raises(TypeError, match="cannot write versions"):

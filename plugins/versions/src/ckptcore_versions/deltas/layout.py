@@ -224,7 +224,7 @@ def _array_of(
                     "which does not have it. Load another checkpoint"
                 )
             return PatchedArray(spec, None, tuple(changes))
-        leaf = below
+        leaf, path = below, trees[number].paths[below]  # the base may store it under a tied name
     stored = Stored(spec, leaf, len(deltas))
     return PatchedArray(spec, stored, tuple(changes)) if changes else stored
 

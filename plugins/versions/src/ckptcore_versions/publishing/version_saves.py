@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import uuid
 from collections.abc import Sequence
@@ -37,12 +38,13 @@ from ckptcore.saving.descriptions import TreeDescription
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, TreeCaptured
 from ckptcore.saving.writing import PlainSave
 from ckptcore.select import Selection
-from ckptcore_versions.chains import Chain, ChainVersion
+from ckptcore_versions.chains import Chain, ChainVersion, Ties, ties_of
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
 from ckptcore_versions.publishing.held_weights import HeldWeights
 from ckptcore_versions.publishing.selecting import selected
+from ckptcore_versions.tensor_names import tensor_names
 from ckptcore_versions.version_directory import VersionDirectory
-from ckptcore_versions.version_labels import labels_in, metadata_of, name_of
+from ckptcore_versions.version_labels import labels_in, metadata_of
 
 logger = logger_named("ckptcore.versions")
 
@@ -108,16 +110,18 @@ class VersionSave(PlainSave):
         Raises:
             TreeMismatchError: nothing is selected.
             UnsupportedLeafError: an array needs a digest, and no process holds all of it.
+            NameCollisionError: two arrays that need digests have the same name.
             InsufficientMemoryError, StorageFullError: there is no memory for the copy.
             CheckpointError: the storage failed.
         """
         agreement, publications = draft.save.agreement, self.publications
+        (described,) = draft.descriptions
+        assert isinstance(described, TreeDescription)  # versions are saved as one tree
         if publications.select is not None:
-            (description,) = draft.descriptions
-            assert isinstance(description, TreeDescription)  # versions are saved as one tree
             plugins = runtime_of(draft.save.context).registry
-            draft = draft._replace(descriptions=[selected(description, publications.select, plugins)])
-        decided: Any = agreement.lead("base", self._choose_base)
+            described = selected(described, publications.select, plugins)
+            draft = draft._replace(descriptions=[described])
+        decided: Any = agreement.lead("base", functools.partial(self._choose_base, ties_of(described.tree)))
         base = None if decided is None else BaseVersion(*decided)
         save = PlainSave.prepare(self, draft)
         plan = save.parts[0].plan
@@ -143,7 +147,7 @@ class VersionSave(PlainSave):
         import_locks(_locations(save, base))
         return save._replace(strategy=_BasedVersion(publications, self.request, base))
 
-    def _choose_base(self) -> list[JSON] | None:
+    def _choose_base(self, ties: Ties) -> list[JSON] | None:
         """Return the fields of the base; None for a full version. Called on the leader."""
         publications, latest, directory = self.publications, self.request.latest, self.publications.directory
         none = Chain(run=publications.chain.run)
@@ -164,7 +168,7 @@ class VersionSave(PlainSave):
             )  # fmt: skip
             publications.chain = none
             return None
-        if self.request.full or publications.chain.needs_full(publications.full_every):
+        if self.request.full or publications.chain.needs_full(publications.full_every, ties):
             return None
         if not publications.layout.accepts_base(latest, self.request.number):
             return None
@@ -233,6 +237,9 @@ class _VersionCommit(BasedCommit):
             collected: Sequence[Any] = stage.payloads
             for digests in collected:
                 self._digests.update(digests)
+            tree = self._save.parts[0].plan.tree
+            names = tensor_names(tree)
+            self._digests.update({names[alias]: self._digests[names[leaf]] for alias, leaf in tree.aliases.items()})
         super().commit(payloads)
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
@@ -250,7 +257,8 @@ class _VersionCommit(BasedCommit):
         super().settle(error)
         publications, number, save_id = self._publications, self._request.number, self._save.info.save_id
         publications.held.committed(number, save_id)
-        publications.chain.add(ChainVersion(number, save_id, self._nbytes), is_full=self._is_full)
+        ties = ties_of(self._save.parts[0].plan.tree)
+        publications.chain.add(ChainVersion(number, save_id, self._nbytes), ties, is_full=self._is_full)
         publications.chain.run = self._run
 
 
@@ -274,6 +282,7 @@ class _ReplacingSnapshot:
         self._snapshot = snapshot
         self._held = held
         self._digests = digests
+        self._names = {} if digests is None else tensor_names(self.plan.tree)
         self._taken: dict[int, Sequence[HostArray]] = {}
 
     def take(self, item: int) -> Sequence[HostArray]:
@@ -285,13 +294,14 @@ class _ReplacingSnapshot:
         """See `Snapshot`."""
         arrays = self._taken.pop(item, None)
         if arrays is not None:  # otherwise the writer failed before it took the item
-            path = self.plan.tree.paths[self.plan.items[item].leaf]
+            leaf = self.plan.items[item].leaf
+            path = self.plan.tree.paths[leaf]
             self._held.replace(path, arrays)
             if self._digests is not None and (pieces := self._held.pieces(path)) is not None:
                 digest = hashlib.sha256()
                 for piece in pieces:
                     digest.update(piece)
-                self._digests[name_of(path)] = digest.hexdigest()
+                self._digests[self._names[leaf]] = digest.hexdigest()
         self._snapshot.release(item)
 
 
@@ -309,10 +319,11 @@ def _refuse_divided(plan: WritePlan, whole: Sequence[Sequence[int]]) -> None:
 
     Raises:
         UnsupportedLeafError
+        NameCollisionError: two arrays would have the same name in the labels.
     """
-    tree, covered = plan.tree, {leaf for leaves in whole for leaf in leaves}
+    tree, names, covered = plan.tree, tensor_names(plan.tree), {leaf for leaves in whole for leaf in leaves}
     divided = [
-        name_of(tree.paths[leaf])
+        names[leaf]
         for leaf, record in enumerate(tree.leaves)
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases and leaf not in covered
     ]
@@ -337,16 +348,18 @@ def _chain_of(directory: VersionDirectory, number: int, data: bytes, layout: str
     """
     versions: list[ChainVersion] = []
     run = ""
+    ties: Ties = {}
     while True:
         root = parse_root(directory.store_of(number), data, directory.name(number))
-        if not versions and isinstance(root, Root) and (stored := labels_in(root.custom)) is not None:
-            run = stored[0]
+        if not versions and isinstance(root, Root):
+            labels, ties = labels_in(root.custom), ties_of(root.tree)
+            run = "" if labels is None else labels[0]
         if not isinstance(root, Root) or (root.references.bases and root.layout != layout):
             return Chain(run=run)
         versions.insert(0, ChainVersion(number, root.save_id, sum([record.size for record in root.objects.values()])))
         base = directory.base_of(number)
         if base is None:
-            return Chain(versions, run)
+            return Chain(versions, run, ties)
         if base >= number:
             raise CorruptCheckpointError(f"version {number} names the later version {base} as its base")
         stored_root = root_bytes(directory.store_of(base))
@@ -374,8 +387,10 @@ def _read_base(
 
     def leaf_of(path: TreePath, spec: ArraySpec) -> int | None:
         leaf = leaves.get(path)
-        record = None if leaf is None else tree.leaves[leaf]
-        return leaf if isinstance(record, ArrayRecord) and record.spec == spec else None
+        if leaf is None:
+            return None
+        record, stored = tree.leaves[leaf], tree.aliases.get(leaf, leaf)
+        return stored if isinstance(record, ArrayRecord) and record.spec == spec else None
 
     numbers = [leaf_of(path, spec) for path, spec, _ in boxes]
     stored = [
