@@ -315,6 +315,18 @@ def test_a_cache_with_versions_that_no_follower_wrote_is_refused(
     assert ckptcore.verify(f"{published.location}/v000001").state == "sound"
 
 
+def test_a_cache_that_was_removed_is_not_taken_for_a_damaged_version(published: Published, tmp_path: Path) -> None:
+    with follow(published.location, cache=tmp_path / "cache") as follower:
+        published.publish(1)
+        before = read(follower.next_version(0))
+        shutil.rmtree(tmp_path / "cache")
+        published.publish(2)
+        with pytest.raises(StorageError, match="the cache, was removed"):
+            follower.next_version(0)
+        assert follower.skipped == ()
+        np.testing.assert_array_equal(before.arrays["bias"], published.weights[1]["bias"])
+
+
 def test_a_cache_is_a_local_directory(published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidLocationError, match="cache='s3://bucket/cache': expected a directory on a local disk"):
         follow(published.location, cache="s3://bucket/cache")

@@ -147,6 +147,8 @@ class Cache:
                 f"{target} has the name of a version, and no follower wrote it: pass as cache= a directory "
                 "that nothing else uses; it must not be that of the versions"
             )
+        if not os.path.isdir(self.directory):
+            raise StorageError(f"{self.directory}, the cache, was removed: close this follower, and follow again")
         path = os.path.join(self.directory, f".ckptcore-version-{os.urandom(8).hex()}")
         with SystemCall("create", path):
             os.mkdir(path)
