@@ -15,7 +15,6 @@ from ckptcore_testing.faults import FaultPlan, FullAfter
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
 from ckptcore_versions.publishing import version_saves
-from ckptcore_versions.version_directory import VERSION_NAMES
 
 import ckptcore
 from ckptcore import select
@@ -28,7 +27,6 @@ from ckptcore.errors import (
 )
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.policies import LatestN
-from ckptcore.step_names import StepNames
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
@@ -123,12 +121,14 @@ def test_a_version_with_other_tied_arrays_is_full(layout: str, place: str) -> No
         {"b": two, "a": three},
         {"b": one, "a": three},
     ]
-    for number, state in enumerate(states, 1):
-        with publisher(place, layout=layout, version_names=VERSION_NAMES) as versions:
+    names = [f"{'weight_' if layout == 'slime' else ''}v{number:06d}" for number in range(len(states))]
+    for number, state in enumerate(states):
+        with publisher(place, layout=layout) as versions:
             versions.publish(number, state)
-    assert [base_of(place, number) for number in (1, 2, 3, 4, 5)] == [None, None, 2, None, 4]
-    for number, state in enumerate(states, 1):
-        assert same_value(load(place, number), state)
+    bases = [ckptcore.metadata(f"{place}/{name}", context=CONTEXT).bases for name in names]
+    assert bases == [(), (), (names[1],), (), (names[3],)]
+    for name, state in zip(names, states, strict=True):
+        assert same_value(ckptcore.load(f"{place}/{name}", context=CONTEXT), state)
 
 
 def test_selected_leaves_alone_are_versions(place: str) -> None:
@@ -291,15 +291,6 @@ def test_a_version_that_was_replaced_meanwhile_is_no_base(
     assert base_of(place, 2) is None
     assert "not the version that" in caplog.text
     assert same_value(load(place, 2), weights(2))
-
-
-def test_versions_can_have_other_names(place: str) -> None:
-    names = StepNames.of("weight_v000001")
-    for number in (1, 2):
-        with publisher(place, version_names=names, keep=LatestN(1)) as versions:
-            versions.publish(number, weights(number))
-    assert ckptcore.metadata(f"{place}/weight_v000002").bases == ("weight_v000001",)
-    assert same_value(ckptcore.load(f"{place}/weight_v000002"), weights(2))
 
 
 def test_a_publish_does_not_wait_for_other_saves_of_its_context(place: str, tmp_path: Path) -> None:

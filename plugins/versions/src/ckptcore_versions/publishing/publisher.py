@@ -17,7 +17,6 @@ from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import Save, SaveDraft, as_integer
 from ckptcore.select import Selection
-from ckptcore.step_names import StepNames
 from ckptcore.training.checkpointer import Checkpointer
 from ckptcore_versions.held_version import VersionLayout
 from ckptcore_versions.local_directory import local_directory
@@ -63,7 +62,6 @@ class Publisher:
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
-        version_names: StepNames | None = None,
         if_in_use: IfInUse = "error",
         context: Context | None = None,
     ) -> None:
@@ -81,7 +79,6 @@ class Publisher:
             digests: True to label every array with the SHA-256 of its elements. Each array must be held by one process
                 as a whole.
             base_directory: a local directory for the copy of the newest version; None: host memory.
-            version_names: the names of versions; None: those of the layout, or `VERSION_NAMES`.
             if_in_use: as for `Checkpointer`.
             context: options.
 
@@ -136,7 +133,7 @@ class Publisher:
             directory,
             layout=version_layout,
             preservation_policy=keep,
-            step_names=version_names or version_layout.version_names or VERSION_NAMES,
+            step_names=version_layout.version_names or VERSION_NAMES,
             if_in_use=if_in_use,
             strategy=_VersionStrategy(self._publications),
             context=context,
