@@ -26,7 +26,6 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.opening.open_checkpoints import open_checkpoint
-from ckptcore.policies import LatestN
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
