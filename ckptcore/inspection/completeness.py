@@ -303,19 +303,23 @@ class FileCheck:
         from ckptcore.opening.bases import base_location, read_base  # only updates and differences have bases
 
         resolved = resolve_location(location, runtime_of(self._context).storages)
-        needed = list(dict.fromkeys(bases))
-        for base in needed:  # grows: the base of a chain has a base
+        needed = [(resolved, base) for base in dict.fromkeys(bases)]
+        seen: set[tuple[LocationAddress, Base]] = set()
+        for referring, base in needed:  # grows: the base of a chain has a base
             if not base.save_id:
                 continue  # other software wrote it
-            at = base_location(resolved, base, self._context)
+            at = base_location(referring, base, self._context)
+            if (at.address, base) in seen:
+                continue
+            seen.add((at.address, base))
             known = self._bases.get((at.address, base))
             if known is None:
-                _, root = read_base(resolved.display, at, base.save_id)
+                _, root = read_base(referring.display, at, base.save_id)
                 sizes = {key: record.size for key, record in root.objects.items()}
                 further = () if root.references.leaf else root.references.bases
                 known = self._bases[at.address, base] = self._wrong(at.store, sizes, f"../{base.path}/"), further
             yield from known[0]
-            needed += [base for base in known[1] if base not in needed]
+            needed += [(at, further) for further in known[1]]
 
     def _wrong(
         self, store: StorageBackend, expected: Mapping[str, int], prefix: str = "", least: str = ""

@@ -382,6 +382,7 @@ class _Fill:
     steps: list[Callable[[], None]] = field(default_factory=list)
     held_bytes: int = 0
     _parts: dict[tuple[DerivedArray, Box], HostArray] = field(default_factory=dict)
+    _changed: dict[tuple[ChangedArray, Box], HostArray] = field(default_factory=dict)
     _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
     _read_more: list[_ReadAll] = field(default_factory=list)
     """The function with which steps read, during `compute`."""
@@ -394,6 +395,7 @@ class _Fill:
             if box.size:
                 fill._plan(derivation, box, out)
         fill._parts.clear()
+        fill._changed.clear()
         return fill
 
     @property
@@ -454,12 +456,12 @@ class _Fill:
     def _plan_changes(self, derivation: ChangedArray, box: Box, out: HostArray) -> None:
         """Plan the reads and steps that write a box of a changed array to `out`. Boxes share one changed part."""
         first, *changes = derivation.needed(box)
-        elements = self._parts.get((derivation, first.box))
+        elements = self._changed.get((derivation, first.box))
         if elements is None:
             is_direct = first.box == box and out.flags.c_contiguous
             elements = out if is_direct else allocate(ArraySpec(first.box.shape, derivation.spec.dtype))
             self.held_bytes += 0 if is_direct else elements.nbytes
-            self._parts[derivation, first.box] = elements
+            self._changed[derivation, first.box] = elements
             self._plan(derivation.inputs[first.number], first.box, elements)
             self._plan_windows(derivation, changes, elements)
         if elements is not out:

@@ -246,7 +246,7 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    checkpoint = _with_chain(_open_tree(inner, inner_version, root, context, known), context)
+    checkpoint = _open_tree(inner, inner_version, root, context, known)
     expect_member(checkpoint, location, composite, composite.members[name])
     return checkpoint
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore.context import Context, MemoryOptions
-from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
+from ckptcore.derivations import ChangedArray, Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.errors import TransformError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.derived import BoxOutput, Derived, derive
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning import plan_read
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Part
 from plugins.transforms.tests.array_chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [
@@ -285,6 +285,33 @@ def test_a_derived_checkpoint_can_be_derived_again() -> None:
         derivation = permute(Stored(ArraySpec(shape, "float32"), 0), (1, 0))
         checkpoint = derive(checkpoint, _tree([derivation]), {0: derivation}, values={})
     assert (_read(checkpoint, [(0, Box.whole((10, 24)))])[0] == STORED[0].T).all()
+
+
+class _Added(ChangedArray):
+    """A stored array to which other stored arrays are added."""
+
+    __slots__ = ("inputs", "spec")
+
+    def __init__(self, *inputs: Stored) -> None:
+        self.inputs, self.spec = inputs, inputs[0].spec
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        return [Part(number, Box.whole(array.spec.shape)) for number, array in enumerate(self.inputs)]
+
+    def change(self, number: int, part: HostArray, elements: HostArray) -> None:
+        elements += part
+
+
+def test_an_array_can_be_computed_from_a_changed_array() -> None:
+    arrays = [np.arange(6.0).reshape(2, 3), np.ones((2, 3)), np.full((2, 3), 2.0)]
+    location = _saved("memory://derivations/changed", arrays)
+    added = _Added(*[Stored(ArraySpec((2, 3), "float64"), leaf) for leaf in range(3)])
+    expected = arrays[0] + 3
+    assert (_made(location, added) == expected).all()
+    assert (_made(location, cast(added, "float32")) == expected).all()
+    assert (_made(location, concatenate([added, added], 0)) == np.concatenate([expected, expected])).all()
+    assert (_made(location, permute(added, (1, 0))) == expected.T).all()
+    assert (_made(location, weighted_sum([added, added], [0.5, 0.5])) == expected).all()
 
 
 def test_constants_and_empty_arrays() -> None:

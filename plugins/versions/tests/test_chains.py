@@ -19,6 +19,7 @@ from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
 
 import ckptcore
+from ckptcore.context import IOOptions
 from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError
 from ckptcore.inspection.completeness import FileCheck
 from ckptcore.opening import bases
@@ -86,18 +87,6 @@ def test_a_base_may_be_files_of_other_software(tmp_path: Path) -> None:
     refused(lambda: ckptcore.load(tmp_path / "v2"), "v1 is stored as differences from", "v0", "does not exist")
 
 
-def test_an_array_continues_from_the_one_that_it_was_tied_to(tmp_path: Path) -> None:
-    one, two = np.full(1000, 1.0), np.full(1000, 2.0)
-    states = [{"a": two, "b": one}, {"a": two, "b": two}, {"b": two, "a": one}]
-    ckptcore.save(tmp_path / "v0", states[0], context=CONTEXT)
-    for number in (1, 2):
-        before = f"{tmp_path}/v{number - 1}"
-        save_delta(f"{tmp_path}/v{number}", states[number], version_at(before), states[number - 1])
-        loaded = ckptcore.load(tmp_path / f"v{number}", context=CONTEXT)
-        for name, array in states[number].items():
-            np.testing.assert_array_equal(loaded[name], array)
-
-
 def test_a_base_may_be_an_update(tmp_path: Path) -> None:
     save_chain(str(tmp_path), 3)
     update = {"w": weights(3)["w"], "number": 3}
@@ -127,6 +116,39 @@ def check_chain(place: str) -> None:
     assert ckptcore.verify(last).state == "sound"
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{place}/v0", context=CONTEXT)
+
+
+def test_files_of_bases_in_another_directory_are_checked(tmp_path: Path) -> None:
+    """The base of a base is in the directory of that base."""
+    last = save_chain(f"{tmp_path}/versions", 3)
+    context = ckptcore.Context(durability="none", io=IOOptions(bases="anywhere"))
+    update = f"{tmp_path}/updates/u"
+    ckptcore.save(update, {"new": np.ones(3)}, strategy=ckptcore.Update(base=last), context=context)
+    checkpoint = open_checkpoint(update, context)
+
+    def missing() -> list[str | None]:
+        check = FileCheck(context).check(checkpoint, update, member_opener(checkpoint, update, context))
+        return [problem.key for problem in check.problems]
+
+    assert missing() == []
+    (tmp_path / "versions" / "v0" / "model.safetensors").unlink()
+    assert missing() == ["../v0/model.safetensors"]
+
+
+def test_differences_are_not_part_of_an_update_or_a_composite(tmp_path: Path) -> None:
+    """They could not be loaded."""
+    last = save_chain(str(tmp_path), 2)
+    layout, update = DeltaLayout().against(HeldState(version_at(last), weights(1))), ckptcore.Update(base=last)
+    state = {"w": weights(2)["w"]}
+    refused(
+        lambda: ckptcore.save(tmp_path / "update", state, layout=layout, strategy=update, context=CONTEXT),
+        "the layout 'deltas' wrote differences from 'v1'", "save without Update",
+    )  # fmt: skip
+    refused(
+        lambda: ckptcore.save_checkpointables(tmp_path / "several", {"model": state}, layout=layout, context=CONTEXT),
+        "wrote differences from 'v1'", "a location of its own",
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["v0", "v1"]
 
 
 # --- forged and damaged bases

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,34 @@ def read(version: Version | None, number: int) -> Version:
     assert version is not None and version.number == number
     expect_equal(version, trained(number))
     return version
+
+
+@pytest.mark.parametrize("layout", ["deltas", "slime"])
+def test_arrays_may_be_tied_and_untied(layout: str, tmp_path: Path) -> None:
+    """Also if the follower skips the versions in which they were tied."""
+    first, second = np.arange(60_000, dtype=np.float32), np.arange(60_000, dtype=np.float32) * 2
+    changed = first.copy()
+    changed[7] = -1
+    states = [
+        {"a": first, "b": second},
+        {"a": first, "b": first},
+        {"a": changed, "b": changed},
+        {"a": changed, "b": changed.copy()},
+        {"a": changed, "b": second},
+    ]
+    jumps = list(itertools.combinations(range(len(states)), 2))
+    with Publisher(tmp_path / "weights", layout=layout) as versions, ExitStack() as stack:
+        followers = [stack.enter_context(follow(tmp_path / "weights", cache=tmp_path / f"{jump}")) for jump in jumps]
+        memories = [{name: np.zeros(60_000, np.float32) for name in "ab"} for _ in jumps]
+        for number, state in enumerate(states):
+            versions.publish(number, state)
+            for jump, follower, memory in zip(jumps, followers, memories, strict=True):
+                if number in jump:
+                    version = follower.next_version()
+                    assert version is not None
+                    version.load_into(memory)
+                    for name, array in state.items():
+                        np.testing.assert_array_equal(memory[name], array, f"{name} at {number} of {jump}")
 
 
 def test_only_the_deltas_since_the_version_before_are_read(counted: Counted, tmp_path: Path) -> None:

@@ -109,27 +109,6 @@ def test_arrays_may_come_go_and_change_their_shape(place: str) -> None:
         assert same_value(load(place, number), {**state, "w": np.zeros(1000)})
 
 
-@pytest.mark.parametrize("layout", ["deltas", "slime"])
-def test_a_version_with_other_tied_arrays_is_full(layout: str, place: str) -> None:
-    """Readers that know arrays by name only would keep the old elements of an array that is tied now."""
-    one, two, three = (np.full(1000, number) for number in (1.0, 2.0, 3.0))
-    states = [
-        {"a": two, "b": one},
-        {"a": two, "b": two},
-        {"a": three, "b": three},
-        {"b": two, "a": three},
-        {"b": one, "a": three},
-    ]
-    names = [f"{'weight_' if layout == 'slime' else ''}v{number:06d}" for number in range(len(states))]
-    for number, state in enumerate(states):
-        with publisher(place, layout=layout) as versions:
-            versions.publish(number, state)
-    bases = [ckptcore.metadata(f"{place}/{name}", context=CONTEXT).bases for name in names]
-    assert bases == [(), (), (names[1],), (), (names[3],)]
-    for name, state in zip(names, states, strict=True):
-        assert same_value(ckptcore.load(f"{place}/{name}", context=CONTEXT), state)
-
-
 def test_selected_leaves_alone_are_versions(place: str) -> None:
     """Adapters are published for engines that hold the weights below them."""
     tied = np.zeros(3)

@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, run_ranks
 from ckptcore_testing.arrays import assert_same_bits
-from ckptcore_versions.deltas.changes import Changes
 from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
 
 import ckptcore
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.context import JobOptions
-from ckptcore.loading.load import bytes_requested
 from ckptcore.matching.options import LoadReport
 from ckptcore.model import ArraySpec, Box, HostArray, TreePath
-from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import Coordinator
 from plugins.versions.tests.held import version_at
 
@@ -77,8 +74,8 @@ class HeldShards:
         return self.state[str(name)][box.slices]
 
 
-def save_versions(directory: str, size: int, axis: int) -> BaseVersion:
-    """Save a full version and a delta with a job. Return the full version."""
+def save_versions(directory: str, size: int, axis: int) -> None:
+    """Save a full version and a delta with a job."""
     before, after = versions()
 
     def save_full(rank: int, context: ckptcore.Context) -> None:
@@ -92,30 +89,10 @@ def save_versions(directory: str, size: int, axis: int) -> BaseVersion:
         ckptcore.save(f"{directory}/v1", sharded(after, rank, size, axis), layout=layout, context=context)
 
     run_ranks(size, save)
-    return held
 
 
 def delta_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("deltas.*"))
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_job_of_three_applies_the_changes_of_a_job_of_four(axis: int, tmp_path: Path) -> None:
-    held, (before, after) = save_versions(str(tmp_path), 4, axis), versions()
-    assert len(list((tmp_path / "v1").glob("deltas.*"))) == 4
-    read = 0
-    for rank in range(3):
-        checkpoint = open_checkpoint(tmp_path / "v1", CONTEXT)
-        changes = Changes.between(held, checkpoint)
-        assert changes is not None
-        boxes = {name: shard(array.shape, rank, 3, axis) for name, array in before.items()}
-        elements = {name: before[name][box.slices].copy() for name, box in boxes.items()}
-        leaves = {str(path[0]): leaf for leaf, path in enumerate(checkpoint.tree.paths)}
-        changes.apply([(leaves[name], box, elements[name]) for name, box in boxes.items()])
-        for name, box in boxes.items():
-            assert_same_bits(elements[name], after[name][box.slices], f"{name} of rank {rank}")
-        read += bytes_requested(checkpoint)
-    assert delta_bytes(tmp_path / "v1") <= read <= 1.05 * delta_bytes(tmp_path / "v1")
 
 
 def load_shards(location: Path, size: int, axis: int, expected: dict[str, HostArray]) -> int:
@@ -133,7 +110,7 @@ def load_shards(location: Path, size: int, axis: int, expected: dict[str, HostAr
     return read
 
 
-@pytest.mark.parametrize(("written", "loaded"), [((4, 0), (3, 0)), ((2, 1), (3, 1))])
+@pytest.mark.parametrize(("written", "loaded"), [((4, 0), (3, 0)), ((4, 1), (3, 1)), ((2, 1), (3, 1))])
 def test_a_job_loads_other_shards(written: tuple[int, int], loaded: tuple[int, int], tmp_path: Path) -> None:
     """It reads what it would read of the base, and the chunks of its shards."""
     save_versions(str(tmp_path), *written)

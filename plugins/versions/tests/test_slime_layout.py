@@ -25,11 +25,13 @@ import ckptcore
 from ckptcore import ArrayShard, ShardedArray
 from ckptcore.errors import (
     CheckpointReferredError,
+    CorruptCheckpointError,
     InvalidLocationError,
     MissingDistributionError,
     UnsupportedLeafError,
 )
 from ckptcore.model import Box, HostArray
+from ckptcore.protocols import Layout
 from plugins.versions.tests.held import HeldState, version_at
 from plugins.versions.tests.slime_files import INDEX, listed_files, pull, write_delta
 
@@ -290,6 +292,25 @@ def test_an_array_that_the_base_lacks_is_named(value: HostArray, tmp_path: Path)
     )  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
     publish(str(tmp_path), 2, SlimeLayout(), full=True, state=state)
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_an_array_that_was_tied_meanwhile_is_refused(tied: int, tmp_path: Path) -> None:
+    """The files of that version do not have it. A `Publisher` writes a full version instead."""
+    first, second = np.arange(50.0), np.arange(50.0) * 2
+    states = [{"a": first, "b": second}] * 3
+    states[tied] = {"a": first, "b": first}
+    for number, state in enumerate(states, start=1):
+        layout: Layout = SlimeLayout().numbered(number)
+        if number > 1:
+            held = HeldState(version_at(f"{tmp_path}/weight_v{number - 1:06d}", number - 1), states[number - 2])
+            layout = SlimeLayout().numbered(number).against(held)
+        ckptcore.save(f"{tmp_path}/weight_v{number:06d}", state, layout=layout, context=CONTEXT)
+    refused(
+        lambda: ckptcore.load(tmp_path / "weight_v000003"),
+        "weight_v000003: b is tied to another array in an earlier version", "publish a full version",
+        error=CorruptCheckpointError,
+    )  # fmt: skip
 
 
 def test_a_version_is_relative_to_the_version_before(tmp_path: Path) -> None:

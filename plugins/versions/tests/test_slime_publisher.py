@@ -9,12 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_testing import run_ranks
-from ckptcore_testing.cases import refused
 from ckptcore_versions import Publisher, SlimeLayout, labels
 
 import ckptcore
 from ckptcore import ShardedArray
-from ckptcore.errors import UnsupportedLeafError
 from plugins.versions.tests.slime_files import listed_files, pull, version_at
 
 
@@ -57,14 +55,37 @@ def test_a_gap_begins_a_new_chain(tmp_path: Path) -> None:
     assert listed_files(version_at(tmp_path, 5))[0]["version"] == "000005"
 
 
-def test_new_arrays_need_a_full_version(tmp_path: Path) -> None:
+def test_other_arrays_begin_a_new_chain(tmp_path: Path) -> None:
     with Publisher(tmp_path, layout="slime") as versions:
         versions.publish(1, weights(1))
-        state = {**weights(2), "new": np.ones(3)}
-        refused(lambda: versions.publish(2, state), "new", "publish a full version", error=UnsupportedLeafError)
-        versions.publish(2, state, full=True)
+        versions.publish(2, {**weights(2), "new": np.ones(3)})
+    with Publisher(tmp_path, layout="slime") as versions:
         versions.publish(3, {**weights(3), "new": np.ones(3)})
+        versions.publish(4, weights(4))
+        versions.publish(5, {**weights(5), "b": np.ones(3)})
+    assert [number for number in range(1, 6) if is_full(tmp_path, number)] == [1, 2, 4, 5]
     assert pull(tmp_path, 3) == {**bytes_of(3), "new": np.ones(3).tobytes()}
+    assert pull(tmp_path, 4) == bytes_of(4)
+
+
+def test_ties_of_arrays_begin_a_new_chain(tmp_path: Path) -> None:
+    """Files do not have an array that is tied to another, so engines would keep its old elements."""
+    first, second = np.arange(50.0), np.arange(50.0) * 2
+    states = [
+        {"a": first, "b": second},
+        {"a": first, "b": first},
+        {"a": first, "b": first.copy()},
+        {"a": first, "b": second},
+    ]
+    with Publisher(tmp_path, layout="slime") as versions:
+        for number, state in enumerate(states, start=1):
+            versions.publish(number, state)
+    assert [number for number in range(1, 5) if is_full(tmp_path, number)] == [1, 2, 3]
+    for number, state in enumerate(states, start=1):
+        loaded = ckptcore.load(version_at(tmp_path, number))
+        assert {name: array.tolist() for name, array in loaded.items()} == {
+            name: array.tolist() for name, array in state.items()
+        }
 
 
 def test_a_job_publishes_the_arrays_of_each_process(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.partition import SplitTree
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.descriptions import BoxHolders, TreeDescription
-from ckptcore.saving.requests import Save, SaveDraft
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft
 from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.based_commits import BasedCommit, import_locks
 from ckptcore_incremental.overlays import overlay
@@ -100,9 +100,19 @@ class _UpdateCommit(BasedCommit):
         self._planned = planned
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
-        """Return the root with the whole tree. See `BasedCommit`."""
+        """Return the root with the whole tree. See `BasedCommit`.
+
+        Raises:
+            CheckpointError: the layout wrote differences.
+        """
         root = super()._completed(root)
         assert isinstance(root, Root)  # an update is one tree
+        if root.references.bases:
+            raise CheckpointError(
+                f"{self._save.target.location.display}: the layout {root.layout!r} wrote differences from "
+                f"{root.references.bases[0].path!r}, but an update stores whole arrays: save without Update, or with "
+                f"another layout. {NOTHING_COMMITTED.capitalize()}"
+            )
         return replace(root, tree=self._planned.tree, references=self._planned.references)
 
 

@@ -69,6 +69,22 @@ class LayoutChainTests:
         states = [{name: _changed(name, number) for name in names} for number in range(3)]
         _assert_equal(_load(self._chain(tmp_path, states)), states[2], "v2")
 
+    def test_arrays_may_be_tied_and_untied(self, tmp_path: Path) -> None:
+        """Versions between may store one array for both, and differences from either."""
+        first, second = np.arange(3000, dtype=np.int32), np.arange(3000, dtype=np.int32) * 2
+        changed = first.copy()
+        changed[7] = -1
+        states: list[dict[str, Any]] = [
+            {"a": first, "b": second},
+            {"a": first, "b": first},
+            {"a": changed, "b": changed},
+            {"a": changed, "b": changed.copy()},
+            {"a": changed, "b": first},
+        ]
+        self._chain(tmp_path, states)
+        for number, state in enumerate(states):
+            _assert_equal(_load(f"{tmp_path}/v{number}"), state, f"v{number}")
+
     def test_a_long_chain_comes_back(self, tmp_path: Path) -> None:
         states = []
         weights = np.zeros((40, 30), np.float32)

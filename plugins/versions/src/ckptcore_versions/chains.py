@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.tree import TreePath
 from ckptcore.policies import PreservationPolicy, StepInfo
-
-Ties = Mapping[TreePath, TreePath]
-"""By path of each tied array: the path of the array that has its elements."""
-
-
-def ties_of(tree: TreeMetadata) -> Ties:
-    """Return the tied arrays of a tree."""
-    return {tree.paths[alias]: tree.paths[leaf] for alias, leaf in tree.aliases.items()}
 
 
 class ChainVersion(NamedTuple):
@@ -40,26 +31,25 @@ class Chain:
     Attributes:
         versions: the full version, and its deltas in ascending order; empty if there is no version to continue from.
         run: the run of the newest version.
-        ties: the tied arrays of the newest version.
+        tree: the tree of the newest version.
     """
 
     versions: Sequence[ChainVersion] = ()
     run: str = ""
-    ties: Ties = field(default_factory=dict)
+    tree: TreeMetadata | None = None
 
-    def add(self, version: ChainVersion, ties: Ties, *, is_full: bool) -> None:
-        """Add the newest version."""
+    def add(self, version: ChainVersion, tree: TreeMetadata, *, is_full: bool) -> None:
+        """Add the newest version, which has the given tree."""
         self.versions = [version] if is_full else [*self.versions, version]
-        self.ties = ties
+        self.tree = tree
 
-    def needs_full(self, most: int, ties: Ties) -> bool:
-        """Return True if the next version, with these tied arrays, should be full.
+    def needs_full(self, most: int) -> bool:
+        """Return True if the next version should be full.
 
         This is so if the chain has `most` versions, or if its deltas take as many bytes as its full version: so a late
-        joiner reads less than twice the bytes of a full version. It is also so if other arrays are tied than before:
-        deltas have each array under one name, and readers of slime's format would keep the old elements of the others.
+        joiner reads less than twice the bytes of a full version.
         """
-        if not self.versions or ties != self.ties:
+        if not self.versions:
             return True
         full, *deltas = self.versions
         return len(self.versions) >= most or sum([delta.nbytes for delta in deltas]) >= full.nbytes

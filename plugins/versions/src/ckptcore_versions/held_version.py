@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import TreePath
 from ckptcore.protocols import Layout
 from ckptcore.step_names import StepNames
@@ -64,4 +65,8 @@ class VersionLayout(Layout, Protocol):
 
     def accepts_base(self, base: int, number: int) -> bool:
         """Return True if a version can be relative to another, by their numbers; by default to any older one."""
+        return True
+
+    def accepts_arrays(self, base: TreeMetadata, tree: TreeMetadata) -> bool:
+        """Return True if a version with a tree can be relative to one with the tree `base`; by default always."""
         return True

@@ -4,5 +4,4 @@ layout           writes versions and locates their chunks
 chunks           the boxes of chunks, and the table of their places
 encoding         the encodings of a chunk; `checksums`: a checksum of its new elements
 patched_arrays   arrays that a read computes from a base and the changes of a chain
-changes          the changes from one version of a chain to a later one
 """

@@ -224,7 +224,8 @@ def _array_of(
                     "which does not have it. Load another checkpoint"
                 )
             return PatchedArray(spec, None, tuple(changes))
-        leaf, path = below, trees[number].paths[below]  # the base may store it under a tied name
+        # Further below, the array is that of the path under which the base stores it, which may be tied to others.
+        leaf, path = below, trees[number].paths[below]
     stored = Stored(spec, leaf, len(deltas))
     return PatchedArray(spec, stored, tuple(changes)) if changes else stored
 

@@ -23,7 +23,7 @@ _THREADED_BYTES: Final = 4 << 20
 """From this number of bytes of elements on, chunks are decoded in several threads. To start threads takes 0.1 ms."""
 
 
-class EncodedRun(NamedTuple):
+class _Run(NamedTuple):
     """Chunks whose encoded bytes are adjacent, so that one range contains them.
 
     Attributes:
@@ -33,18 +33,6 @@ class EncodedRun(NamedTuple):
 
     range: Box
     chunks: Sequence[EncodedChunk]
-
-
-def runs_of(chunks: Sequence[EncodedChunk]) -> list[EncodedRun]:
-    """Group chunks into runs of at most 8 MiB."""
-    groups: list[list[EncodedChunk]] = []
-    for chunk in chunks:
-        group = groups[-1] if groups else []
-        if group and group[-1].stop == chunk.start and chunk.stop - group[0].start <= _RUN_BYTES:
-            group.append(chunk)
-        else:
-            groups.append([chunk])
-    return [EncodedRun(Box((group[0].start,), (group[-1].stop,)), group) for group in groups]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +60,7 @@ class PatchedArray:
         parts = [
             Part(number, run.range)
             for number, (_, chunks) in enumerate(self.deltas)
-            for run in runs_of(chunks.within(box))
+            for run in _runs_of(chunks.within(box))
         ]
         return parts if self.base is None else [*parts, Part(len(self.deltas), box)]
 
@@ -86,68 +74,82 @@ class PatchedArray:
         Raises:
             CorruptCheckpointError: encoded bytes are damaged, or the base differs from that of the save.
         """
-        position = 0
+        remaining = iter(parts)
         for number, (_, chunks) in enumerate(self.deltas):
-            runs = runs_of(chunks.within(box))
-            target = ChangedBox(self.spec, box, out, has_old=number > 0 or self.base is not None)
-            apply_runs([(target, run, part) for run, part in zip(runs, parts[position:], strict=False)])
-            position += len(runs)
+            runs = [(run, next(remaining)) for run in _runs_of(chunks.within(box))]
+            has_old = number > 0 or self.base is not None
+            _apply_runs(_ChangedBox(box, out, word_bytes(self.spec), has_old), runs)
 
 
-class ChangedBox(NamedTuple):
+def _runs_of(chunks: Sequence[EncodedChunk]) -> list[_Run]:
+    """Group chunks into runs of at most 8 MiB."""
+    groups: list[list[EncodedChunk]] = []
+    for chunk in chunks:
+        group = groups[-1] if groups else []
+        if group and group[-1].stop == chunk.start and chunk.stop - group[0].start <= _RUN_BYTES:
+            group.append(chunk)
+        else:
+            groups.append([chunk])
+    return [_Run(Box((group[0].start,), (group[-1].stop,)), group) for group in groups]
+
+
+class _ChangedBox(NamedTuple):
     """A box of an array that is changed in place.
 
     Attributes:
-        spec: the array.
         box: the box.
-        elements: its elements, in the dtype of the array and of any strides.
+        elements: its elements, of any strides.
+        word: the bytes of a word: see `word_bytes`.
         has_old: False if there are no old elements, because the base does not have the array.
     """
 
-    spec: ArraySpec
     box: Box
     elements: HostArray
-    has_old: bool = True
+    word: int
+    has_old: bool
 
 
-def apply_runs(work: Sequence[tuple[ChangedBox, EncodedRun, HostArray]]) -> None:
-    """Change elements of boxes by the chunks of runs. Uses several threads if there are many elements.
+def _apply_runs(changed: _ChangedBox, runs: Sequence[tuple[_Run, HostArray]]) -> None:
+    """Change the elements of a box by the chunks of one delta. Uses several threads if there are many elements.
 
     Args:
-        work: boxes, each with a run of chunks that have elements of it, and the encoded bytes of the run. Chunks of one
-            array do not overlap. Elements of other chunks do not change.
+        changed: the box.
+        runs: the chunks with elements of the box, and their encoded bytes. They do not overlap.
 
     Raises:
         CorruptCheckpointError: encoded bytes are damaged, or the old elements differ from those of the save. The
-            elements of the boxes are then undefined.
+            elements of the box are then undefined.
     """
-    pieces = [
-        (changed, chunk.box, memory[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]])
-        for changed, run, encoded in work
+    chunks = [
+        (chunk.box, memory[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]])
+        for run, encoded in runs
         for memory in (bytes_of(encoded),)
         for chunk in run.chunks
     ]
-    nbytes = sum([chunk.size * changed.spec.numpy_dtype.itemsize for changed, chunk, _ in pieces])
-    if nbytes < _THREADED_BYTES:
-        for piece in pieces:
-            _apply_chunk(piece)
+
+    def apply(chunk: tuple[Box, memoryview]) -> None:
+        _apply_chunk(changed, *chunk)
+
+    if sum([box.size for box, _ in chunks]) * changed.elements.itemsize < _THREADED_BYTES:
+        for chunk in chunks:
+            apply(chunk)
     else:
-        for_each(IOThreads(), pieces, _apply_chunk)
+        for_each(IOThreads(), chunks, apply)
 
 
-def _apply_chunk(piece: tuple[ChangedBox, Box, memoryview]) -> None:
+def _apply_chunk(changed: _ChangedBox, chunk: Box, encoded: memoryview) -> None:
     """Change the elements of a box that are in one chunk."""
-    (spec, box, elements, has_old), chunk, encoded = piece
+    box, elements, word, has_old = changed
     common = chunk.intersect(box)
     assert common is not None  # the caller selected chunks of the box
     part = part_of(elements, common, box)
-    is_whole, size = common == chunk, word_bytes(spec)
+    is_whole = common == chunk
     if is_whole and part.flags.c_contiguous and is_little(part.dtype):
-        decode(encoded, words_of(plain(part), size), has_old=has_old)
+        decode(encoded, words_of(plain(part), word), has_old=has_old)
         return
     whole: HostArray = np.zeros(chunk.shape, little_dtype(part.dtype))
     inside = part_of(whole, common, chunk)
     if has_old:
         copy_elements(inside, part)
-    decode(encoded, words_of(whole, size), has_old=has_old, is_whole=is_whole)
+    decode(encoded, words_of(whole, word), has_old=has_old, is_whole=is_whole)
     copy_elements(part, inside)

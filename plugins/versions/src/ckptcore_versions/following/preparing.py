@@ -183,11 +183,13 @@ class Preparation:
         for file in self._plan.files:
             for part in file.parts:
                 array = None if derived is None else derived.derivations[part.leaf]
-                if isinstance(array, PatchedArray) and array.base is not None:
+                of_base = None if derived is None else Stored(part.spec, part.leaf, len(derived.sources) - 1)
+                # An array that was tied to another meanwhile is computed from that one.
+                if isinstance(array, PatchedArray) and array.base is not None and array.base == of_base:
                     boxes = [chunk.box for _, chunks in array.deltas for chunk in chunks.within(part.box)]
                     common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
                     changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
-                elif derived is None or array != Stored(part.spec, part.leaf, len(derived.sources) - 1):
+                elif array is None or array != of_base:
                     compared.append((file.name, part))
         for leaf, box in self._compare(base, compared):
             changed.setdefault(leaf, {})[box] = None

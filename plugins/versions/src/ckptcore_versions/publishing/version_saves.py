@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import uuid
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.loading.reading import incomplete_read
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON, TreePath
 from ckptcore.opening.bases import base_location
@@ -38,7 +37,7 @@ from ckptcore.saving.descriptions import TreeDescription
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, TreeCaptured
 from ckptcore.saving.writing import PlainSave
 from ckptcore.select import Selection
-from ckptcore_versions.chains import Chain, ChainVersion, Ties, ties_of
+from ckptcore_versions.chains import Chain, ChainVersion
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
 from ckptcore_versions.publishing.held_weights import HeldWeights
 from ckptcore_versions.publishing.selecting import selected
@@ -115,16 +114,15 @@ class VersionSave(PlainSave):
             CheckpointError: the storage failed.
         """
         agreement, publications = draft.save.agreement, self.publications
-        (described,) = draft.descriptions
-        assert isinstance(described, TreeDescription)  # versions are saved as one tree
         if publications.select is not None:
+            (description,) = draft.descriptions
+            assert isinstance(description, TreeDescription)  # versions are saved as one tree
             plugins = runtime_of(draft.save.context).registry
-            described = selected(described, publications.select, plugins)
-            draft = draft._replace(descriptions=[described])
-        decided: Any = agreement.lead("base", functools.partial(self._choose_base, ties_of(described.tree)))
-        base = None if decided is None else BaseVersion(*decided)
+            draft = draft._replace(descriptions=[selected(description, publications.select, plugins)])
         save = PlainSave.prepare(self, draft)
         plan = save.parts[0].plan
+        decided: Any = agreement.lead("base", lambda: self._choose_base(plan.tree))
+        base = None if decided is None else BaseVersion(*decided)
         with agreement.stage("hold", meaning=NOTHING_COMMITTED) as stage:
             damage = self._hold(plan, base, draft.save.context)
             stage.payload = {"damage": damage, "whole": _whole_leaves(plan) if publications.digests else []}
@@ -147,8 +145,8 @@ class VersionSave(PlainSave):
         import_locks(_locations(save, base))
         return save._replace(strategy=_BasedVersion(publications, self.request, base))
 
-    def _choose_base(self, ties: Ties) -> list[JSON] | None:
-        """Return the fields of the base; None for a full version. Called on the leader."""
+    def _choose_base(self, tree: TreeMetadata) -> list[JSON] | None:
+        """Return the fields of the base of a version with a tree; None for a full version. Called on the leader."""
         publications, latest, directory = self.publications, self.request.latest, self.publications.directory
         none = Chain(run=publications.chain.run)
         if latest is None:
@@ -168,11 +166,12 @@ class VersionSave(PlainSave):
             )  # fmt: skip
             publications.chain = none
             return None
-        if self.request.full or publications.chain.needs_full(publications.full_every, ties):
+        if self.request.full or publications.chain.needs_full(publications.full_every):
             return None
-        if not publications.layout.accepts_base(latest, self.request.number):
+        layout, known_tree = publications.layout, publications.chain.tree
+        assert data is not None and known_tree is not None  # the chain has the version
+        if not (layout.accepts_base(latest, self.request.number) and layout.accepts_arrays(known_tree, tree)):
             return None
-        assert data is not None
         save_id = publications.chain.versions[-1].save_id
         return list(BaseVersion(directory.name(latest), save_id, hashlib.sha256(data).hexdigest(), latest))
 
@@ -257,8 +256,8 @@ class _VersionCommit(BasedCommit):
         super().settle(error)
         publications, number, save_id = self._publications, self._request.number, self._save.info.save_id
         publications.held.committed(number, save_id)
-        ties = ties_of(self._save.parts[0].plan.tree)
-        publications.chain.add(ChainVersion(number, save_id, self._nbytes), ties, is_full=self._is_full)
+        version, tree = ChainVersion(number, save_id, self._nbytes), self._save.parts[0].plan.tree
+        publications.chain.add(version, tree, is_full=self._is_full)
         publications.chain.run = self._run
 
 
@@ -347,19 +346,18 @@ def _chain_of(directory: VersionDirectory, number: int, data: bytes, layout: str
         CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError: a version cannot be read.
     """
     versions: list[ChainVersion] = []
-    run = ""
-    ties: Ties = {}
+    run, tree = "", None
     while True:
         root = parse_root(directory.store_of(number), data, directory.name(number))
         if not versions and isinstance(root, Root):
-            labels, ties = labels_in(root.custom), ties_of(root.tree)
-            run = "" if labels is None else labels[0]
+            tree, stored = root.tree, labels_in(root.custom)
+            run = "" if stored is None else stored[0]
         if not isinstance(root, Root) or (root.references.bases and root.layout != layout):
             return Chain(run=run)
         versions.insert(0, ChainVersion(number, root.save_id, sum([record.size for record in root.objects.values()])))
         base = directory.base_of(number)
         if base is None:
-            return Chain(versions, run, ties)
+            return Chain(versions, run, tree)
         if base >= number:
             raise CorruptCheckpointError(f"version {number} names the later version {base} as its base")
         stored_root = root_bytes(directory.store_of(base))

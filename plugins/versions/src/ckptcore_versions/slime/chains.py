@@ -15,7 +15,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import ChainedArrays, ChainLink, DerivedArray, Part
-from ckptcore_versions.slime.delta_index import Delta
+from ckptcore_versions.slime.delta_index import Delta, stored_tensors
 from ckptcore_versions.slime.frames import apply, checksum, most_frame_bytes
 from ckptcore_versions.tensor_names import tensor_names
 
@@ -102,6 +102,7 @@ def derive_arrays(links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArra
     # A delta of other software has no tree. Its arrays are those of its base.
     tree = next((link.tree for link, delta in zip(links, deltas, strict=True) if delta.base is not None), base)
     leaves = {name: base.aliases.get(leaf, leaf) for leaf, name in tensor_names(base).items()}
+    tied = _tied(base).union(*[_tied(link.tree) for link, delta in zip(links, deltas, strict=True) if delta.base])
     changes: dict[str, list[_Change]] = {}
     for link, delta in reversed([*enumerate(deltas)]):
         for number, name in enumerate(delta.names):
@@ -125,6 +126,11 @@ def derive_arrays(links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArra
         record = tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # only arrays have names
         stored = base.leaves[leaves[name]] if name in leaves else None
+        if name in tied:
+            raise CorruptCheckpointError(
+                f"{format_path(tree.paths[leaf])} is tied to another array in an earlier version of its chain, whose "
+                "files do not have it: load another version, and publish a full version when arrays are tied or untied"
+            )
         if not isinstance(stored, ArrayRecord) or stored.spec != record.spec:
             raise CorruptCheckpointError(
                 f"{format_path(tree.paths[leaf])} is {record.spec}, and the first version of its chain has "
@@ -132,6 +138,11 @@ def derive_arrays(links: Sequence[ChainLink], base: TreeMetadata) -> ChainedArra
             )
         arrays[leaf] = _array(Stored(record.spec, leaves[name], len(links)), changes.get(name, ()))
     return ChainedArrays(tree, [delta.tree for delta in deltas], arrays)
+
+
+def _tied(tree: TreeMetadata) -> set[str]:
+    """Return the names of arrays that are tied to others, whose files do not have them."""
+    return set(tensor_names(tree).values()).difference(stored_tensors(tree)) if tree.aliases else set()
 
 
 def _deltas(links: Sequence[ChainLink]) -> Iterator[Delta]:

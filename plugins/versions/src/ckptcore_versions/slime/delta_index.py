@@ -22,9 +22,13 @@ from ckptcore.plain_safetensors import read_header
 from ckptcore.planning import natural_column
 from ckptcore.protocols import BaseReference, Inspection, ReadStore
 from ckptcore_versions.slime.frames import READ_ENCODINGS
+from ckptcore_versions.tensor_names import tensor_names
 
 INDEX: Final = "model.safetensors.index.json"
 """The file whose writing publishes a version."""
+
+FRAME_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
+"""The columns of a `Delta`, which its state has, too."""
 
 _CHECKSUM_DIGITS: Final = {"xxh3-128": 32, "blake3": 64, "adler32": 8}
 _MAX_INDEX_BYTES: Final = 1 << 28
@@ -36,6 +40,17 @@ _VERSION_0: Final = (
     "it there as weight_v000000; a link also needs context=Context(io=IOOptions(bases='anywhere'))"
 )
 _AGAIN: Final = "restore the directory from a copy, or load another version"
+
+
+def stored_tensors(tree: TreeMetadata) -> Mapping[str, ArraySpec]:
+    """Return the arrays that have a name in files of their own, by name. Those that are tied to others have none.
+
+    Raises:
+        NameCollisionError: two arrays would have the same name.
+    """
+    names = tensor_names(tree)
+    stored = {leaf: tree.leaves[leaf] for leaf in names if leaf not in tree.aliases}
+    return {names[leaf]: record.spec for leaf, record in stored.items() if isinstance(record, ArrayRecord)}
 
 
 def version_name(number: int) -> str:
@@ -89,7 +104,7 @@ class Delta(NamedTuple):
                 columns["delta_encoding"],
                 columns["checksum_format"],
                 BaseReference(*columns["base"][:3]) if "base" in columns else None,
-                *[columns[name] for name in _COLUMNS],
+                *[columns[name] for name in FRAME_COLUMNS],
             )
             delta._check()
         except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
@@ -104,7 +119,7 @@ class Delta(NamedTuple):
             "delta_encoding": self.encoding,
             "checksum_format": self.checksum_format,
             **({} if self.base is None else {"base": list(self.base[:3])}),
-            **{name: list(getattr(self, name)) for name in _COLUMNS},
+            **{name: list(getattr(self, name)) for name in FRAME_COLUMNS},
         }
 
     def _check(self) -> None:
@@ -169,9 +184,6 @@ class Delta(NamedTuple):
         return json.dumps(index).encode()
 
 
-_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
-
-
 def _is_hex(text: str, digits: int) -> bool:
     return len(text) == digits and not set(text) - set("0123456789abcdef")
 
@@ -223,7 +235,7 @@ def _read_delta(store: ReadStore, metadata: Mapping[str, Any], weight_map: objec
                 f"weight_map has the file {str(file)[:80]!r}, expected a name such as model-00001.safetensors"
             )
         tensors.setdefault(file, []).append(name)
-    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[Any]] = {name: [] for name in FRAME_COLUMNS}
     for number, file in enumerate(sorted(tensors)):
         columns["files"].append(file)
         _add_frames(store, file, number, tensors[file], columns)

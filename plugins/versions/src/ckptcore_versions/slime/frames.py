@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -49,48 +49,6 @@ _LEVEL: Final = 1
 """Level of zstd. Higher levels take much more time, and save little of the bytes of a delta."""
 
 
-class _Hasher(Protocol):
-    def update(self, data: Any, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
-
-
-class _Adler32:
-    """adler32 with the interface of hashlib."""
-
-    def __init__(self) -> None:
-        self._value = 1
-
-    def update(self, data: Any, /) -> None:
-        self._value = zlib.adler32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
-
-
-def _new_hasher(name: str) -> _Hasher:
-    """Return a hasher of a checksum format.
-
-    Raises:
-        MissingDistributionError: the package of the hash is not installed.
-        ValueError: the format is unknown.
-    """
-    if name == "xxh3-128":
-        return xxhash.xxh3_128()
-    if name == "adler32":
-        return _Adler32()
-    if name != "blake3":
-        raise ValueError(f"{name!r} is not a checksum format of slime: expected xxh3-128, blake3 or adler32")
-    try:
-        from blake3 import blake3  # an optional distribution
-    except ImportError as error:
-        raise MissingDistributionError(
-            "checksums of the format blake3 need the package blake3: run pip install 'ckptcore-versions[blake3]'"
-        ) from error
-    hasher: _Hasher = blake3()
-    return hasher
-
-
 def checksum(name: str, elements: HostArray) -> str:
     """Return the checksum of the bytes of a tensor, in hex digits.
 
@@ -99,11 +57,23 @@ def checksum(name: str, elements: HostArray) -> str:
         elements: the bytes, as uint8 with one axis, contiguous.
 
     Raises:
-        MissingDistributionError, ValueError: see `_new_hasher`.
+        MissingDistributionError: the package of the hash is not installed.
+        ValueError: the format is unknown.
     """
-    hasher = _new_hasher(name)
-    hasher.update(elements.data)
-    return hasher.hexdigest()
+    if name == "xxh3-128":
+        return xxhash.xxh3_128(elements.data).hexdigest()
+    if name == "adler32":
+        return f"{zlib.adler32(elements.data):08x}"
+    if name != "blake3":
+        raise ValueError(f"{name!r} is not a checksum format of slime: expected xxh3-128, blake3 or adler32")
+    try:
+        from blake3 import blake3  # an optional distribution
+    except ImportError as error:
+        raise MissingDistributionError(
+            "checksums of the format blake3 need the package blake3: run pip install 'ckptcore-versions[blake3]'"
+        ) from error
+    digest: str = blake3(elements.data).hexdigest()
+    return digest
 
 
 class EncodedTensor(NamedTuple):

@@ -42,7 +42,7 @@ from ckptcore.protocols import (
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime.chains import derive_arrays
-from ckptcore_versions.slime.delta_index import INDEX, Delta, inspect_delta
+from ckptcore_versions.slime.delta_index import FRAME_COLUMNS, INDEX, Delta, inspect_delta, stored_tensors
 from ckptcore_versions.slime.frames import (
     MAX_OVERWRITE_BYTES,
     ChecksumFormat,
@@ -110,6 +110,10 @@ class SlimeLayout(VersionLayout):
     def accepts_base(self, base: int, number: int) -> bool:
         """Return True for the version before, because readers apply every version between, one by one."""
         return base == number - 1
+
+    def accepts_arrays(self, base: TreeMetadata, tree: TreeMetadata) -> bool:
+        """Return True for the same tensors. A tied array has one name, so that ties must be the same, too."""
+        return stored_tensors(base) == stored_tensors(tree)
 
     def numbered(self, number: int) -> SlimeLayout:
         """See `VersionLayout.numbered`. The index of a full version has the number if it is given."""
@@ -250,7 +254,7 @@ class _DeltaLayout(SlimeLayout):
             UnsupportedLeafError: an array is divided among processes, or the base lacks it.
         """
         rank = snapshot.plan.rank
-        state: dict[str, list[Any]] = {name: [] for name in _FRAME_COLUMNS}
+        state: dict[str, list[Any]] = {name: [] for name in FRAME_COLUMNS}
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             group: dict[str, EncodedTensor] = {}
@@ -337,7 +341,7 @@ class _DeltaLayout(SlimeLayout):
             self.encoding,
             self.checksum_format,
             BaseReference(version.name, version.save_id, version.digest),
-            **_merged(receipts, _FRAME_COLUMNS),
+            **_merged(receipts, FRAME_COLUMNS),
         )
         store.put(INDEX, delta.index_json())
         return delta.to_state()
@@ -349,9 +353,6 @@ class _FrameTable(ChunkTable):
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
         """Return no objects: a damaged frame does not give the elements of the recorded checksum."""
         return ()
-
-
-_FRAME_COLUMNS: Final = ("files", "names", "file", "offset", "nbytes", "checksums")
 
 
 def _file_name(rank: int, number: int) -> str:
