@@ -29,7 +29,7 @@ _FAILS = 666
 
 @pytest.fixture(autouse=True)
 def failing_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the commit of versions of the step `_FAILS` fail, after everything was written."""
+    """Replace the last step of commits: versions of the step `_FAILS` fail, after everything was written."""
     complete = version_saves._VersionCommit._completed
 
     def completed(commit: Any, root: Any) -> Any:

@@ -409,9 +409,10 @@ class _Attempt:
                 number,
             )
             preparation = Preparation(cache, checkpoint, version, plan, self.context)
-            held.callback(preparation.discard)
-            with self.recording.phase("read", plan.nbytes):
+            with ExitStack() as incomplete, self.recording.phase("read", plan.nbytes):
+                incomplete.callback(preparation.discard)  # before another attempt, which needs the space
                 preparation.run(find_base(plan))
+                held.push(incomplete.pop_all())
             return preparation, checkpoint
 
         return ConsistentRead(location, self.context, opener).retry_if_replaced(run)
