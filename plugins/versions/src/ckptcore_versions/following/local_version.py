@@ -29,7 +29,7 @@ from ckptcore.opening.bases import with_chain
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, reader_of
 from ckptcore.opening.open_checkpoints import open_stored, open_tree
 from ckptcore.planning import ChunkColumns, ChunkTable
-from ckptcore.protocols import AtomicDirectories, BaseReference, ChunkIndex
+from ckptcore.protocols import BaseReference, ChunkIndex
 from ckptcore.runtime import runtime_of
 from ckptcore_versions.following.cache import CachedVersion
 from ckptcore_versions.following.local_files import FilePlan, Part, array_of, map_file
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
     Attributes:
         location: its location.
-        content: a digest of what its metadata states, such as the checksums of a delta, and of the stamps of its files.
+        content: a digest of what its metadata states, such as the checksums of a delta, and of the names of its files.
     """
 
     location: Location
@@ -55,9 +55,7 @@ class Origin(NamedTuple):
         """
         link = open_stored(location, read_version(location), context)
         state = None if isinstance(link, CompositeCheckpoint) else link.state
-        store, names = location.store, location.store.list_names()
-        stamps = dict(store.stamps(names)) if isinstance(store, AtomicDirectories) else {}
-        stated = json.dumps([state, sorted(names), stamps], sort_keys=True)
+        stated = json.dumps([state, sorted(location.store.list_names())])
         return cls(location, hashlib.sha256(stated.encode("utf-8", "surrogateescape")).hexdigest())
 
     def remains(self, context: Context) -> bool:
