@@ -19,6 +19,7 @@ from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
+from ckptcore_versions.following.cache import Cache
 
 import ckptcore
 from ckptcore import ShardedArray
@@ -218,8 +219,16 @@ def test_a_version_whose_base_was_replaced_is_left_out(publisher: Publisher, tmp
 
 
 def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_again(
-    publisher: Publisher, tmp_path: Path
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    present: list[list[str]] = []
+    begin = Cache.begin
+
+    def watched(cache: Cache, number: int) -> str:
+        present.append(os.listdir(cache.directory))
+        return begin(cache, number)
+
+    monkeypatch.setattr(Cache, "begin", watched)
     with follow(publisher.directory, cache=tmp_path / "cache") as follower:
         publisher.publish(0, trained(0))
         file = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
@@ -229,6 +238,7 @@ def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_
             stream.write(content)
         publisher.publish(1, trained(1))
         read(follower.next_version(0), 1)
+    assert present == [[], ["v000000"], ["v000000"]]  # the second attempt has the space of the first
 
 
 def test_a_version_whose_base_was_deleted_is_read_if_the_cache_has_the_base(

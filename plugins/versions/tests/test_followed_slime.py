@@ -85,3 +85,24 @@ def test_a_trainer_that_wrote_a_version_again_is_noticed(tmp_path: Path) -> None
         version = follower.next_version(0)
         assert version is not None
         np.testing.assert_array_equal(version.arrays["vector"], newest["vector"])
+
+
+def test_arrays_that_the_next_delta_does_not_change_are_not_taken_from_a_version_that_was_written_again(
+    tmp_path: Path,
+) -> None:
+    """No checksum of the newest delta covers them."""
+    directory = tmp_path / "weights"
+    for number in (0, 1):
+        publish(directory, number)
+    with follow(directory, cache=tmp_path / "cache") as follower:
+        expect(follower.next_version(0), 1)
+        first, again = tensors(0), {**tensors(1), "frozen": np.full(3, 5, np.float32)}
+        newest = {**again, "vector": np.full(9, 8, np.float32)}
+        shutil.rmtree(version_at(directory, 1))
+        for number, (old, new) in enumerate([(first, again), (again, newest)], start=1):
+            before, after = ({name: array.tobytes() for name, array in state.items()} for state in (old, new))
+            write_delta(directory, number, before, after)
+        version = follower.next_version(0)
+        assert version is not None and version.number == 2
+        for name, array in newest.items():
+            np.testing.assert_array_equal(version.arrays[name], array, err_msg=name)

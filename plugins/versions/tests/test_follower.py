@@ -297,6 +297,45 @@ def test_files_of_others_in_the_cache_stay(published: Published, tmp_path: Path)
     assert sorted(os.listdir(cache)) == ["notes.txt", "v000000", "v000001"]
 
 
+@pytest.mark.parametrize("cache", ["weights", "cache"])
+def test_a_cache_with_versions_that_no_follower_wrote_is_refused(
+    published: Published, tmp_path: Path, cache: str
+) -> None:
+    """Also if the cache is the directory of the versions themselves."""
+    published.publish(1)
+    (tmp_path / "cache" / "v000001").mkdir(parents=True)
+    (tmp_path / "cache" / "v000001" / "model.safetensors").touch()
+    before = sorted(tmp_path.rglob("v000001/*"))
+    with (
+        follow(published.location, cache=tmp_path / cache) as follower,
+        pytest.raises(StorageError, match="v000001 has the name of a version, and no follower wrote it"),
+    ):
+        follower.next_version(0)
+    assert sorted(tmp_path.rglob("v000001/*")) == before
+    assert ckptcore.verify(f"{published.location}/v000001").state == "sound"
+
+
+def test_a_cache_that_was_removed_is_not_taken_for_a_damaged_version(published: Published, tmp_path: Path) -> None:
+    with follow(published.location, cache=tmp_path / "cache") as follower:
+        published.publish(1)
+        before = read(follower.next_version(0))
+        shutil.rmtree(tmp_path / "cache")
+        published.publish(2)
+        with pytest.raises(StorageError, match="the cache, was removed"):
+            follower.next_version(0)
+        assert follower.skipped == ()
+        np.testing.assert_array_equal(before.arrays["bias"], published.weights[1]["bias"])
+
+
+def test_a_cache_is_a_local_directory(published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidLocationError, match="cache='s3://bucket/cache': expected a directory on a local disk"):
+        follow(published.location, cache="s3://bucket/cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    published.publish(1)
+    with follow(published.location, cache="~/cache") as follower:
+        assert read(follower.next_version(0)).directory == str(tmp_path / "home" / "cache" / "v000001")
+
+
 def test_a_full_disk_is_an_error_and_the_version_before_stays(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,7 @@ def test_a_publish_that_fails_in_one_process_fails_in_all(tmp_path: Path) -> Non
         nonlocal fails
 
         def take(name: str) -> None:
-            if fails and coordinator.rank == 1 and name == "layers/0/w":
+            if fails and coordinator.rank == 1 and name == "layers.0.w":
                 raise OSError("the layout failed on one rank")
 
         refused = []

@@ -21,12 +21,11 @@ from ckptcore import select
 from ckptcore.errors import (
     BackgroundSaveError,
     DirectoryInUseError,
+    InvalidLocationError,
     StorageFullError,
     TreeMismatchError,
 )
 from ckptcore.opening.open_checkpoints import open_checkpoint
-from ckptcore.policies import LatestN
-from ckptcore.step_names import StepNames
 from plugins.versions.tests.published import CONTEXT, base_of, load, location, publisher, weights
 from plugins.versions.tests.watched_deltas import WatchedDeltas
 
@@ -193,7 +192,7 @@ def test_a_publish_that_fails_in_the_middle_is_repeated(place: str) -> None:
     fails = False
 
     def take(name: str) -> None:
-        if fails and name == "layers/0/w":
+        if fails and name == "layers.0.w":
             raise _Broken
 
     with publisher(place, layout=WatchedDeltas(taking=take), full_every=9) as versions:
@@ -234,6 +233,10 @@ def test_wrong_arguments_are_refused(place: str) -> None:
     for number in (0, 1001):
         with pytest.raises(ValueError, match=f"full_every={number}: .*from 1 to 1000"):
             publisher(place, full_every=number)
+    with pytest.raises(InvalidLocationError, match="base_directory='s3://bucket': expected a directory on a local"):
+        publisher(place, base_directory="s3://bucket")
+    with pytest.raises(TypeError, match="run=3: expected the name"):
+        publisher(place, run=3)
     with pytest.raises(TypeError, match="select='lora'"):
         publisher(place, select="lora")
     with pytest.raises(TypeError, match="cannot write versions"):
@@ -266,15 +269,6 @@ def test_a_version_that_was_replaced_meanwhile_is_no_base(
     assert base_of(place, 2) is None
     assert "not the version that" in caplog.text
     assert same_value(load(place, 2), weights(2))
-
-
-def test_versions_can_have_other_names(place: str) -> None:
-    names = StepNames.of("weight_v000001")
-    for number in (1, 2):
-        with publisher(place, version_names=names, keep=LatestN(1)) as versions:
-            versions.publish(number, weights(number))
-    assert ckptcore.metadata(f"{place}/weight_v000002").bases == ("weight_v000001",)
-    assert same_value(ckptcore.load(f"{place}/weight_v000002"), weights(2))
 
 
 def test_a_publish_does_not_wait_for_other_saves_of_its_context(place: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import HeldVersion
-from ckptcore_versions.version_labels import name_of
+from ckptcore_versions.tensor_names import tensor_names
 
 from ckptcore.model import JSON, HostArray
 from ckptcore.protocols import Snapshot, WriteStore
@@ -40,5 +40,5 @@ class _WatchedSnapshot:
         self._taking = taking
 
     def take(self, item: int) -> Sequence[HostArray]:
-        self._taking(name_of(self.plan.tree.paths[self.plan.items[item].leaf]))
+        self._taking(tensor_names(self.plan.tree)[self.plan.items[item].leaf])
         return self._take(item)

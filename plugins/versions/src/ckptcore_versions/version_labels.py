@@ -12,7 +12,7 @@ from ckptcore.commit.root import CommittedRoot
 from ckptcore.commit.stored_root import parse_root, root_bytes
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model.tree import JSON, TreePath
+from ckptcore.model.tree import JSON
 from ckptcore.runtime import runtime_of
 
 _KEY: Final = "version"
@@ -29,7 +29,8 @@ class VersionLabels:
         step: the training step of its weights; None if unknown.
         digest: the SHA-256 of its root, in hex digits. The root has the checksums of all files.
         tensors: by name, the SHA-256 of the elements of each array: little endian, in row-major order, in hex digits.
-            The name is the keys of the path, joined by ``/``. Empty unless the version was published with digests.
+            Names are those in files: the keys of the path, joined by dots. Empty unless the version was published with
+            digests.
     """
 
     run: str
@@ -86,8 +87,3 @@ def metadata_of(run: str, number: int, step: int | None, tensors: Mapping[str, s
     if tensors:
         stored["sha256"] = dict(sorted(tensors.items()))
     return {_KEY: stored}
-
-
-def name_of(path: TreePath) -> str:
-    """Return the name of an array in the labels."""
-    return "/".join(map(str, path))

@@ -19,12 +19,14 @@ from typing import Any, Final, NamedTuple
 
 from ckptcore.builtin.local_calls import NO_LOCKS, SystemCall, close_descriptor, sync_file
 from ckptcore.builtin.local_directories import FileLock, sync_names, try_to_lock
+from ckptcore.commit.location import LocationLike
 from ckptcore.errors import DirectoryInUseError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
 from ckptcore_versions.following.local_files import checksums_of_file, map_file
 from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.local_directory import local_directory
 
 logger = logger_named("ckptcore.versions")
 
@@ -85,7 +87,7 @@ class Cache:
         directory: its absolute path.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, durable: bool) -> None:
+    def __init__(self, directory: LocationLike, *, durable: bool) -> None:
         """Create the directory if it does not exist, lock it, and remove what an interrupted follower left.
 
         Args:
@@ -93,12 +95,13 @@ class Cache:
             durable: True if versions must survive a power failure.
 
         Raises:
+            InvalidLocationError: it is not a local path.
             DirectoryInUseError: another follower uses it.
             StorageError: it cannot be created or locked.
         """
         if sys.byteorder != "little":
             raise StorageError("a cache of versions is mapped, which needs a machine with little-endian memory")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = local_directory("cache", directory)
         self._durable = durable
         with SystemCall("create the cache", self.directory):
             os.makedirs(self.directory, exist_ok=True)
@@ -132,16 +135,27 @@ class Cache:
         """Return the complete versions, the newest first."""
         return complete_versions(self.directory)
 
-    def begin(self) -> str:
+    def begin(self, number: int) -> str:
         """Create a hidden directory to prepare a version in, and return its path.
 
         Raises:
-            StorageError
+            StorageError: it cannot be created, or something that no follower wrote has the name of the version.
         """
+        target = self._path(number)
+        if os.path.lexists(target) and not os.path.lexists(os.path.join(target, _STATE_NAME)):
+            raise StorageError(
+                f"{target} has the name of a version, and no follower wrote it: pass as cache= a directory "
+                "that nothing else uses; it must not be that of the versions"
+            )
+        if not os.path.isdir(self.directory):
+            raise StorageError(f"{self.directory}, the cache, was removed: close this follower, and follow again")
         path = os.path.join(self.directory, f".ckptcore-version-{os.urandom(8).hex()}")
         with SystemCall("create", path):
             os.mkdir(path)
         return path
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self.directory, f"v{number:06d}")
 
     def discard(self, path: str) -> None:
         """Remove a hidden directory."""
@@ -176,10 +190,9 @@ class Cache:
                 for name in os.listdir(path):
                     _sync(os.path.join(path, name))
             sync_names(path)
-        name = f"v{version.number:06d}"
-        target = os.path.join(self.directory, name)
+        target = self._path(version.number)
         if os.path.lexists(target):
-            self._remove(name)
+            self._remove(os.path.basename(target))
         with SystemCall("rename", path):
             os.rename(path, target)
         if self._durable:
@@ -226,7 +239,7 @@ def complete_versions(cache: str) -> list[CachedVersion]:
             versions.append(_read_state(directory, int(matched[1])))
         except FileNotFoundError:
             continue  # a directory of the user
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s is not used, because its state cannot be read: %s", directory, error)
     return sorted(versions, key=lambda cached: cached.version.number, reverse=True)
 
@@ -249,7 +262,7 @@ def _read_state(directory: str, number: int) -> CachedVersion:
 
     Raises:
         FileNotFoundError: it has none.
-        OSError, ValueError, KeyError, TypeError: it is damaged.
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError: it is damaged.
     """
     path = os.path.join(directory, _STATE_NAME)
     with open(path, "rb") as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +63,7 @@ FOLLOWED_NAMES: Final = replace(VERSION_NAMES, read=[*VERSION_NAMES.read, StepNa
 def follow(
     location: LocationLike | RunDirectory,
     *,
-    cache: str | os.PathLike[str],
+    cache: LocationLike,
     like: Any = None,
     select: Selection | None = None,
     start: int | None = None,
@@ -94,7 +93,7 @@ def follow(
 
     Raises:
         DirectoryInUseError: another follower uses the cache.
-        InvalidLocationError: the location is a checkpoint, not a directory of versions.
+        InvalidLocationError: the location is a checkpoint, not a directory of versions, or the cache is not local.
         StorageError: the cache or the location cannot be used.
         ValueError: `poll_seconds` is not positive.
         TypeError: `start` is not a number.
@@ -126,7 +125,7 @@ class Follower:
         self,
         location: LocationLike | RunDirectory,
         *,
-        cache: str | os.PathLike[str],
+        cache: LocationLike,
         request: LoadRequest,
         like: object,
         start: int | None,
@@ -197,14 +196,15 @@ class Follower:
         """Wait for a newer version, and prepare it. Return None after the timeout, or if the follower was closed.
 
         A version that is damaged, or whose chain is broken, is logged and skipped. If the storage fails after a version
-        was yielded, the follower waits and tries again.
+        was yielded, a follower of one process waits and tries again.
 
         Args:
             timeout: seconds to wait for a newer version; 0 looks once; None: forever.
 
         Raises:
             StorageFullError: the disk of the cache is full. The version before is intact.
-            StorageError: the storage fails, and there is no version yet, or the timeout is over.
+            StorageError: the storage fails, and there is no version yet, or the timeout is over, or the job has
+                several processes.
             TreeMismatchError: `like` or `select` does not fit the version.
             RankFailedError: another process of the job failed.
         """
@@ -409,9 +409,10 @@ class _Attempt:
                 number,
             )
             preparation = Preparation(cache, checkpoint, version, plan, self.context)
-            held.callback(preparation.discard)
-            with self.recording.phase("read", plan.nbytes):
+            with ExitStack() as incomplete, self.recording.phase("read", plan.nbytes):
+                incomplete.callback(preparation.discard)  # before another attempt, which needs the space
                 preparation.run(find_base(plan))
+                held.push(incomplete.pop_all())
             return preparation, checkpoint
 
         return ConsistentRead(location, self.context, opener).retry_if_replaced(run)

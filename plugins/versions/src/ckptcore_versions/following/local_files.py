@@ -19,14 +19,14 @@ import numpy as np
 
 from ckptcore.builtin.local_calls import SystemCall, close_descriptor
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.safetensors_files import METADATA, SHARDING, encode_file, file_names, header_entry
+from ckptcore.builtin.safetensors_files import SHARDING, encode_file, file_names, header_entry
 from ckptcore.io.checksums import checksums_of
 from ckptcore.io.elements import c_strides
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
-from ckptcore.planning import leaf_names
+from ckptcore_versions.tensor_names import tensor_names
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
@@ -136,7 +136,7 @@ def plan_files(tree: TreeMetadata, boxes: Mapping[int, Sequence[Box]]) -> FilePl
         NameCollisionError: two arrays would have the same name.
     """
     records = {leaf: record for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
-    names = leaf_names({leaf: tree.paths[leaf] for leaf in records}, reserved=(METADATA,))
+    names = tensor_names(tree)
     whole = {leaf for leaf, kept in boxes.items() if list(kept) == [Box.whole(records[leaf].spec.shape)]}
     layout = SafetensorsLayout(standalone=True)
     grouped = [[leaf for leaf in leaves if leaf in whole] for leaves in layout.arrays_by_object(tree)]

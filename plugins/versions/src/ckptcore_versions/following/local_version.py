@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +14,13 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import Location, resolve_location
 from ckptcore.commit.stored_root import LocationVersion, read_version
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UncommittedCheckpointError,
+)
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
@@ -27,6 +35,39 @@ from ckptcore_versions.following.cache import CachedVersion
 from ckptcore_versions.following.local_files import FilePlan, Part, array_of, map_file
 
 
+class Origin(NamedTuple):
+    """A version of other software, as it was when it was read. It has no save id, and can be written again.
+
+    Attributes:
+        location: its location.
+        content: a digest of what its metadata states, such as the checksums of a delta, and of the names of its files.
+    """
+
+    location: Location
+    content: str
+
+    @classmethod
+    def of(cls, location: Location, context: Context) -> Origin:
+        """Describe a version.
+
+        Raises:
+            CheckpointError: it cannot be read, or does not exist.
+        """
+        link = open_stored(location, read_version(location), context)
+        state = None if isinstance(link, CompositeCheckpoint) else link.state
+        stated = json.dumps([state, sorted(location.store.list_names())])
+        return cls(location, hashlib.sha256(stated.encode("utf-8", "surrogateescape")).hexdigest())
+
+    def remains(self, context: Context) -> bool:
+        """Return True if the version is the same, or was deleted since."""
+        try:
+            return Origin.of(self.location, context) == self
+        except CheckpointNotFoundError:
+            return True
+        except (CorruptCheckpointError, InvalidLocationError, UncommittedCheckpointError):
+            return False
+
+
 class LocalVersion(NamedTuple):
     """A complete version in a cache, with its files mapped.
 
@@ -34,11 +75,13 @@ class LocalVersion(NamedTuple):
         cached: the version.
         plan: its files.
         memory: the memory of each file, by name; changes of it stay private.
+        origin: where it was read; None if it comes from the cache. Only versions of other software need it.
     """
 
     cached: CachedVersion
     plan: FilePlan
     memory: Mapping[str, mmap.mmap]
+    origin: Origin | None = None
 
     @classmethod
     def open(cls, cached: CachedVersion, plan: FilePlan) -> LocalVersion:
@@ -72,7 +115,11 @@ class LocalVersion(NamedTuple):
         """Return the files as an open checkpoint if they are those of a base; None otherwise."""
         version = self.cached.version
         is_same = (reference.save_id, reference.digest) == (version.save_id, version.digest)
-        if not is_same or (not version.digest and reference.name != version.name):
+        if not is_same:
+            return None
+        if not version.digest and (
+            reference.name != version.name or not (self.origin and self.origin.remains(context))
+        ):
             return None
         return self.as_checkpoint(context)
 

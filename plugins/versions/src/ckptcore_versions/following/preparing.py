@@ -32,7 +32,7 @@ from ckptcore_versions.following.local_files import (
     map_file,
     pieces,
 )
-from ckptcore_versions.following.local_version import LocalVersion
+from ckptcore_versions.following.local_version import LocalVersion, Origin
 from ckptcore_versions.held_version import BaseVersion
 
 
@@ -72,6 +72,8 @@ class Preparation:
         self._checkpoint = checkpoint
         self._plan = plan
         self._threads: IOThreads = runtime_of(context).io_threads
+        self._context = context
+        self._origin: Origin | None = None
         self._directory = ""
         self._present: LocalVersion | None = None
         self._is_from_base = False
@@ -92,9 +94,11 @@ class Preparation:
         if base is not None and base.cached.version == self.version and self.version.digest:
             self._present = base
             return
+        if not self.version.digest:
+            self._origin = Origin.of(self._checkpoint.location, self._context)  # before its content is read
         self._is_from_base = base is not None and _is_last_source(self._checkpoint, base)
         check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
-        self._directory = self._cache.begin()
+        self._directory = self._cache.begin(self.version.number)
         self._create_files()
         self._read_all()
         check_additional(self._checkpoint)
@@ -110,7 +114,8 @@ class Preparation:
         if self._present is not None:
             return Prepared(self._present, {})
         cached = self._cache.complete(self._directory, self.version, self._files)
-        return Prepared(LocalVersion.open(cached, self._plan), self._changed)
+        local = LocalVersion.open(cached, self._plan)
+        return Prepared(local._replace(origin=self._origin), self._changed)
 
     def discard(self) -> None:
         """Remove the files, unless the version is complete."""

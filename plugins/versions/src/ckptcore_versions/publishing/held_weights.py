@@ -220,8 +220,8 @@ def _mapped_file(directory: str, size: int) -> mmap.mmap:
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
-        kind = StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise kind(
-            f"{directory}: cannot create a file of {size} bytes for the base of the next version: {error}. Free space, "
-            "pass another base_directory=, or pass none to hold the base in memory"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (StorageFullError if is_full else StorageError)(
+            f"{directory}: cannot create a file of {size} bytes for the base of the next version: {error}. "
+            f"{'Free space, pass' if is_full else 'Pass'} another base_directory=, or none to hold the base in memory"
         ) from error

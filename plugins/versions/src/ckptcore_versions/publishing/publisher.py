@@ -17,9 +17,9 @@ from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import Save, SaveDraft, as_integer
 from ckptcore.select import Selection
-from ckptcore.step_names import StepNames
 from ckptcore.training.checkpointer import Checkpointer
 from ckptcore_versions.held_version import VersionLayout
+from ckptcore_versions.local_directory import local_directory
 from ckptcore_versions.publishing.held_weights import HeldWeights, in_files_of, in_host_memory
 from ckptcore_versions.publishing.version_saves import Publications, VersionRequest, VersionSave
 from ckptcore_versions.version_directory import VERSION_NAMES, VersionDirectory
@@ -62,7 +62,6 @@ class Publisher:
         select: Selection | None = None,
         digests: bool = False,
         base_directory: LocationLike | None = None,
-        version_names: StepNames | None = None,
         if_in_use: IfInUse = "error",
         context: Context | None = None,
     ) -> None:
@@ -80,12 +79,12 @@ class Publisher:
             digests: True to label every array with the SHA-256 of its elements. Each array must be held by one process
                 as a whole.
             base_directory: a local directory for the copy of the newest version; None: host memory.
-            version_names: the names of versions; None: those of the layout, or `VERSION_NAMES`.
             if_in_use: as for `Checkpointer`.
             context: options.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
+            InvalidLocationError: the location or `base_directory` is none.
             StorageError: the directory cannot be written.
             TypeError, ValueError: an argument has a wrong type or value.
             UnknownPluginError: the layout is unknown.
@@ -100,6 +99,8 @@ class Publisher:
             raise TypeError(
                 f"select={select!r}: expected a selection of ckptcore.select, such as select.glob('lora_*')"
             )
+        if run is not None and not isinstance(run, str):
+            raise TypeError(f"run={run!r}: expected the name of the training run, as a str")
         runtime = runtime_of(context)
         if runtime.workers() is not None:
             raise CheckpointError(
@@ -118,7 +119,11 @@ class Publisher:
         self._publications = Publications(
             directory=directory,
             layout=version_layout,
-            held=HeldWeights(in_host_memory if base_directory is None else in_files_of(os.fspath(base_directory))),
+            held=HeldWeights(
+                in_host_memory
+                if base_directory is None
+                else in_files_of(local_directory("base_directory", base_directory))
+            ),
             full_every=full_every,
             run=run,
             select=select,
@@ -128,7 +133,7 @@ class Publisher:
             directory,
             layout=version_layout,
             preservation_policy=keep,
-            step_names=version_names or version_layout.version_names or VERSION_NAMES,
+            step_names=version_layout.version_names or VERSION_NAMES,
             if_in_use=if_in_use,
             strategy=_VersionStrategy(self._publications),
             context=context,

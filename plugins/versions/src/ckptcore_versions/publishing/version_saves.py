@@ -41,8 +41,9 @@ from ckptcore_versions.chains import Chain, ChainVersion
 from ckptcore_versions.held_version import BaseVersion, VersionLayout
 from ckptcore_versions.publishing.held_weights import HeldWeights
 from ckptcore_versions.publishing.selecting import selected
+from ckptcore_versions.tensor_names import tensor_names
 from ckptcore_versions.version_directory import VersionDirectory
-from ckptcore_versions.version_labels import labels_in, metadata_of, name_of
+from ckptcore_versions.version_labels import labels_in, metadata_of
 
 logger = logger_named("ckptcore.versions")
 
@@ -108,6 +109,7 @@ class VersionSave(PlainSave):
         Raises:
             TreeMismatchError: nothing is selected.
             UnsupportedLeafError: an array needs a digest, and no process holds all of it.
+            NameCollisionError: two arrays that need digests have the same name.
             InsufficientMemoryError, StorageFullError: there is no memory for the copy.
             CheckpointError: the storage failed.
         """
@@ -234,6 +236,9 @@ class _VersionCommit(BasedCommit):
             collected: Sequence[Any] = stage.payloads
             for digests in collected:
                 self._digests.update(digests)
+            tree = self._save.parts[0].plan.tree
+            names = tensor_names(tree)
+            self._digests.update({names[alias]: self._digests[names[leaf]] for alias, leaf in tree.aliases.items()})
         super().commit(payloads)
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
@@ -276,6 +281,7 @@ class _ReplacingSnapshot:
         self._snapshot = snapshot
         self._held = held
         self._digests = digests
+        self._names = {} if digests is None else tensor_names(self.plan.tree)
         self._taken: dict[int, Sequence[HostArray]] = {}
 
     def take(self, item: int) -> Sequence[HostArray]:
@@ -287,13 +293,14 @@ class _ReplacingSnapshot:
         """See `Snapshot`."""
         arrays = self._taken.pop(item, None)
         if arrays is not None:  # otherwise the writer failed before it took the item
-            path = self.plan.tree.paths[self.plan.items[item].leaf]
+            leaf = self.plan.items[item].leaf
+            path = self.plan.tree.paths[leaf]
             self._held.replace(path, arrays)
             if self._digests is not None and (pieces := self._held.pieces(path)) is not None:
                 digest = hashlib.sha256()
                 for piece in pieces:
                     digest.update(piece)
-                self._digests[name_of(path)] = digest.hexdigest()
+                self._digests[self._names[leaf]] = digest.hexdigest()
         self._snapshot.release(item)
 
 
@@ -311,10 +318,11 @@ def _refuse_divided(plan: WritePlan, whole: Sequence[Sequence[int]]) -> None:
 
     Raises:
         UnsupportedLeafError
+        NameCollisionError: two arrays would have the same name in the labels.
     """
-    tree, covered = plan.tree, {leaf for leaves in whole for leaf in leaves}
+    tree, names, covered = plan.tree, tensor_names(plan.tree), {leaf for leaves in whole for leaf in leaves}
     divided = [
-        name_of(tree.paths[leaf])
+        names[leaf]
         for leaf, record in enumerate(tree.leaves)
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases and leaf not in covered
     ]
@@ -377,8 +385,10 @@ def _read_base(
 
     def leaf_of(path: TreePath, spec: ArraySpec) -> int | None:
         leaf = leaves.get(path)
-        record = None if leaf is None else tree.leaves[leaf]
-        return leaf if isinstance(record, ArrayRecord) and record.spec == spec else None
+        if leaf is None:
+            return None
+        record, stored = tree.leaves[leaf], tree.aliases.get(leaf, leaf)
+        return stored if isinstance(record, ArrayRecord) and record.spec == spec else None
 
     numbers = [leaf_of(path, spec) for path, spec, _ in boxes]
     stored = [

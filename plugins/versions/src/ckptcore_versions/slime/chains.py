@@ -15,8 +15,9 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import ChainedArrays, ChainLink, DerivedArray, Part
-from ckptcore_versions.slime.delta_index import Delta, stored_tensors, tensor_names
+from ckptcore_versions.slime.delta_index import Delta, stored_tensors
 from ckptcore_versions.slime.frames import apply, checksum, most_frame_bytes
+from ckptcore_versions.tensor_names import tensor_names
 
 
 class _Change(NamedTuple):

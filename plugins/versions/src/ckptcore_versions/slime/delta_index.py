@@ -19,9 +19,10 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.plain_safetensors import read_header
-from ckptcore.planning import leaf_names, natural_column
+from ckptcore.planning import natural_column
 from ckptcore.protocols import BaseReference, Inspection, ReadStore
 from ckptcore_versions.slime.frames import READ_ENCODINGS
+from ckptcore_versions.tensor_names import tensor_names
 
 INDEX: Final = "model.safetensors.index.json"
 """The file whose writing publishes a version."""
@@ -39,16 +40,6 @@ _VERSION_0: Final = (
     "it there as weight_v000000; a link also needs context=Context(io=IOOptions(bases='anywhere'))"
 )
 _AGAIN: Final = "restore the directory from a copy, or load another version"
-
-
-def tensor_names(tree: TreeMetadata) -> Mapping[int, str]:
-    """Return the names of arrays in files, by leaf.
-
-    Raises:
-        NameCollisionError: two arrays would have the same name.
-    """
-    arrays = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
-    return leaf_names(arrays, reserved=("__metadata__",))
 
 
 def stored_tensors(tree: TreeMetadata) -> Mapping[str, ArraySpec]:

@@ -42,7 +42,7 @@ from ckptcore.protocols import (
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore_versions.held_version import HeldVersion, VersionLayout
 from ckptcore_versions.slime.chains import derive_arrays
-from ckptcore_versions.slime.delta_index import FRAME_COLUMNS, INDEX, Delta, inspect_delta, stored_tensors, tensor_names
+from ckptcore_versions.slime.delta_index import FRAME_COLUMNS, INDEX, Delta, inspect_delta, stored_tensors
 from ckptcore_versions.slime.frames import (
     MAX_OVERWRITE_BYTES,
     ChecksumFormat,
@@ -51,6 +51,7 @@ from ckptcore_versions.slime.frames import (
     checksum,
     encode,
 )
+from ckptcore_versions.tensor_names import tensor_names
 
 _THREADS: Final = min(8, os.cpu_count() or 1)
 _FILE_BYTES: Final = 1 << 28
