@@ -36,8 +36,8 @@ CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
 CORE_TESTS := tests/composites tests/conformance tests/io tests/events tests/ownership tests/open_checkpoints tests/loading \
 	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/incremental/tests plugins/tools/tests
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
-# What the benchmark of recovery needs.
-PEER_PLUGINS := plugins/recovery plugins/testing plugins/tiers plugins/torch_backend
+# What the benchmarks of recovery and of versions need.
+PEER_PLUGINS := plugins/incremental plugins/recovery plugins/testing plugins/tiers plugins/torch_backend plugins/versions
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
@@ -45,7 +45,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 
 .PHONY: help setup setup-core azurite demo test test-core test-system test-ci test-all test-ceph test-wheels test-integrations
 .PHONY: test-versions test-vllm
-.PHONY: test-oldest test-newest fuzz check lint types bench bench-recovery docs clean
+.PHONY: test-oldest test-newest fuzz check lint types bench bench-recovery bench-versions docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -161,16 +161,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	MYPYPATH=$(subst $(eval ) ,:,$(SOURCES)) $(BIN)/mypy $(TYPED) $(SOURCES)
 
-# An environment of its own, because lm-resiliency needs Python below 3.13.
+# An environment of its own, because lm-resiliency needs Python below 3.13. SkyRL requires engines and Python 3.12, but
+# its module for deltas needs neither.
 $(PEERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PIP:$(BIN)%=$(PEERS)/bin%) pip
 	$(PIP:$(BIN)%=$(PEERS)/bin%) torch
 	$(PIP:$(BIN)%=$(PEERS)/bin%) --editable . $(PEER_PLUGINS:%=--editable %) --group peers
+	$(PIP:$(BIN)%=$(PEERS)/bin%) --no-deps --ignore-requires-python skyrl==0.4.0
 	touch $@
 
 bench-recovery: $(PEERS)/.installed  ## compare recovery from memory with torchft and lm-resiliency, too
 	$(PEERS)/bin/python -m benchmarks --only recovery --out benchmarks/recovery.json
+
+bench-versions: $(PEERS)/.installed  ## compare versions of weights with SkyRL and slime, too
+	$(PEERS)/bin/python -m benchmarks --only versions --out benchmarks/versions.json
 
 bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instead, and draw the chart of the README
 	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart

@@ -30,5 +30,6 @@ BENCHMARKS: Final = (
     "object_stores",
     "scale",
     "recovery",
+    "versions",
 )
 """Modules with benchmarks, in the order in which they run."""

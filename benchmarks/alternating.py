@@ -120,13 +120,14 @@ def measure(case: Case, rounds: int, barrier: Callable[[], object] = lambda: Non
             if case.writes:
                 into.page_caches.append(PageCache.now())
             barrier()
-            result = _run_once(contender, into)
+            result = run_once(contender, into)
             barrier()
             contender.after(result)
     return times
 
 
-def _run_once(contender: Contender, into: Times) -> Any:
+def run_once(contender: Contender, into: Times) -> Any:
+    """Run a contender, add its times to those of other rounds, and return its result."""
     gc.collect()
     gc.disable()
     try:

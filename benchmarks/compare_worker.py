@@ -96,7 +96,7 @@ def _run(case: Case, contender: Contender, into: Times) -> None:
     if case.writes:
         os.sync()
     alternating._fault_in(memory)
-    result = alternating._run_once(contender, into)
+    result = alternating.run_once(contender, into)
     contender.after(result)
 
 

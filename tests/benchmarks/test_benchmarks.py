@@ -16,7 +16,17 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-_SLOW: Final = {"broadcast", "dcp_reshard", "jobs", "orbax", "processes", "recovery", "replaced_jobs", "stall"}
+_SLOW: Final = {
+    "broadcast",
+    "dcp_reshard",
+    "jobs",
+    "orbax",
+    "processes",
+    "recovery",
+    "replaced_jobs",
+    "stall",
+    "versions",
+}
 """Benchmarks that start many processes, or several libraries in them."""
 
 _SCALE: Final = 0.005

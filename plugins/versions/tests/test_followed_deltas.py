@@ -291,3 +291,21 @@ def test_a_thousand_versions_are_followed_by_some_that_join_late(tmp_path: Path)
     assert yielded > 1000
     for number in range(77, 1000, 200):
         assert len(os.listdir(tmp_path / f"cache{number}")) == 2
+
+
+def test_the_deltas_of_many_arrays_are_read_once(counted: Counted, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    first = {f"matrix{number}": rng.normal(size=(1024, 512)).astype(np.float32) for number in range(12)}
+    second = {name: matrix + (np.arange(512) % 50 == 0).astype(np.float32) for name, matrix in first.items()}
+    with (
+        Publisher(counted.location) as publisher,
+        follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower,
+    ):
+        for number, weights in enumerate((first, second)):
+            publisher.publish(number, weights)
+            counted.bytes_read()
+            version = follower.next_version(0)
+            assert version is not None
+            expect_equal(version, weights)
+    stored = sum([len(data) for data in objects_at(f"{counted.location}/v000001").values()])
+    assert counted.bytes_read() <= 1.05 * stored

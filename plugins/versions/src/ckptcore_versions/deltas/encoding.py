@@ -87,10 +87,11 @@ def encode(old: HostArray | None, new: HostArray, stops: Sequence[int]) -> list[
     compressor = zstd.ZstdCompressor(_LEVEL)  # a new one for each chunk would take half of the time
     if old is None:
         return [_smallest(None, new[start:stop], compressor) for start, stop in itertools.pairwise(ends)]
-    differs = old != new
+    differences = new - old
+    differs = differences != 0  # the positions of true elements are found eight times as fast as those of numbers
     if 2 * int(np.count_nonzero(differs)) > new.size:  # positions of most words would take much memory
         return [_encode_all(old[start:stop], new[start:stop], compressor) for start, stop in itertools.pairwise(ends)]
-    at = np.flatnonzero(differs)
+    at = differs.nonzero()[0]
     bounds = np.searchsorted(at, ends)
     gaps = at.copy()
     gaps[1:] -= at[:-1] + 1
@@ -98,7 +99,7 @@ def encode(old: HostArray | None, new: HostArray, stops: Sequence[int]) -> list[
     first = bounds[:-1][has_changes]
     gaps[first] = at[first] - np.array(ends[:-1])[has_changes]
     gap_bytes, gap_ends = _gap_bytes(gaps)
-    planes = [_bytes(plane) for plane in _planes(_zigzag(new[at] - old[at]))]
+    planes = [_bytes(plane) for plane in _planes(_zigzag(differences.take(at)))]
     encoded = []
     for (start, stop), (low, high) in zip(itertools.pairwise(ends), itertools.pairwise(bounds.tolist()), strict=True):
         if low == high:
@@ -220,8 +221,12 @@ def _positions(gaps: HostArray, count: int, size: int) -> HostArray:
     ends = gaps != _END
     if np.count_nonzero(ends) != count or not ends[-1]:
         raise _damaged(f"expected {count} gaps, found {np.count_nonzero(ends)}")
-    sums = np.cumsum(gaps, dtype=np.uint32)  # at most 255 times the bytes of a chunk
-    at = (sums if gaps.size == count else sums[ends]) + np.arange(count, dtype=np.uint32)
+    steps = gaps.astype(np.intp)  # the type of an index: others are converted, which takes longer than all of this
+    steps += ends
+    at: HostArray = np.cumsum(steps, out=steps)
+    at -= 1
+    if gaps.size > count:
+        at = at[ends]
     if int(at[-1]) >= size:
         raise _damaged(f"a changed word is at {at[-1]} of {size}")
     return at
@@ -229,13 +234,19 @@ def _positions(gaps: HostArray, count: int, size: int) -> HostArray:
 
 def _planes(words: HostArray) -> HostArray:
     """Return byte planes, C-contiguous."""
-    return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
+    planes: HostArray = np.empty((words.itemsize, words.size), np.uint8)
+    for number, plane in enumerate(planes):  # faster than a transposed copy, which moves single bytes
+        np.copyto(plane, words >> 8 * number if number else words, casting="unsafe")
+    return planes
 
 
 def _joined(planes: bytes | memoryview, dtype: np.dtype[Any]) -> HostArray:
     """Return the words of byte planes."""
-    columns = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(columns.T).reshape(-1).view(dtype)
+    lowest, *others = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1)
+    words: HostArray = lowest.astype(dtype)
+    for number, plane in enumerate(others, start=1):
+        words |= plane.astype(dtype) << 8 * number
+    return words
 
 
 def _zigzag(differences: HostArray) -> HostArray:

@@ -259,6 +259,7 @@ class _Piece(NamedTuple):
         leaf, spec: the array.
         axis: its main axis.
         box: the part.
+        cell: the shape of its chunks.
         new: its new elements, of any strides.
         old: its old elements; None if the held version lacks them.
         continues: True if the piece before is of the same box, and ends where this one begins.
@@ -269,15 +270,11 @@ class _Piece(NamedTuple):
     spec: ArraySpec
     axis: int
     box: Box
+    cell: tuple[int, ...]
     new: HostArray
     old: HostArray | None
     continues: bool
     releases: int | None
-
-    @property
-    def cell(self) -> tuple[int, ...]:
-        """The shape of its chunks."""
-        return chunk_shape(self.spec, self.axis)
 
 
 @dataclass(slots=True)
@@ -342,12 +339,13 @@ def _pieces(snapshot: Snapshot, held: HeldVersion) -> Iterator[_Piece]:
             snapshot.release(number)
         for of_box, (box, array) in enumerate(boxes, start=1):
             axis = main_axis(spec, box)
-            bands = _bands(box, spec, chunk_shape(spec, axis))
+            cell = chunk_shape(spec, axis)
+            bands = _bands(box, spec, cell)
             for of_band, band in enumerate(bands, start=1):
                 old = held.elements(path, spec, band)
                 is_last = of_box == len(boxes) and of_band == len(bands)
                 new = part_of(array, band, box)
-                yield _Piece(item.leaf, spec, axis, band, new, old, of_band > 1, number if is_last else None)
+                yield _Piece(item.leaf, spec, axis, band, cell, new, old, of_band > 1, number if is_last else None)
 
 
 def _bands(box: Box, spec: ArraySpec, cell: Sequence[int]) -> Sequence[Box]:

@@ -28,6 +28,9 @@ from ckptcore_versions.following.local_files import box_of, pieces
 if TYPE_CHECKING:
     from ckptcore_versions.following.version import Version
 
+_THREADED_BYTES: Final = 4 << 20
+"""From this number of bytes on, several threads copy an array. To wake a thread takes as long as to copy 0.5 MB."""
+
 _ALL: Final = None
 """The pending boxes of a leaf of which nothing is known."""
 
@@ -256,7 +259,11 @@ class Installation(ReadStrategy[Load[object]]):
         def copy(part: Box) -> None:
             copy_elements(box_of(destination, box, part), box_of(view, box, part))
 
-        for_each(self._threads, (piece for part in common for piece in pieces(part, itemsize)), copy)
+        if view.nbytes < _THREADED_BYTES:
+            for part in common:
+                copy(part)
+        else:
+            for_each(self._threads, (piece for part in common for piece in pieces(part, itemsize)), copy)
 
     def _views(self, checkpoint: Checkpoint, leaf_read: LeafRead) -> list[HostArray]:
         """Return the elements of the boxes that a leaf needs, in the local files.

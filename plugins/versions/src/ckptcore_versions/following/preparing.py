@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,6 @@ from ckptcore_versions.following.local_files import (
 )
 from ckptcore_versions.following.local_version import LocalVersion
 from ckptcore_versions.held_version import BaseVersion
-
-_GROUP_BYTES: Final = 4 << 20
-"""Bytes of arrays that one thread reads and changes at a time. The chunks of a larger array have threads of their own.
-"""
 
 
 class Prepared(NamedTuple):
@@ -162,10 +158,9 @@ class Preparation:
         for file in self._plan.files:
             memory = map_file(self._path(file.name), file.nbytes, writable=True)
             targets += [(part, array_of(part, memory)) for part in file.parts if part.box.size]
-        if self._checkpoint.derived is None:
-            self._read_parts(targets)  # the reader has threads, and plans few large reads
-        else:
-            for_each(self._threads, _groups(targets), self._read_parts)
+        # All at once: objects of deltas have the arrays stripe by stripe, so each group of arrays would read nearly all
+        # bytes of an object.
+        self._read_parts(targets)
 
     def _read_parts(self, targets: Sequence[tuple[Part, HostArray]]) -> None:
         missing = {number: part for number, (part, _) in enumerate(targets)}
@@ -224,20 +219,6 @@ class Preparation:
                     checksums = checksums_of_file(memory, self._threads, _blocks(file.parts, self._changed), before)
                 files[file.name] = CachedFile(file.nbytes, checksums)
         return files
-
-
-def _groups(targets: Sequence[tuple[Part, HostArray]]) -> Iterator[Sequence[tuple[Part, HostArray]]]:
-    """Divide parts into groups of about `_GROUP_BYTES`."""
-    group: list[tuple[Part, HostArray]] = []
-    nbytes = 0
-    for part, array in targets:
-        group.append((part, array))
-        nbytes += part.nbytes
-        if nbytes >= _GROUP_BYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
 
 
 def _is_last_source(checkpoint: Checkpoint, base: LocalVersion) -> bool:
