@@ -18,6 +18,7 @@ from ckptcore_versions.following import preparing as preparing_module
 
 import ckptcore
 from ckptcore.errors import (
+    CheckpointExistsError,
     DirectoryInUseError,
     InvalidLocationError,
     RankFailedError,
@@ -295,6 +296,24 @@ def test_files_of_others_in_the_cache_stay(published: Published, tmp_path: Path)
     with follow(published.location, cache=cache) as follower:
         read(follower.next_version(0))
     assert sorted(os.listdir(cache)) == ["notes.txt", "v000000", "v000001"]
+
+
+def test_versions_of_a_trainer_are_not_replaced_by_those_of_a_cache(published: Published) -> None:
+    published.publish(1)
+    with (
+        follow(published.location, cache=published.location) as follower,
+        pytest.raises(CheckpointExistsError, match="v000001 is no version of a cache, and is not replaced"),
+    ):
+        follower.next_version(0)
+    assert ckptcore.verify(f"{published.location}/v000001").state == "sound"
+    assert not [name for name in os.listdir(published.location) if name.startswith(".ckptcore-version")]
+
+
+@pytest.mark.parametrize("cache", ["s3://bucket/cache?secret_access_key=x", "memory://cache"])
+def test_a_cache_on_another_storage_is_refused(published: Published, cache: str) -> None:
+    with pytest.raises(InvalidLocationError, match=r"cache='\w+://.*expected a directory on a local disk") as refused:
+        follow(published.location, cache=cache)
+    assert "key=x" not in str(refused.value)
 
 
 def test_a_full_disk_is_an_error_and_the_version_before_stays(

@@ -5,6 +5,7 @@ following           `follow`: yields the newest version from a cache on a local 
 deltas              the layout `deltas`
 slime               the layout `slime`: full versions and deltas for engines of slime, miles, SGLang, vime and stitch
 held_version        what a layout of versions knows of the version before
+local_directory     the path of a directory on a local disk
 version_directory   the directory of versions as the directory of a run
 chains              when a full version is due, and which versions a version needs
 version_labels      `labels`: run, number, step and digests of a version

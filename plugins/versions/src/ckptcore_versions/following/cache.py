@@ -19,12 +19,13 @@ from typing import Any, Final, NamedTuple
 
 from ckptcore.builtin.local_calls import NO_LOCKS, SystemCall, close_descriptor, sync_file
 from ckptcore.builtin.local_directories import FileLock, sync_names, try_to_lock
-from ckptcore.errors import DirectoryInUseError, StorageError
+from ckptcore.errors import CheckpointExistsError, DirectoryInUseError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
 from ckptcore_versions.following.local_files import checksums_of_file, map_file
 from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.local_directory import local_directory
 
 logger = logger_named("ckptcore.versions")
 
@@ -94,11 +95,12 @@ class Cache:
 
         Raises:
             DirectoryInUseError: another follower uses it.
+            InvalidLocationError: it is no path.
             StorageError: it cannot be created or locked.
         """
         if sys.byteorder != "little":
             raise StorageError("a cache of versions is mapped, which needs a machine with little-endian memory")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = local_directory("cache", directory)
         self._durable = durable
         with SystemCall("create the cache", self.directory):
             os.makedirs(self.directory, exist_ok=True)
@@ -150,7 +152,7 @@ class Cache:
     def complete(self, path: str, version: BaseVersion, files: Mapping[str, CachedFile]) -> CachedVersion:
         """Make a prepared version durable, and give it its name by one rename.
 
-        A version with the same number is replaced.
+        A version of the cache with the same number is replaced.
 
         Args:
             path: its hidden directory, with all files.
@@ -158,8 +160,15 @@ class Cache:
             files: its files with elements, by name.
 
         Raises:
+            CheckpointExistsError: something else has its name, such as a version that a trainer published.
             StorageError
         """
+        target = os.path.join(self.directory, f"v{version.number:06d}")
+        is_taken = os.path.lexists(target)
+        if is_taken and not os.path.exists(os.path.join(target, _STATE_NAME)):
+            raise CheckpointExistsError(
+                f"{target} is no version of a cache, and is not replaced: pass a directory of its own as cache="
+            )
         state = {
             "format": _FORMAT,
             "version": version._asdict(),
@@ -176,10 +185,8 @@ class Cache:
                 for name in os.listdir(path):
                     _sync(os.path.join(path, name))
             sync_names(path)
-        name = f"v{version.number:06d}"
-        target = os.path.join(self.directory, name)
-        if os.path.lexists(target):
-            self._remove(name)
+        if is_taken:
+            self._remove(os.path.basename(target))
         with SystemCall("rename", path):
             os.rename(path, target)
         if self._durable:

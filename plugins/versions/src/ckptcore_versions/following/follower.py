@@ -93,7 +93,10 @@ def follow(
         context: options. With ``durability="none"``, a version in the cache may be lost when the power fails.
 
     Raises:
+        CheckpointExistsError: while it is iterated: the cache has a directory that no follower wrote, with the name of a
+            version, for example because `cache` is the location itself. It stays as it is.
         DirectoryInUseError: another follower uses the cache.
+        InvalidLocationError: `cache` is a URL.
         InvalidLocationError: the location is a checkpoint, not a directory of versions.
         StorageError: the cache or the location cannot be used.
         ValueError: `poll_seconds` is not positive.

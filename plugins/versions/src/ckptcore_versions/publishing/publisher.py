@@ -20,6 +20,7 @@ from ckptcore.select import Selection
 from ckptcore.step_names import StepNames
 from ckptcore.training.checkpointer import Checkpointer
 from ckptcore_versions.held_version import VersionLayout
+from ckptcore_versions.local_directory import local_directory
 from ckptcore_versions.publishing.held_weights import HeldWeights, in_files_of, in_host_memory
 from ckptcore_versions.publishing.version_saves import Publications, VersionRequest, VersionSave
 from ckptcore_versions.version_directory import VERSION_NAMES, VersionDirectory
@@ -86,6 +87,7 @@ class Publisher:
 
         Raises:
             DirectoryInUseError: another job owns the directory.
+            InvalidLocationError: `base_directory` is a URL.
             StorageError: the directory cannot be written.
             TypeError, ValueError: an argument has a wrong type or value.
             UnknownPluginError: the layout is unknown.
@@ -118,7 +120,7 @@ class Publisher:
         self._publications = Publications(
             directory=directory,
             layout=version_layout,
-            held=HeldWeights(in_host_memory if base_directory is None else in_files_of(os.fspath(base_directory))),
+            held=HeldWeights(in_host_memory if base_directory is None else in_files_of(local_directory("base_directory", base_directory))),
             full_every=full_every,
             run=run,
             select=select,
