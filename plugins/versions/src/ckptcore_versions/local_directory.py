@@ -20,7 +20,7 @@ def local_directory(option: str, location: LocationLike) -> str:
     path = absolute_location(location)
     if "://" in path:
         raise InvalidLocationError(
-            f"{option}={redacted_location(path)!r}: expected a directory on a local disk, because its files are mapped; "
-            "found a URL"
+            f"{option}={redacted_location(path)!r}: expected a directory on a local disk, because its files are "
+            "mapped; found a URL"
         )
     return path

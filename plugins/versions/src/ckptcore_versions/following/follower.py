@@ -93,8 +93,8 @@ def follow(
         context: options. With ``durability="none"``, a version in the cache may be lost when the power fails.
 
     Raises:
-        CheckpointExistsError: while it is iterated: the cache has a directory that no follower wrote, with the name of a
-            version, for example because `cache` is the location itself. It stays as it is.
+        CheckpointExistsError: during the iteration, if the cache has a directory that no follower wrote, with the name
+            of a version, for example because `cache` is the location itself. It stays as it is.
         DirectoryInUseError: another follower uses the cache.
         InvalidLocationError: `cache` is a URL.
         InvalidLocationError: the location is a checkpoint, not a directory of versions.

@@ -21,7 +21,7 @@ from ckptcore.step_names import StepNames
 from ckptcore.training.checkpointer import Checkpointer
 from ckptcore_versions.held_version import VersionLayout
 from ckptcore_versions.local_directory import local_directory
-from ckptcore_versions.publishing.held_weights import HeldWeights, in_files_of, in_host_memory
+from ckptcore_versions.publishing.held_weights import Allocate, HeldWeights, in_files_of, in_host_memory
 from ckptcore_versions.publishing.version_saves import Publications, VersionRequest, VersionSave
 from ckptcore_versions.version_directory import VERSION_NAMES, VersionDirectory
 
@@ -115,12 +115,15 @@ class Publisher:
         if base_directory is None and memory.save_bytes is None:
             memory = replace(memory, save_bytes=_CAPTURED_BYTES)
         context = replace(context, memory=memory)  # a Context of its own, so that no publish waits for other saves
+        allocate: Allocate = in_host_memory
+        if base_directory is not None:
+            allocate = in_files_of(local_directory("base_directory", base_directory))
         directory = VersionDirectory(location)
         self._context = context
         self._publications = Publications(
             directory=directory,
             layout=version_layout,
-            held=HeldWeights(in_host_memory if base_directory is None else in_files_of(local_directory("base_directory", base_directory))),
+            held=HeldWeights(allocate),
             full_every=full_every,
             run=run,
             select=select,
