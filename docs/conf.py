@@ -58,6 +58,7 @@ autodoc_mock_imports = [
     "pyarrow",
     "ray.train",
     "torchtitan",
+    "verl",
     "vllm",
     "wandb",
 ]

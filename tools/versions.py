@@ -136,10 +136,10 @@ _WITH_ORBAX: Final = [
 
 _OF_ADAPTERS: Final = ROOT / "plugins" / "integrations" / "tests"
 
-UNTESTED_EXTRAS: Final = ("deepspeed", "torch-checkpointing", "torchtitan", "vllm")
+UNTESTED_EXTRAS: Final = ("deepspeed", "torch-checkpointing", "torchtitan", "trl", "verl", "vllm")
 """Extras of `ckptcore-integrations` that are tested with constraints.txt only: DeepSpeed compiles an operator,
 TorchTitan contradicts other libraries (`make test-integrations` tests these two), torch_checkpointing has one version,
-and vLLM needs many others (`make test-vllm`)."""
+and vLLM, TRL and verl need many others (`make test-vllm`, `make test-engines`)."""
 
 _COLOCATED: Final = [
     "plugins/jax_backend/tests/test_colocated_executor.py",
@@ -225,6 +225,7 @@ _ADAPTERS: Final = Part(
         "--ignore=plugins/integrations/tests/trainers/test_deepspeed.py",
         "--ignore=plugins/integrations/tests/trainers/test_torchtitan.py",
         "--ignore=plugins/integrations/tests/trainers/test_versions.py",  # that those of constraints.txt are installed
+        "--ignore=plugins/integrations/tests/engines",
         "--ignore=plugins/integrations/tests/vllm",
         "--ignore=plugins/integrations/tests/test_torch_checkpointing.py",
         *_WITH_ORBAX,

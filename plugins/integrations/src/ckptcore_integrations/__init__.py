@@ -14,9 +14,18 @@ lightning     PyTorch Lightning
 torchtitan    TorchTitan
 ray_train     Ray Train
 
-Adapter for a server:
+Adapters for servers:
 
-vllm  vLLM
+vllm          vLLM: loads checkpoints
+engines       installs versions of weights in servers
+sglang        SGLang, over HTTP
+vllm_server   vLLM, over HTTP
+vllm_updates  vLLM: the part of its workers that installs versions
+
+Adapters for trainers that send weights to servers:
+
+verl  verl
+trl   AsyncGRPOTrainer of TRL
 
 Adapters for experiment trackers:
 

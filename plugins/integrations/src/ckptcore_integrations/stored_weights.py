@@ -8,7 +8,7 @@ other operation on a weight, or on a parameter with a recorded copy, reads the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
@@ -157,10 +157,45 @@ def elements_of(value: Any) -> Any:
 
 def _strided(elements: np.ndarray[Any, Any], box: StridedBox, weight: StoredWeight) -> torch.Tensor:
     """Return the view of a stored weight, made from the elements of its box."""
-    return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, box.strides, box.offset)
+    return torch.as_strided(tensor_over(elements, weight.dtype), weight.shape, box.strides, box.offset)
 
 
-def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+def refuse_missing(model: torch.nn.Module, loaded: Collection[str] | None, place: str) -> None:
+    """Raise an error if parameters of a model were not loaded.
+
+    Args:
+        model: the model.
+        loaded: the names of the parameters that it loaded; None: unknown.
+        place: the place of the weights, for the message.
+
+    Raises:
+        ValueError
+    """
+    if loaded is None:
+        return
+    missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(
+            f"{place} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names must be those of Hugging "
+            "Face; if the weights are in a part of the tree, choose it: set 'subtree' in model_loader_extra_config, or "
+            "publish that part"
+        )
+
+
+def torch_dtype(name: str, dtype: str) -> torch.dtype:
+    """Return the dtype of PyTorch for the dtype of a weight.
+
+    Raises:
+        ValueError: PyTorch has none.
+    """
+    named = getattr(torch, dtype, None)
+    if isinstance(named, torch.dtype):
+        return named
+    raise ValueError(f"{name}: PyTorch has no dtype {dtype}")
+
+
+def tensor_over(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over the memory of an array."""
     if array.dtype.isbuiltin != 1:  # a dtype of ml_dtypes, which PyTorch does not accept
         array = array.view(f"u{array.itemsize}")

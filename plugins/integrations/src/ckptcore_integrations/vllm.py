@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ckptcore_torch.collectives import GlooCollectives
 from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 from vllm.distributed import parallel_state
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -23,7 +24,7 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.redaction import redacted_location
 from ckptcore.results import StoredTree
-from ckptcore_integrations.stored_weights import StoredWeight, WeightReader, elements_of
+from ckptcore_integrations.stored_weights import StoredWeight, WeightReader, elements_of, refuse_missing, torch_dtype
 
 __all__ = ["CheckpointLoader", "register"]
 
@@ -117,23 +118,15 @@ class CheckpointLoader(BaseModelLoader):
             targets = () if _quantises_layers(model) else [*model.parameters(), *model.buffers()]
             reader = WeightReader(location, tree, contexts, targets=targets, batch_bytes=self._batch_bytes)
             with reader:
-                loaded = model.load_weights(reader.weights(_dtype))
+                loaded = model.load_weights(reader.weights(torch_dtype))
             reader.fill()
             _read_kept(model)
         if ckptcore.metadata(location, context=self._context).digest != digest:
             raise CorruptCheckpointError(
                 f"{redacted_location(location)} was replaced while it was loaded: load it again", key=location
             )
-        if loaded is None or model_config.quantization is not None:
-            return
-        missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
-        if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ValueError(
-                f"{redacted_location(location)} lacks weights of the model: {', '.join(missing[:5])}{more}. Its names "
-                "must be those of Hugging Face; if the weights are in a part of the tree, set 'subtree' in "
-                "model_loader_extra_config"
-            )
+        if model_config.quantization is None:
+            refuse_missing(model, loaded, redacted_location(location))
 
     def _location(self, model_config: Any) -> str:
         location: str = self._checkpoint or model_config.model
@@ -158,8 +151,15 @@ class CheckpointLoader(BaseModelLoader):
 
 
 def register() -> None:
-    """Register the load format ``ckptcore``. vLLM calls this in each of its processes."""
+    """Register the load format ``ckptcore`` and the weight transfer ``ckptcore``.
+
+    vLLM calls this in each of its processes, and maybe more than once in a process.
+    """
     register_model_loader("ckptcore")(CheckpointLoader)
+    if "ckptcore" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            "ckptcore", "ckptcore_integrations.vllm_updates", "DirectoryTransferEngine"
+        )
 
 
 def _read_kept(model: Any) -> None:
@@ -176,11 +176,3 @@ def _quantises_layers(model: Any) -> bool:
     """Return True if vLLM quantises each layer once its weights are copied, so that copies cannot be delayed."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return any(getattr(method, "uses_meta_device", False) for method in methods)
-
-
-def _dtype(name: str, dtype: str) -> torch.dtype:
-    """Return the dtype of a weight."""
-    torch_dtype = getattr(torch, dtype, None)
-    if isinstance(torch_dtype, torch.dtype):
-        return torch_dtype
-    raise ValueError(f"{name}: PyTorch has no dtype {dtype}")
