@@ -279,7 +279,9 @@ def _run_tests(root: Path, mutant: Mutant | None, tests: Sequence[str], scratch:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(scratch), os.environ.get("PYTHONPATH", "")]))
             install()
         pytest = importlib.import_module("pytest")
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+        # The plugin faulthandler would wait for a thread of the parent that this fork does not have.
+        without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "xdist")]
+        options = ["-x", "-q", *without, "-m", "not slow"]
         status = int(pytest.main([*options, f"--basetemp={scratch / 'tests'}", *tests]))
     except BaseException:  # noqa: BLE001  # the fork must not return into the program of its parent
         traceback.print_exc()

@@ -166,7 +166,7 @@ _FRAMEWORKS: Final = Part(
         "ckptcore-tools[opentelemetry]",
         "ckptcore-torch",
         "ckptcore-transforms",
-        "ckptcore-versions",
+        "ckptcore-versions[blake3]",
         "ckptcore-view",
     ],
     ["markdown-it-py", "opentelemetry-sdk", "orbax-checkpoint", "safetensors", "tqdm"],
