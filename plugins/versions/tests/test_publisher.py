@@ -241,6 +241,8 @@ def test_wrong_arguments_are_refused(place: str) -> None:
         publisher(place, select="lora")
     with pytest.raises(TypeError, match="cannot write versions"):
         publisher(place, layout="safetensors")
+    with pytest.raises(InvalidLocationError, match="base_directory='s3://bucket': expected a directory on a local"):
+        publisher(place, base_directory="s3://bucket")
     with publisher(place) as versions:
         with pytest.raises(TypeError, match="version='1'"):
             versions.publish("1", weights(1))  # type: ignore[arg-type]

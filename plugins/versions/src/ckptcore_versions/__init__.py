@@ -4,7 +4,7 @@ publishing          `Publisher`: publishes versions
 following           `follow`: yields the newest version from a cache on a local disk
 deltas              the layout `deltas`
 slime               the layout `slime`: full versions and deltas for engines of slime, miles, SGLang, vime and stitch
-local_directory     local directories that an option names
+local_directory     the path of a directory on a local disk
 held_version        what a layout of versions knows of the version before
 version_directory   the directory of versions as the directory of a run
 chains              when a full version is due, and which versions a version needs

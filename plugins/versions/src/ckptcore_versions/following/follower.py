@@ -18,6 +18,7 @@ from ckptcore.commit.location import AnyLocation, Location, LocationLike
 from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context, default_context
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -192,6 +193,7 @@ class Follower:
         while (version := self.next_version(self._timeout)) is not None:
             yield version
 
+    @CheckpointError.offering("step_names")
     def next_version(self, timeout: float | None = None) -> Version | None:
         """Wait for a newer version, and prepare it. Return None after the timeout, or if the follower was closed.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
+from ckptcore.errors import CheckpointError
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.opening.checkpoint import Checkpoint
@@ -68,6 +69,7 @@ class Version:
     def __repr__(self) -> str:
         return f"<Version {self.number}: {self.directory}>"
 
+    @CheckpointError.offering()
     def load_into(self, weights: Any) -> Any:
         """Write this version into weights, and return them. Writes only what changed since the last such write.
 

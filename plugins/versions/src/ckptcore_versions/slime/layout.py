@@ -314,7 +314,7 @@ class _DeltaLayout(SlimeLayout):
             if old is None:
                 raise UnsupportedLeafError(
                     f"{format_path(path)} ({item.spec}) is not in {self.held.version.name}, or has another shape or "
-                    "dtype there, and a delta of slime's format only changes arrays: publish a full version"
+                    "dtype there, and a delta of slime's format only changes arrays: publish a full version (full=True)"
                 )
             new = _bytes_of(item, item.boxes, snapshot.take(number))
             return encode(_bytes_of(item, [whole], [old]), new, self.encoding, self.checksum_format)
