@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore_torch.store_handshakes import (
-    LONGEST_PAUSE_SECONDS,
     StoreHandshake,
     WatchedStore,
     handshakes,
@@ -26,6 +25,9 @@ T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
 """Backends whose store does not keep values (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
+
+_NAMED_AFTER_SECONDS: Final = 0.05
+"""A wait asks for all ranks in one request, and after this time for each missing rank, so that reports name it."""
 
 
 class StoreCoordinator:
@@ -168,20 +170,22 @@ class StoreCoordinator:
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
         """Wait until each rank has set its name in the store."""
         began = time.monotonic()
-        while not store.has(*names.values()):
+        missing = dict(names)
+        while missing and not store.has(*missing.values()):
             waited = time.monotonic() - began
-            pause, is_over = pause_after(waited), waited >= self._timeout_seconds
-            if is_over or pause == LONGEST_PAUSE_SECONDS:
-                self._awaited[key] = missing = [rank for rank, name in names.items() if not store.has(name)]
+            is_over = waited >= self._timeout_seconds
+            if is_over or waited >= _NAMED_AFTER_SECONDS:
+                missing = {rank: name for rank, name in missing.items() if not store.has(name)}
+                self._awaited[key] = tuple(missing)
                 if is_over and missing:
                     raise CoordinationTimeoutError(
                         f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
-                        f"{self._timeout_seconds:g} s: {missing}; check their logs. If they were only late, set "
+                        f"{self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, set "
                         "Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
                         "rank",
-                        missing,
+                        list(missing),
                     )
-            store.pause(pause)
+            store.pause(pause_after(waited))
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
 
 
 _SHORTEST_PAUSE_SECONDS: Final = 0.00025
-LONGEST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 0.05
 _PAUSED_SHARE: Final = 1 / 6
 
 
@@ -145,7 +145,7 @@ def pause_after(waited_seconds: float) -> float:
 
     It is a share of the time since the wait began, so an answer is seen late by at most that share, or by 50 ms.
     """
-    return min(max(waited_seconds * _PAUSED_SHARE, _SHORTEST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+    return min(max(waited_seconds * _PAUSED_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
 
 
 _ENDING_SECONDS: Final = 5.0
@@ -225,7 +225,7 @@ class StoreHandshake:
             return
         self._waited = True
         deadline = time.monotonic() + timeout_seconds
-        while not self._all_met.wait(LONGEST_PAUSE_SECONDS) and time.monotonic() < deadline:
+        while not self._all_met.wait(_LONGEST_PAUSE_SECONDS) and time.monotonic() < deadline:
             store.pause(0)
 
     def waited(self) -> None:
