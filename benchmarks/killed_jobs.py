@@ -140,7 +140,7 @@ class KilledJob:
         return self.forkers[0 if task == "hold" else rank % len(self.forkers)]
 
     def prepare(self) -> None:
-        """Start the job, and save a step. Start what stands by on the spare host."""
+        """Start the job, save a step, and start what the spare host runs before it is needed."""
         self.directory.mkdir(exist_ok=True)
         self.memory.mkdir(exist_ok=True)
         if self.name == processes.MEMORY and not self.networks:

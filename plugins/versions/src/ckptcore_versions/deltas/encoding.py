@@ -16,8 +16,8 @@ packed      like sparse, with one zstd frame after the number
 
 *Byte planes* are the lowest bytes of all words, then the second lowest, and so on. A *difference* is new minus old,
 modulo the size of a word, in zigzag form: small differences of either sign become small numbers. A *gap* is the number
-of equal words before a changed word: a byte 255 stands for 255 equal words and continues the gap, any other byte ends
-it.
+of equal words before a changed word, as the sum of its bytes: a byte 255 is followed by another byte of the same gap,
+any other byte is its last.
 """
 
 from __future__ import annotations
