@@ -40,15 +40,8 @@ class SingleProcess:
     processes do not have to take part.
     """
 
-    @property
-    def rank(self) -> int:
-        """The rank of the only process, 0."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """The number of processes, 1."""
-        return 1
+    rank = 0
+    size = 1
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes]:
         """Return a list that contains only the payload."""

@@ -56,7 +56,7 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         identity = f"{address.scheme}:{path}"
         return dataclasses.replace(location, display=display, name=base.path, identity=identity, of_host=False)
     if context.io.bases != "anywhere":
-        display += f" (a link to {target})" if target != path else ""
+        display += f" (a link to {target}, which leads out of it)" if target != path else ""
         raise InvalidLocationError(
             f"{location.display} refers to a base at {display}, but only bases in the same directory are read. If you "
             'trust its author, pass context=Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
