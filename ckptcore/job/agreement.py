@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import xxhash
@@ -94,12 +94,17 @@ class Stage:
             received this outcome and continue.
         failed: after the stage, the ranks that failed; only the first ranks if there are many. Empty on a rank that
             failed itself.
+        decide: called on the leader once all ranks succeeded, and `payloads` has their payloads. Its error is that of
+            rank 0. None: there is nothing to decide.
+        decision: after the stage, what `decide` returned, on every rank. It costs no exchange.
     """
 
     payload: JSON | bytes = None
     payloads: Sequence[JSON | bytes] = field(default_factory=list)
     done: bool = False
     failed: Sequence[int] = ()
+    decide: Callable[[], JSON] | None = None
+    decision: Any = None
 
 
 class Agreement:
@@ -176,6 +181,8 @@ class Agreement:
             yield stage
             stage.done = True
             stage.payloads = [stage.payload]
+            decide, stage.decide = stage.decide, None
+            stage.decision = None if decide is None else decide()
             return
         error: BaseException | None = None
         outcome = b""
@@ -187,11 +194,14 @@ class Agreement:
         except BaseException as caught:  # noqa: BLE001  # sent to the others first, then raised below
             error = caught
             outcome = _encode_failure(token, error)
+        decide, stage.decide = stage.decide, None  # breaks a reference cycle, see below
+        undecided: BaseException | None = None
         verdict = _Verdict()
         # If the leader is missing, there is no rank to send the error to.
         if not (isinstance(error, CoordinationTimeoutError) and 0 in error.missing):
             try:
-                verdict = self._exchange(name, outcome, token, stage)
+                verdict, undecided = self._exchange(name, outcome, token, stage, decide)
+                error = error or undecided
             except Exception as failure:
                 if error is None:
                     raise
@@ -205,14 +215,18 @@ class Agreement:
             try:
                 raise error
             finally:
-                del error  # break a reference cycle with this frame, which would keep the saved state in memory
+                # Break a reference cycle with this frame, which would keep the saved state in memory.
+                del error, undecided
         if verdict.failed:
             stage.failed = [rank for rank, _ in verdict.failed]
             kind = CommitUnknownError if verdict.unknown else RankFailedError
             raise kind(f"the stage {name!r} failed on {_describe(verdict)}" + (f"; {meaning}" if meaning else ""))
+        stage.decision = verdict.decision
 
-    def _exchange(self, name: str, outcome: bytes, token: str | None, stage: Stage) -> _Verdict:
-        """Send the outcome of this rank to the leader, and return the verdict of the leader."""
+    def _exchange(
+        self, name: str, outcome: bytes, token: str | None, stage: Stage, decide: Callable[[], JSON] | None
+    ) -> tuple[_Verdict, BaseException | None]:
+        """Send the outcome of this rank to the leader. Return the verdict of the leader, and the error of `decide`."""
         key = f"{self._key}/{name}"
         with self._recording.phase("exchange") if self._recording is not None else nullcontext():
             try:
@@ -220,7 +234,7 @@ class Agreement:
             except CoordinationTimeoutError as error:
                 self._report_missing(key, token, error)
                 raise
-            verdict, tokens = None, []
+            verdict, tokens, undecided = None, [], None
             if gathered is not None:
                 outcomes = [_decode_outcome(data) for data in gathered]
                 stage.payloads = [payload for _, payload in outcomes]
@@ -228,7 +242,9 @@ class Agreement:
                 failed = [(rank, head["error"]) for rank, (head, _) in enumerate(outcomes) if head["error"] is not None]
                 unknown = any(head["unknown"] for head, _ in outcomes)
                 verdict = _Verdict(failed[:_SHOWN], max(0, len(failed) - _SHOWN), unknown)
-            return self._verdict(key, token, verdict, tokens)
+                if decide is not None and not failed:
+                    verdict, undecided = _decide(decide)
+            return self._verdict(key, token, verdict, tokens), undecided
 
     def _verdict(self, key: str, token: str | None, verdict: _Verdict | None, tokens: Sequence[str]) -> _Verdict:
         """Send the verdict from the leader to all ranks, and return it on each of them.
@@ -246,9 +262,18 @@ class Agreement:
         """
 
         def message(block: range) -> bytes:
-            own = tokens[block.start : block.stop]
-            return _encode({**asdict(verdict or _Verdict()), "leader": tokens[0] if tokens else None,
-                            "first": block.start, "tokens": list(own)})  # fmt: skip
+            given = verdict or _Verdict()
+            return _encode(
+                {
+                    "failed": [list(failure) for failure in given.failed],
+                    "others": given.others,
+                    "unknown": given.unknown,
+                    "decision": given.decision,
+                    "leader": tokens[0] if tokens else None,
+                    "first": block.start,
+                    "tokens": list(tokens[block.start : block.stop]),
+                }
+            )
 
         leads = verdict is not None
         if token is not None:
@@ -257,9 +282,8 @@ class Agreement:
             response = json.loads(self._gathering.broadcast(f"{key}/verdict", message(range(0)) if leads else None))
         if response["leader"] is not None and token is not None:
             self._verify_response(key, token, response)
-        return _Verdict(
-            [(rank, reason) for rank, reason in response["failed"]], response["others"], response["unknown"]
-        )
+        failed = [(rank, reason) for rank, reason in response["failed"]]
+        return _Verdict(failed, response["others"], response["unknown"], response["decision"])
 
     def _report_missing(self, key: str, token: str | None, error: CoordinationTimeoutError) -> None:
         """Report the missing ranks to all ranks, so that none waits for them."""
@@ -320,11 +344,23 @@ class _Verdict:
         failed: the first ranks that failed, with their errors.
         others: the number of further ranks that failed.
         unknown: True if the commit may have happened.
+        decision: see `Stage`.
     """
 
     failed: Sequence[tuple[int, str]] = ()
     others: int = 0
     unknown: bool = False
+    decision: Any = None
+
+
+def _decide(decide: Callable[[], JSON]) -> tuple[_Verdict, BaseException | None]:
+    """Return the verdict with the decision of the leader, or with its error."""
+    try:
+        decision = decide()
+        _encode(decision)
+    except BaseException as error:  # noqa: BLE001  # sent to the others first, then raised
+        return _Verdict([(0, _reason(error))], unknown=isinstance(error, CommitUnknownError)), error
+    return _Verdict(decision=decision), None
 
 
 def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
@@ -340,8 +376,12 @@ def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
 
 
 def _encode_failure(token: str | None, error: BaseException) -> bytes:
-    reason = f"{type(error).__name__}: {error}"
-    return _encode({"error": reason, "unknown": isinstance(error, CommitUnknownError), "token": token, "payload": None})
+    unknown = isinstance(error, CommitUnknownError)
+    return _encode({"error": _reason(error), "unknown": unknown, "token": token, "payload": None})
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _decode_outcome(data: bytes) -> tuple[dict[str, Any], JSON | bytes]:

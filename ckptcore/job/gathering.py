@@ -7,10 +7,13 @@ ranks does not grow with the job. If an operation waits long for some ranks, one
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
@@ -27,8 +30,83 @@ BLOCK_RANKS: Final = 64
 
 _SHOWN: Final = 100
 _SHOWN_LATE: Final = 20
+_LATE_SECONDS: Final = 1.0
+"""The maximum time in seconds by which a timer is late: it may begin while its thread waits for a later one."""
+
 _COMPRESSION: Final = 1
 """The fastest level of zlib. It is enough, because the messages of a block are similar."""
+
+
+class _Timers:
+    """The timers of this process that have not fired. One thread waits for all of them, while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[Timer] = set()
+        self._is_running = False
+
+    def add(self, timer: Timer) -> None:
+        with self._lock:
+            if not self._is_running:
+                threading.Thread(target=self._run, name="ckptcore-timers", daemon=True).start()
+                self._is_running = True
+            self._waiting.add(timer)
+
+    def remove(self, timer: Timer) -> None:
+        with self._lock:
+            self._waiting.discard(timer)
+
+    def _run(self) -> None:
+        was_idle = False
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                due = [timer for timer in self._waiting if timer.due <= now]
+                self._waiting.difference_update(due)
+                if not self._waiting and was_idle:
+                    self._is_running = False
+                    return
+                was_idle = not self._waiting
+                pause = min([_LATE_SECONDS, *[timer.due - now for timer in self._waiting]])
+            for timer in due:
+                threading.Thread(target=timer.fire, name="ckptcore-timer", daemon=True).start()
+            time.sleep(pause)
+
+
+@functools.cache
+def _timers(process: int) -> _Timers:
+    """Return the timers of this process. A forked child has its own."""
+    return _Timers()
+
+
+class Timer:
+    """Calls a function after some time, at most a second late.
+
+    Unlike a `threading.Timer` it has no thread of its own. Starting one for each exchange took as long as the exchange.
+    """
+
+    def __init__(self, seconds: float, function: Callable[..., object], arguments: Sequence[Any]) -> None:
+        """Describe the call.
+
+        Args:
+            seconds: the time until the call.
+            function, arguments: the call.
+        """
+        self.due = time.monotonic() + seconds
+        self.fire = functools.partial(function, *arguments)
+        self._timers = _timers(os.getpid())
+
+    def start(self) -> None:
+        """Begin to wait.
+
+        Raises:
+            RuntimeError: the program ends, or the system has no more threads.
+        """
+        self._timers.add(self)
+
+    def cancel(self) -> None:
+        """Do not call the function, unless that has begun."""
+        self._timers.remove(self)
 
 
 class LateRanks:
@@ -70,8 +148,7 @@ class LateRanks:
             yield
             return
         seconds = self.later_seconds if self._has_answer else self.first_seconds
-        timer = threading.Timer(seconds, self._log, [seconds, lambda: _awaited(coordinator, key, ranks)])
-        timer.daemon = True
+        timer = Timer(seconds, self._log, [seconds, lambda: _awaited(coordinator, key, ranks)])
         with suppress(RuntimeError):  # the program ends, or the system has no more threads: nothing is logged
             timer.start()
         try:

@@ -76,8 +76,9 @@ def take_step(
             if not again:
                 raise
         stage.payload = [again, damage, payload]
-    messages: list[Any] = list(stage.payloads)
-    decided: Any = agreement.lead(f"{name}/outcome", lambda: _outcome(messages))
+        stage.decide = lambda: _outcome(stage.payloads)
+    decided = stage.decision
+    messages: Sequence[Any] = stage.payloads
     if decided["again"]:
         return None
     if decided["damage"] is not None:

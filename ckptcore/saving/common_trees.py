@@ -98,7 +98,16 @@ class CommonTrees:
         agreement, own = self._agreement, self._own
         if not senders:
             return own
+
+        def unite() -> dict[str, JSON]:
+            sent: Sequence[Any] = stage.payloads
+            return {
+                name: self._united(name, {rank: sent[rank][name] for rank in ranks}, payloads)
+                for name, ranks in senders.items()
+            }
+
         with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
+            stage.decide = unite
             stage.payload = {
                 name: [
                     own[name].tree.to_json(),
@@ -109,15 +118,7 @@ class CommonTrees:
                 for name, ranks in senders.items()
                 if agreement.rank in ranks
             }
-        sent: Sequence[Any] = stage.payloads
-
-        def unite() -> dict[str, str]:
-            return {
-                name: self._united(name, {rank: sent[rank][name] for rank in ranks}, payloads)
-                for name, ranks in senders.items()
-            }
-
-        united: Mapping[str, str] = agreement.lead("union", unite)
+        united: Mapping[str, str] = stage.decision
         with agreement.stage("united", meaning=NOTHING_COMMITTED):
             for name, encoded in united.items():
                 union = TreeMetadata.from_json(json.loads(encoded))

@@ -135,7 +135,19 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     """
     runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
     common: CommonTrees | None = None
+
+    def decide() -> dict[str, Any]:
+        """Choose the id and the time of the save, and find trees that differ between ranks. On the leader."""
+        return {
+            "own_names": target.keeps_others,
+            "different": {} if common is None else common.compare(stage.payloads),
+            "save_id": new_save_id(),
+            "created": save_created(),
+            "order": list(order),
+        }
+
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
+        stage.decide = decide
         runtime.saves.raise_unnoticed()
         info = request.notes.info()
         recording.step = info.progress.get("step")
@@ -159,17 +171,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if common is not None:
             stage.payload = common.payload(info.members, strategy)
 
-    def decide() -> dict[str, Any]:
-        """Choose the id and the time of the save, and find trees that differ between ranks. On the leader."""
-        return {
-            "own_names": target.keeps_others,
-            "different": {} if common is None else common.compare(stage.payloads),
-            "save_id": new_save_id(),
-            "created": save_created(),
-            "order": list(order),
-        }
-
-    decided = agreement.lead("save", decide)
+    decided = stage.decision
     recording.save_id = decided["save_id"]
     if common is not None:
         trees = common.merge(decided["different"], stage.payloads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -234,6 +233,7 @@ class StepLoader:
         # A process that cannot load this copy reports its error to the other processes, and does not raise it.
         try:
             with agreement.stage("load") as stage:
+                stage.decide = lambda: _outcome(stage.payloads)
                 try:
                     loaded = (self._attempt(copy, loading, agreement.part("begin")),)
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
@@ -249,11 +249,10 @@ class StepLoader:
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
             raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
-        outcome: Any = agreement.lead("outcome", functools.partial(_outcome, stage.payloads))
-        if outcome is None:
+        if stage.decision is None:
             self._directories[copy.directory].broken.discard(copy.step)
             return loaded
-        reason, is_gone = outcome
+        reason, is_gone = stage.decision
         self._directories[copy.directory].warn_once(
             "step %d in %s cannot be loaded, trying %s: %s",
             copy.step,

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -196,8 +195,8 @@ class SaveDecider:
         with agreement.stage("decide") as stage:
             context = self._context_of(step, epoch, saving=saving)  # calls the notice, which may raise
             stage.payload = [context.preempted, context.saving]
-        decided: Any = agreement.lead("decision", partial(_decide_for_all, context, wants, stage.payloads))
-        wanted, self.preempted = decided
+            stage.decide = lambda: _decide_for_all(context, wants, stage.payloads)
+        wanted, self.preempted = stage.decision
         return bool(wanted)
 
     def _context_of(self, step: int, epoch: int | None, *, saving: bool) -> SaveContext:

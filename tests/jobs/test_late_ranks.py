@@ -19,6 +19,7 @@ import ckptcore
 from ckptcore import Checkpointer, Context
 from ckptcore.context import JobOptions
 from ckptcore.events import Recording
+from ckptcore.job import gathering
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import Coordinator
 
@@ -48,10 +49,9 @@ class Lines(logging.Handler):
 
 
 class Timer:
-    """A replacement of `threading.Timer` that fires when a test calls `end`."""
+    """A replacement of `gathering.Timer` that fires when a test calls `end`."""
 
     def __init__(self, lines: Lines, function: Callable[..., None], arguments: list[Any]) -> None:
-        self.daemon = False
         self.end: Callable[[], None] = lambda: function(*arguments)
         self.awaited: Callable[[], list[int] | None] = arguments[1]
         self._lines = lines
@@ -66,7 +66,7 @@ class Timer:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     handler = Lines()
-    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(handler, function, arguments))
+    monkeypatch.setattr(gathering, "Timer", lambda seconds, function, arguments: Timer(handler, function, arguments))
     logger = logging.getLogger("ckptcore.job")
     logger.addHandler(handler)
     yield handler
@@ -234,3 +234,20 @@ def test_no_line_if_all_ranks_call(tmp_path: Path, lines: Lines) -> None:
     """The fixture also checks that all timers are cancelled."""
     run(lambda rank, context: ckptcore.save(tmp_path / "x", STATE, context=context))
     assert lines.texts == []
+
+
+def test_timers_share_a_thread() -> None:
+    fired, never = [threading.Event(), threading.Event()], threading.Event()
+    timers = [gathering.Timer(seconds, event.set, []) for seconds, event in zip([0.0, 0.01], fired, strict=True)]
+    cancelled = [gathering.Timer(0.3, never.set, []), gathering.Timer(1e6, never.set, [])]
+    for timer in [*cancelled, *timers]:
+        timer.start()
+    (shared,) = [thread for thread in threading.enumerate() if thread.name == "ckptcore-timers"]
+    for timer in cancelled:
+        timer.cancel()
+    assert all(event.wait(60) for event in fired)
+    shared.join()  # without timers it ends
+    assert not never.is_set()
+    again = threading.Event()
+    gathering.Timer(0.0, again.set, []).start()
+    assert again.wait(60)

@@ -198,10 +198,8 @@ class SharedAttempt(CollectiveAttempt[T]):
             return [_request_from_json(own, stored)]
         with self._agreement.stage(f"requests-{self._number}") as stage:
             stage.payload = own if self._agreement.rank in first else None
-        requests: Any = self._agreement.lead(
-            f"all-requests-{self._number}", lambda: [stage.payloads[rank] for rank in first]
-        )
-        return [_request_from_json(request, stored) for request in requests]
+            stage.decide = lambda: [stage.payloads[rank] for rank in first]
+        return [_request_from_json(request, stored) for request in stage.decision]
 
     def read(self, reading: TreeRead) -> bool:
         """Run the planned reads collectively. Return False if the checkpoint was replaced meanwhile."""

@@ -131,23 +131,23 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
     agreement, context = draft.save.agreement, draft.save.context
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # an update is one tree
-    with agreement.stage("base") as stage:
-        origin = open_checkpoint(base, context)
-        root = _expect_root(origin)
-        update = _plan_references(draft.save.target.location, origin, root, description, context)
-        written = _renumber_leaves(description, stored_tree(update.tree, update.references))
-        written.layout.check(written.tree, agreement.size)
-        stage.payload = root.save_id
-    saves: Sequence[Any] = stage.payloads
 
     def compare() -> None:
+        saves: Sequence[Any] = stage.payloads
         if len(set(saves)) > 1:
             raise CheckpointError(
                 f"the base {origin.location.display} was replaced while the ranks opened it: they found the save ids "
                 f"{sorted(set(saves))}; save again. Nothing was written"
             )
 
-    agreement.lead("bases", compare)
+    with agreement.stage("base") as stage:
+        stage.decide = compare
+        origin = open_checkpoint(base, context)
+        root = _expect_root(origin)
+        update = _plan_references(draft.save.target.location, origin, root, description, context)
+        written = _renumber_leaves(description, stored_tree(update.tree, update.references))
+        written.layout.check(written.tree, agreement.size)
+        stage.payload = root.save_id
     return update, written
 
 
