@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 from ckptcore.commit.leases import SYSTEM_CLOCK
@@ -20,6 +21,7 @@ from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
+from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 
 _TIMEOUT_SECONDS: Final = 10.0
@@ -79,30 +81,51 @@ def expect_claim(claimed: Claim, location: Location) -> None:
     _look_for(lambda: sees_claim(claimed, location), location.absolute, location.display)
 
 
-def expect_one_directory(agreement: Agreement, store: StorageBackend, directory: str) -> None:
-    """Check that all processes share the directory of steps that the leader opened. Call it on every rank.
+@contextmanager
+def expect_one_directory(
+    agreement: Agreement, directories: Callable[[], Sequence[tuple[StorageBackend, str]]]
+) -> Iterator[None]:
+    """Check that all processes share directories that the leader opens in the body. Call it on every rank.
+
+    The body is the stage "own". The object of the leader is created at its end, so that this costs one more stage.
 
     Args:
         agreement: the agreement of the job. In a job of one process, nothing is checked.
-        store: the storage, opened at the directory; it need not be durable.
-        directory: the directory as seen by this process: an absolute path or a URL.
+        directories: returns each storage, opened at a directory, which need not be durable; and the directory as seen
+            by this process, an absolute path or a URL. Called after the body.
 
     Raises:
         NotSharedError: this process does not see the object of the leader.
         RankFailedError: another process does not see it.
     """
+
+    def create() -> JSON:
+        key = _PROBES + os.urandom(8).hex()
+        for store, _ in directories():
+            of_killed_leaders = [name for name in store.list(INTERNAL_DIRECTORY) if name.startswith(_PROBES)]
+            store.delete(of_killed_leaders)
+            store.put(key, b"")
+        return [key, [f"{directory} on {_host()}" for _, directory in directories()]]
+
+    with agreement.stage("own") as stage:
+        yield
+        stage.decide = create if agreement.size > 1 else None
     if agreement.size == 1:
         return
-    key = _PROBES + agreement.lead("probe", lambda: os.urandom(8).hex())
+    key, of_leader = stage.decision
     try:
-        with agreement.stage("shared"), seen_by_all(agreement, "probed", directory, lambda: store.size(key) == 0):
-            if agreement.rank == 0:
-                of_killed_leaders = [name for name in store.list(INTERNAL_DIRECTORY) if name.startswith(_PROBES)]
-                store.delete(of_killed_leaders)
-                store.put(key, b"")
+        with agreement.stage("shared"):
+            if agreement.rank != 0:
+                for (store, directory), leader_directory in zip(directories(), of_leader, strict=True):
+                    _look_for(partial(_exists, store, key), directory, leader_directory)
     finally:
         if agreement.rank == 0:
-            store.delete([key])
+            for store, _ in directories():
+                store.delete([key])
+
+
+def _exists(store: StorageBackend, key: str) -> bool:
+    return store.size(key) == 0
 
 
 def _look_for(look: Callable[[], bool], directory: str, leader_directory: str) -> None:

@@ -164,7 +164,7 @@ class _PathRun:
         self._deletions = DeletionQueue(steps.display)
         agreement = ownership.agreement
         try:
-            with agreement.stage("own"):
+            with expect_one_directory(agreement, lambda: [(steps.store, steps.directory)]):
                 if agreement.rank == 0:
                     self.directory = OwnedDirectory(
                         steps,
@@ -175,7 +175,6 @@ class _PathRun:
                     )
                     if ownership.metadata is not None:
                         write_directory_metadata(steps.open_to_write(), ownership.metadata)
-            expect_one_directory(agreement.part("directory"), steps.store, steps.directory)
         except BaseException:
             self.release()
             raise

@@ -138,7 +138,8 @@ def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) ->
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
         store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
-        expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
+        with expect_one_directory(Agreement(coordinator, "key"), lambda: [(store, str(directory))]):
+            pass
 
     errors = outcomes(work)
     assert [type(error) for error in errors] == [RankFailedError, RankFailedError, NotSharedError]

@@ -134,7 +134,7 @@ class TieredRun:
             self.hosts = find_hosts(agreement.part("hosts"), near.open_to_write())
         own = partial(OwnedDirectory, context=context, if_in_use=ownership.if_in_use, other_files=ownership.other_files)
         try:
-            with agreement.stage("own"):
+            with expect_one_directory(agreement, lambda: [(seen.store, seen.directory) for seen in self.shared()]):
                 if agreement.rank in (self.hosts.firsts if self.hosts is not None else [0]):
                     looks_complete = has_expected_sizes if self.hosts is None else has_expected_sizes_on_host
                     self.near = own(near, options.preservation_policy, looks_complete=looks_complete)
@@ -144,8 +144,6 @@ class TieredRun:
                     if ownership.metadata is not None:
                         write_directory_metadata(far.open_to_write(), ownership.metadata)
                     write_near_note(far.open_to_write(), redacted_location(near.display))
-            for number, directory in enumerate(self.shared()):
-                expect_one_directory(agreement.part(f"shared-{number}"), directory.store, directory.directory)
         except BaseException:
             self.release()
             raise

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ckptcore.errors import CheckpointError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.events import logger_named
-from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.blobs import fetch_blob
 from ckptcore_recovery.peers.host_memory import Entry
@@ -31,7 +30,7 @@ class Repair(NamedTuple):
     place: int
 
 
-def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any], *, acts: bool) -> None:
+def restore_blobs(session: Session, plan: Mapping[str, Any], *, acts: bool) -> None:
     """Begin to make blobs again that were on lost hosts. Called on every rank, before anything is written.
 
     Each host fetches what it is to hold, so hosts work at the same time. What the leader gathers and sends grows with
@@ -39,35 +38,35 @@ def restore_blobs(session: Session, agreement: Agreement, missing: Sequence[Any]
 
     Args:
         session: the session of this process.
-        agreement: an exchange between the processes of the job.
-        missing: on the leader, what `missing_blobs` returned on each rank; None on ranks that do not act for a host.
+        plan: what `merge_plans` returned on the leader.
         acts: True in the process that acts for its host.
     """
-    plan: Any = agreement.lead("missing", lambda: merge_plans(missing))
     if acts and session.local is not None and (keys := plan.get(session.local.id)):
         session.start_copying(partial(_fetch_all, session, keys))
 
 
-def missing_blobs(session: Session) -> dict[str, JSON]:
-    """Return what members have to make again of the objects that the server of this host decides about.
+def install_view(session: Session) -> dict[str, JSON]:
+    """Make the server of this host use the view of the session. Return what members have to make again.
 
-    The result has keys, with the places among their holders, by the id of the member.
+    The result is about the objects that this server decides about. It has keys, with the places among their holders, by
+    the id of the member.
     """
     assert session.local is not None
     own = session.server(session.view.by_id[session.local.id])
     plan: dict[str, list[JSON]] = {}
-    after, more = "", True
-    while more:
-        answer, page = own.call({"op": "decided", "after": after})
-        more = answer["more"]
+    answer, page = own.call({"op": "install", "epoch": session.view.epoch})
+    while True:
+        after = ""
         for after, encoded in json.loads(bytes(page)):
             for repair in repairs(session.view, after, Entry.decode(encoded)):
                 plan.setdefault(repair.member_id, []).append([after, repair.place])
-    return dict(plan)
+        if not answer["more"]:
+            return dict(plan)
+        answer, page = own.call({"op": "decided", "after": after})
 
 
 def merge_plans(plans: Sequence[Any]) -> dict[str, JSON]:
-    """On the leader, put together what all hosts found missing."""
+    """On the leader, put together what `install_view` returned on each rank; None on ranks that do not act."""
     merged: dict[str, list[JSON]] = {}
     for plan in filter(None, plans):
         for name, keys in plan.items():

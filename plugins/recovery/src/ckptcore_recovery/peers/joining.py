@@ -18,7 +18,7 @@ from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
-from ckptcore_recovery.peers.copies import missing_blobs, restore_blobs
+from ckptcore_recovery.peers.copies import install_view, merge_plans, restore_blobs
 from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.messages import Header
@@ -83,17 +83,26 @@ def join_job(
         base=options.base,
     )
     with agreement.stage("servers") as stage:
+        stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         number = least() if agreement.rank == 0 else 0
         local, own = start()
         status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
     with own:  # kept for all requests: another process of this host may change the token for new connections
-        reported = read_reports(_gathered(stage))
-        plan: Any = agreement.lead("plan", lambda: plan_takeover(reported, number))
+        reported, plan = read_reports(_gathered(stage)), stage.decision
         epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
         fence = {"op": "fence", "epoch": epoch, "before": plan["before"], "rank": agreement.rank}
+        local = local._replace(token=token)
+        pace = Pace(options.bytes_per_second)
+
+        def prepare() -> None:
+            reached = [Member(*member) for members in _gathered(stage) for member in members]
+            with Session(job, local, make_view(epoch, reported, reached, options), token, Pace(None)) as leading:
+                spread(leading, {"op": "prepare", "epoch": epoch}, leading.view.encode())
+
         with agreement.stage("fence") as stage:
+            stage.decide = prepare
             answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit})
             acts = answer["acts"]
             left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
@@ -101,32 +110,19 @@ def join_job(
                 fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
             readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
             stage.payload = [list(member) for member in readers]
-        reached = [Member(*member) for members in _gathered(stage) for member in members]
-        local = local._replace(token=token)
-
-        def prepare() -> None:
-            view = make_view(epoch, reported, reached, options)
-            with Session(job, local, view, token, Pace(None), start) as leading:
-                spread(leading, {"op": "prepare", "epoch": epoch}, view.encode())
-
-        agreement.lead("view", prepare)
         with agreement.stage("entries"):
-            _, encoded = own.call({"op": "view", "next": True})
-            session = Session(job, local, View.decode(bytes(encoded)), token, Pace(options.bytes_per_second), start)
-            here = session.server(session.view.by_id[local.id])
-            here.adopt(own)
-            if acts:
-                here.call({"op": "hand_over", "epoch": epoch})
+            # With the next view as answer.
+            _, encoded = own.call({"op": "hand_over", "epoch": epoch} if acts else {"op": "view", "next": True})
+            session = Session(job, local, View.decode(bytes(encoded)), token, pace, start)
+            session.server(session.view.by_id[local.id]).adopt(own)
             for member in readers:
                 _hand_over(session, member, bytes(encoded))
-        with agreement.stage("install") as stage:  # all entries are where the new view expects them
-            if acts:
-                here.call({"op": "install", "epoch": epoch})
-                here.call({"op": "sweep", "epoch": epoch})
-                stage.payload = missing_blobs(session)
-        restore_blobs(session, agreement, _gathered(stage), acts=acts)
-        JOINED.join(session)
-        return session
+    with agreement.stage("install") as stage:  # all entries are where the new view expects them
+        stage.decide = lambda: merge_plans(stage.payloads)
+        stage.payload = install_view(session) if acts else None
+    restore_blobs(session, stage.decision, acts=acts)
+    JOINED.join(session)
+    return session
 
 
 def _gathered(stage: Stage) -> Sequence[Any]:

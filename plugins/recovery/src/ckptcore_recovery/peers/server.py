@@ -227,9 +227,9 @@ class MemoryServer:
         return {}, Reached().encode()
 
     def hand_over(self, header: Header, payload: memoryview) -> Answer:
-        """Send the entries of the earlier view to the members that hold them in the next one.
+        """Send the entries of the earlier view to the members that hold them in the next one. Return the next view.
 
-        The payload is the next view, for a server that left the job.
+        The payload is the next view, for a server that left the job, and gets none.
         """
         view = View.decode(bytes(payload)) if len(payload) else self._expect(self._next)
         shares: dict[str, dict[str, Entry]] = {}
@@ -243,7 +243,7 @@ class MemoryServer:
             for name, entries in shares.items():
                 for page in _pages_of(entries):
                     session.server(view.by_id[name]).call({"op": "load", "epoch": view.epoch}, page)
-        return {}, _NO_PAYLOAD
+        return ({}, _NO_PAYLOAD) if len(payload) else self.view({"next": True}, payload)
 
     def load(self, header: Header, payload: memoryview) -> Answer:
         """Store entries that another server handed over."""
@@ -251,10 +251,20 @@ class MemoryServer:
         return {}, _NO_PAYLOAD
 
     def install(self, header: Header, payload: memoryview) -> Answer:
-        """Use the next view. All its members have their entries. Remove those that belong to others."""
-        if self._view is None or self._view.epoch != self.memory.epoch:
-            self._install()
-        return {}, _NO_PAYLOAD
+        """Use the next view. All its members have their entries. Return the first page of `decided`.
+
+        Removes the entries that belong to others, and the blobs that no object refers to, such as those of saves that
+        were killed.
+        """
+        epoch = _integer(header, "epoch")
+        with self.memory.writing(epoch):
+            if self._view is None or self._view.epoch != epoch:
+                self._install()
+        with self._session(self._expect(self._view)) as session:
+            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
+        with self.memory.writing(epoch):  # a later incarnation moves the entries
+            self.memory.drop(unused)
+        return self.decided({"after": ""}, payload)
 
     def _install(self) -> None:
         view = self._expect(self._next)
@@ -262,14 +272,6 @@ class MemoryServer:
         self._view, self._next = view, None
         self.memory.keep_entries(lambda key: self.member_id in view.home(key) and not _is_lease_of_owner(key))
         self.memory.keep_room()
-
-    def sweep(self, header: Header, payload: memoryview) -> Answer:
-        """Free the blobs that no object refers to, such as those of saves that were killed."""
-        with self._session(self._expect(self._view)) as session:
-            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
-        with self.memory.writing(_integer(header, "epoch")):  # a later incarnation moves the entries
-            self.memory.drop(unused)
-        return {}, _NO_PAYLOAD
 
     def _is_used(self, session: Session, name: str, key: str) -> bool:
         try:
@@ -426,7 +428,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Ans
     operation.__name__: operation
     for operation in (
         MemoryServer.status, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over, MemoryServer.load,
-        MemoryServer.install, MemoryServer.sweep, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
+        MemoryServer.install, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
         MemoryServer.end, MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.abort,
         MemoryServer.read, MemoryServer.drop, MemoryServer.find, MemoryServer.sizes, MemoryServer.delete,
         MemoryServer.reserve, MemoryServer.cancel, MemoryServer.apply,
@@ -435,13 +437,13 @@ _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Ans
 
 _WRITES: Final = frozenset(
     {
-        MemoryServer.prepare, MemoryServer.load, MemoryServer.install, MemoryServer.end, MemoryServer.begin,
+        MemoryServer.prepare, MemoryServer.load, MemoryServer.end, MemoryServer.begin,
         MemoryServer.piece, MemoryServer.finish, MemoryServer.drop, MemoryServer.reserve, MemoryServer.apply,
     }
 )  # fmt: skip
 """Operations that only the current incarnation of the job may do. It does not change while they run."""
 
-_ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.sweep, MemoryServer.delete})
+_ACTS: Final = frozenset({MemoryServer.hand_over, MemoryServer.install, MemoryServer.delete})
 """Operations that only the current incarnation may begin. They send requests to other servers, which check it again."""
 
 _SPREAD: Final = frozenset({"prepare", "sizes", "delete", "end"})
