@@ -166,8 +166,8 @@ class StepLoader:
                 return loaded[0]
         agreement = self._agree(f"load-{step}")
         try:
-            with agreement.stage("load"):
-                value = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"))
+            with ExitStack() as pinned, agreement.stage("load"):
+                value = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"), pinned)
         except CheckpointError as error:
             for skip in skipped.skipped:
                 error.add_note(f"another copy: {skip.reason}")
@@ -232,10 +232,10 @@ class StepLoader:
         agreement = self._agree(f"load-{copy.step}")
         # A process that cannot load this copy reports its error to the other processes, and does not raise it.
         try:
-            with agreement.stage("load") as stage:
+            with ExitStack() as pinned, agreement.stage("load") as stage:
                 stage.decide = lambda: _outcome(stage.payloads)
                 try:
-                    loaded = (self._attempt(copy, loading, agreement.part("begin")),)
+                    loaded = (self._attempt(copy, loading, agreement.part("begin"), pinned),)
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
                     if not _is_damage(error):
                         raise
@@ -269,28 +269,35 @@ class StepLoader:
             self._directories[copy.directory].broken.add(copy.step)
         return None
 
-    def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement) -> T:
-        """Load a copy of a step. Either all processes of `agreement` begin, or none."""
+    def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement, pinned: ExitStack) -> T:
+        """Load a copy of a step. Either all processes of `agreement` begin, or none.
+
+        Args:
+            copy: the copy.
+            loading: loads it.
+            agreement: the exchanges of this attempt.
+            pinned: gets the pin of the step. It is closed when all processes have ended.
+        """
         steps, step = self._directories[copy.directory], copy.step
         location = self._steps.copy_location(step, copy.directory)
-        with ExitStack() as held:
 
-            def begin() -> JSON:
-                if not steps.is_committed(step):
-                    raise CheckpointNotFoundError(steps.missing(step))
-                held.enter_context(self._pinned_to_load(copy))
-                return None
+        def begin() -> JSON:
+            if not steps.is_committed(step):
+                raise CheckpointNotFoundError(steps.missing(step))
+            if agreement.rank == 0 or steps.is_of_host:  # the pin of one process is enough in a shared directory
+                pinned.enter_context(self._pinned_to_load(copy))
+            return None
 
-            take_step(agreement, "pin", begin, is_current=lambda: True)
-            with recorded_load(location, self._context, step=step) as recording:
-                try:
-                    return loading.run(location, recording)
-                except PartialLoadError:
-                    self.restored_step = copy.step
-                    raise
-                except (CorruptCheckpointError, CheckpointNotFoundError):
-                    steps.expect_present()  # files of a file system that is not mounted are not missing
-                    raise
+        take_step(agreement, "pin", begin, is_current=lambda: True)
+        with recorded_load(location, self._context, step=step) as recording:
+            try:
+                return loading.run(location, recording)
+            except PartialLoadError:
+                self.restored_step = copy.step
+                raise
+            except (CorruptCheckpointError, CheckpointNotFoundError):
+                steps.expect_present()  # files of a file system that is not mounted are not missing
+                raise
 
     def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
         """Pin a step for a load. Return an empty context if the directory is not writable."""

@@ -73,6 +73,7 @@ class StepDirectory:
         store: the storage, opened at the directory, for reading.
         leftovers: hidden directories of running or interrupted saves and deletions, as last listed.
         broken: the steps that this process found damaged and has not replaced.
+        is_of_host: True if each host of the job has another directory with this path.
         expect_present: called if a listing is empty, or if files of a step are missing. Raises an error if the
             directory does not exist now, because its file system is not mounted. Does nothing unless this process owns
             the directory.
@@ -104,6 +105,7 @@ class StepDirectory:
         """By step: the number of the last change by this process, and the new name; None after a deletion."""
         self._number = 0
         self.leftovers: Sequence[str] = ()
+        self.is_of_host = False
         self._others: tuple[str, ...] = ()
         """The entries of the last listing that have no name of a step."""
         self._warned: set[str] = set()

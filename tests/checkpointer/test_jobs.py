@@ -12,6 +12,7 @@ from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.commit.location import open_directory
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,6 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import Coordinator
+from ckptcore.runtime import runtime_of
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 
 SIZE: Final = 3
@@ -388,3 +390,24 @@ def test_readers_wait_together(directory: str) -> None:
         results = run_ranks(SIZE, read, timeout_seconds=30)
         saving.join()
     assert results[0] == results[1] == results[2] == [*range(20), None]
+
+
+def test_one_process_pins_a_step_for_all(directory: str) -> None:
+    """The pin is there until the last process has read."""
+    pins: list[Sequence[str]] = []
+
+    def look(name: str, keys: Sequence[str]) -> None:
+        if any(key.endswith(".safetensors") for key in keys):
+            pins.append(pins_of())
+
+    def pins_of() -> Sequence[str]:
+        return open_directory(directory, runtime_of(ckptcore.Context()).storages).list_names(".ckptcore/pins")
+
+    def work(run: Checkpointer, rank: int) -> None:
+        save_steps(run, [1])
+        watch_of(run).before = look
+        assert_is_step(run.load(), 1)
+
+    job(directory, work)
+    assert len(pins) >= SIZE and {len(names) for names in pins} == {1}
+    assert not pins_of()
