@@ -161,7 +161,7 @@ class MemoryJob:
         if stage == "servers":
             is_spare = member.id not in self._before.by_id
             number = 0 if is_spare else 1  # of the incarnation that fenced it, and whose view it has
-            return [list(member), number, number, 0, _TOKEN.hex()]
+            return [list(member), number, number, 0, _TOKEN.hex(), None]
         if stage == "fence":
             return []
         return dict(self._missing.get(member.id, {})) if stage == "install" else None

@@ -32,6 +32,7 @@ class Server(NamedTuple):
         view: the incarnation whose view it has; 0 for none.
         next: the incarnation whose view it has received and has not installed; 0 for none.
         token: its token.
+        offered: the failure domain that the launcher names; None if it names none, or the user another one.
     """
 
     member: Member
@@ -39,6 +40,7 @@ class Server(NamedTuple):
     view: int
     next: int
     token: bytes
+    offered: str | None = None
 
     def connect(self) -> ServerConnections:
         """Return connections to it."""

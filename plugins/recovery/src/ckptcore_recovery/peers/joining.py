@@ -7,6 +7,8 @@ the view; hosts do everything else at the same time.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +23,12 @@ from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerL
 from ckptcore_recovery.peers.copies import install_view, merge_plans, restore_blobs
 from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.joined_jobs import JOINED
+from ckptcore_recovery.peers.launcher_domains import launcher_domain
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import ensure_server
-from ckptcore_recovery.peers.views import Member, View
+from ckptcore_recovery.peers.views import Member, View, place
 
 logger = logger_named("ckptcore.recovery")
 
@@ -42,7 +45,7 @@ class MemoryOptions:
         copies: the number of failure domains that may be lost.
         needed: see `View.needed`.
         interface: the address on which the server of this host listens, and at which other hosts reach it.
-        domain: what fails together with this host; None: the host alone.
+        domain: what fails together with this host; None: what the launcher names, or the host alone.
         idle_seconds: the server ends after this time without a process of the job.
         bytes_per_second: the maximum rate of each process; None for no limit.
         base: the directory of all memory servers of this host; None: the default.
@@ -88,7 +91,8 @@ def join_job(
         local, own = start()
         status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
-        stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex()]
+        offered = launcher_domain(os.environ) if options.domain is None else None
+        stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex(), offered]
     with own:  # kept for all requests: another process of this host may change the token for new connections
         reported, plan = read_reports(_gathered(stage)), stage.decision
         epoch, token = plan["epoch"], bytes.fromhex(plan["token"])
@@ -133,8 +137,8 @@ def _gathered(stage: Stage) -> Sequence[Any]:
 def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
     """Return the servers that processes reported, by id, in the order of their first ranks."""
     return {
-        member[0]: Server(Member(*member), epoch, view, following, bytes.fromhex(token))
-        for member, epoch, view, following, token in payloads
+        member[0]: Server(Member(*member), epoch, view, following, bytes.fromhex(token), offered)
+        for member, epoch, view, following, token, offered in payloads
     }
 
 
@@ -194,8 +198,9 @@ def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member]
     Raises:
         StorageError: the fragments of an object need more failure domains.
     """
-    members = [server.member for server in reported.values()]
-    domains, wanted = len({member.domain for member in members}), options.needed + options.copies
+    wanted = options.needed + options.copies
+    members = members_in_domains(list(reported.values()), wanted)
+    domains = len({member.domain for member in members})
     if domains < wanted and options.needed > 1:
         raise StorageError(
             f"ErasureCode(data={options.needed}, parity={options.copies}) needs {wanted} failure domains, and the job "
@@ -209,3 +214,28 @@ def make_view(epoch: int, reported: Mapping[str, Server], left: Sequence[Member]
         )  # fmt: skip
     readers = [member._replace(is_reader=True) for member in left]
     return View(epoch, [*members, *readers], options.copies, options.needed)
+
+
+def members_in_domains(servers: Sequence[Server], wanted: int) -> Sequence[Member]:
+    """Return the members of the job's hosts, in the failure domains that the launcher names, or each host in its own.
+
+    Domains of the launcher are used if objects can be in as many of them as they need, and if no host has to hold much
+    more than others then: a switch with one host could not hold copies of all others.
+
+    Args:
+        servers: the servers of the hosts.
+        wanted: the number of domains that each object needs.
+    """
+    hosts = [server.member for server in servers]
+    if not any(server.offered for server in servers):
+        return hosts
+    members = [server.member._replace(domain=server.offered or server.member.domain) for server in servers]
+    domains = len({member.domain for member in members})
+    held = Counter([name for holders in place(members, wanted).values() for name in holders])
+    is_used = domains >= wanted and max(held.values()) <= wanted + 1
+    logger.info(
+        "failure domains of steps in memory: %s; the launcher names %d, each object needs %d, and a host would hold "
+        "parts of up to %d",
+        "those of the launcher" if is_used else "each host", domains, wanted, max(held.values()),
+    )  # fmt: skip
+    return members if is_used else hosts

@@ -68,7 +68,9 @@ class PeerMemory:
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
             job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
             interface: the IP address of this host on which its memory server listens. Other hosts connect to it.
-            domain: what fails together with this host, such as the name of its rack. None: the host alone.
+            domain: what fails together with this host, such as the name of its rack. None: its slice of a TPU, or its
+                leaf switch or block, if TPU multislice or Slurm name one and there are enough of them; else the host
+                alone.
             bytes_per_second: the maximum rate at which each process sends and receives; None for no limit.
             idle_seconds: a memory server ends after this time without a process of the job.
             close_seconds: see `NearTier.close_seconds`.
