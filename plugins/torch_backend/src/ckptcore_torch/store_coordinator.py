@@ -149,7 +149,7 @@ class StoreCoordinator:
             # In a group of only some ranks, the other ranks may not have finished the handshake yet.
             if self.size == self._handshake.size:
                 self._handshake.waited()
-        gathered = [payload, *[store.get(name) for name in names.values()]]
+        gathered = [payload, *store.get_all([*names.values()])]
         for name in names.values():
             store.remove(name)
         return gathered
