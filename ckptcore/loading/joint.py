@@ -32,8 +32,13 @@ class Replaced(Exception):
 
 
 def take_step(
-    agreement: Agreement, name: str, work: Callable[[], JSON], *, is_current: Callable[[], bool]
-) -> Sequence[JSON] | None:
+    agreement: Agreement,
+    name: str,
+    work: Callable[[], JSON],
+    *,
+    is_current: Callable[[], bool],
+    decide: Callable[[Sequence[Any]], JSON] | None = None,
+) -> tuple[Any] | None:
     """Run a step on all ranks, and wait for all of them.
 
     An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If a rank finds damage, all ranks
@@ -44,10 +49,11 @@ def take_step(
         name: the name of the step; unique in the agreement.
         work: the work of this rank; returns its message to the leader. May raise `PeerFailure` and `Replaced`.
         is_current: returns True if the checkpoint was not replaced; called if `work` fails.
+        decide: called on the leader with the messages of all ranks in their order.
 
     Returns:
-        On the leader, the messages of all ranks in their order; empty on other ranks. None if a rank found that the
-        checkpoint was replaced: the attempt must be repeated.
+        What `decide` returned, on every rank. None if a rank found that the checkpoint was replaced: the attempt must
+        be repeated.
 
     Raises:
         CorruptCheckpointError, CheckpointNotFoundError: another rank raised it. An error of this rank is raised
@@ -76,9 +82,8 @@ def take_step(
             if not again:
                 raise
         stage.payload = [again, damage, payload]
-        stage.decide = lambda: _outcome(stage.payloads)
+        stage.decide = lambda: _outcome(stage.payloads, decide)
     decided = stage.decision
-    messages: Sequence[Any] = stage.payloads
     if decided["again"]:
         return None
     if decided["damage"] is not None:
@@ -89,12 +94,16 @@ def take_step(
         raise kind(f"rank {rank}: {reason}")
     if own is not None:
         raise RankFailedError("another rank failed to read without giving a reason: see the logs of all ranks")
-    return [payload for _, _, payload in messages]
+    return (decided["decision"],)
 
 
-def _outcome(messages: Sequence[Any]) -> JSON:
+def _outcome(messages: Sequence[Any], decide: Callable[[Sequence[Any]], JSON] | None) -> JSON:
     first = next(([rank, *damage] for rank, (_, damage, _) in enumerate(messages) if damage is not None), None)
-    return {"again": any(again for again, _, _ in messages), "damage": first}
+    again = any(again for again, _, _ in messages)
+    decision = None
+    if decide is not None and first is None and not again:
+        decision = decide([message for _, _, message in messages])
+    return {"again": again, "damage": first, "decision": decision}
 
 
 def _agreement(load: Load[Any] | CompositeLoad, job: Coordinator, purpose: str) -> Agreement:
@@ -154,6 +163,8 @@ class CollectiveAttempt(Generic[T]):
         self._job = job
         self._agreement = agreement
         self._number = number
+        self._begins = False
+        """True if a rank has objects that may refuse their state."""
 
     def plan(self) -> TreeRead | None:
         """Open the checkpoint and plan; None if it was replaced meanwhile."""
@@ -167,22 +178,28 @@ class CollectiveAttempt(Generic[T]):
         def plan_it() -> JSON:
             with naming_arrays(checkpoint[0]):
                 planned.append(self._load.plan(checkpoint[0]))
-            return self._message(checkpoint[0], planned[0])
+            return [planned[0].first is not None, self._message(checkpoint[0], planned[0])]
+
+        def decide(messages: Sequence[Any]) -> JSON:
+            return [any(begins for begins, _ in messages), self._decide([message for _, message in messages])]
 
         if self._take_step("open", open_it) is None:
             return None
-        messages = self._take_step("plan", plan_it)
-        return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
+        decided = self._take_step("plan", plan_it, decide)
+        if decided is None:
+            return None
+        ((self._begins, decision),) = decided
+        return planned[0] if self._agree(decision, planned[0]) else None
 
     def begin(self, reading: TreeRead) -> bool:
-        """Restore the objects that may refuse their state; False if the checkpoint was replaced meanwhile."""
+        """Restore the objects that may refuse their state, if a rank has any; False if the checkpoint was replaced."""
 
         def begin() -> JSON:
             with naming_arrays(reading.checkpoint):
                 self._load.begin(reading)
             return None
 
-        return self._take_step("begin", begin) is not None
+        return not self._begins or self._take_step("begin", begin) is not None
 
     def read(self, reading: TreeRead) -> bool:
         """Read the planned data; False if the checkpoint was replaced meanwhile."""
@@ -199,17 +216,23 @@ class CollectiveAttempt(Generic[T]):
         """Return the message to the leader about this rank's plan; None if every process reads for itself."""
         return None
 
-    def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
-        """Agree on how to read; False if the ranks opened different saves."""
+    def _decide(self, messages: Sequence[Any]) -> JSON:
+        """On the leader, decide how to read, given the messages of all ranks."""
+        return None
+
+    def _agree(self, decision: Any, reading: TreeRead) -> bool:
+        """Follow the decision of the leader; False if the ranks opened different saves."""
         return True
 
     def _expect_unchanged(self) -> None:
         if not self._load.attempts.is_unchanged():
             raise Replaced
 
-    def _take_step(self, name: str, work: Callable[[], JSON]) -> Sequence[JSON] | None:
+    def _take_step(
+        self, name: str, work: Callable[[], JSON], decide: Callable[[Sequence[Any]], JSON] | None = None
+    ) -> tuple[Any] | None:
         is_current = self._load.attempts.is_current
-        return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current)
+        return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current, decide=decide)
 
 
 def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -> dict[str, object]:
@@ -220,10 +243,10 @@ def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -
     agreement = _agreement(load, strategy.job, "names")
     for number in itertools.count():  # `load` limits the attempts
         attempt = _CompositeAttempt(load, strategy)
-        requests = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
-        if requests is None:
+        decided = attempt.take_step(agreement, f"begin-{number}", attempt.begin, _union_of_names)
+        if decided is None:
             continue
-        names: Any = agreement.lead(f"names-{number}", functools.partial(_union_of_names, requests))
+        (names,) = decided
         steps: list[tuple[str, Callable[[], JSON]]] = [
             (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
         ]
@@ -255,9 +278,15 @@ class _CompositeAttempt:
         self._requests: dict[str, MemberRequest] = {}
         self._loaded: dict[str, object] = {}
 
-    def take_step(self, agreement: Agreement, name: str, work: Callable[[], JSON]) -> Sequence[JSON] | None:
+    def take_step(
+        self,
+        agreement: Agreement,
+        name: str,
+        work: Callable[[], JSON],
+        decide: Callable[[Sequence[Any]], JSON] | None = None,
+    ) -> tuple[Any] | None:
         """Run one of the steps."""
-        return take_step(agreement, name, work, is_current=self._load.attempts.is_current)
+        return take_step(agreement, name, work, is_current=self._load.attempts.is_current, decide=decide)
 
     def begin(self) -> JSON:
         """Open the composite, and check the requests of this rank."""

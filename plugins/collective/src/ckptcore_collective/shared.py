@@ -168,17 +168,19 @@ class SharedAttempt(CollectiveAttempt[T]):
         ]
         return [_digest(self._own_request), self._version(checkpoint), options, socket.gethostname()]
 
-    def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
-        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(messages))
-        if decided["differ"]:
+    def _decide(self, messages: Sequence[Any]) -> JSON:
+        return _decide(messages)
+
+    def _agree(self, decision: Any, reading: TreeRead) -> bool:
+        if decision["differ"]:
             raise ValueError(
                 f"the ranks load {self._load.location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}. Pass the same Context(job=JobOptions(reads=...), memory=...), transforms and "
+                f"{decision['differ']}. Pass the same Context(job=JobOptions(reads=...), memory=...), transforms and "
                 'matching on all ranks, and use a location that all ranks share; or load with reads="all"'
             )
-        if decided["again"]:
+        if decision["again"]:
             return False
-        self._decided = decided
+        self._decided = decision
         self._requests = self._exchange_requests(self._own_request, stored_checkpoint(reading.checkpoint))
         return True
 
