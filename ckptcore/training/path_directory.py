@@ -72,6 +72,7 @@ class OwnedDirectory:
         *,
         if_in_use: IfInUse,
         at_least: int = 0,
+        lock: Lock | None = None,
         looks_complete: Callable[[AnyLocation, Context], bool] = has_expected_sizes,
         other_files: bool = False,
     ) -> None:
@@ -83,6 +84,7 @@ class OwnedDirectory:
             context: options.
             if_in_use: as for `Checkpointer`.
             at_least: the lowest number that the owner may get. See `Locks.own`.
+            lock: the lock of the directory if this process owns it already. It is closed if its number is lower.
             looks_complete: returns True if the files of a step seem complete.
             other_files: True to delete steps with files that no save wrote.
 
@@ -95,7 +97,10 @@ class OwnedDirectory:
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        self.lock: Lock = steps.commit_method(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
+        if lock is not None and lock.number < at_least:
+            lock.close()
+            lock = None
+        self.lock = lock or steps.commit_method(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
         self.deleter = StepDeleter(
             steps, self.store, self.lock, context, looks_complete=looks_complete, other_files=other_files
         )

@@ -11,6 +11,7 @@ from functools import partial
 from ckptcore_tools.near_notes import write_near_note
 
 from ckptcore.commit.location import LocationLike, SubPath
+from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, UploadError
 from ckptcore.inspection.completeness import has_expected_sizes
@@ -115,8 +116,22 @@ class TieredRun:
         uploads: the role of this process in the uploads.
     """
 
-    def __init__(self, options: NearTier, steps: TieredSteps, context: Context, ownership: Ownership) -> None:
-        """See `RunDirectory.own`."""
+    def __init__(
+        self,
+        options: NearTier,
+        steps: TieredSteps,
+        context: Context,
+        ownership: Ownership,
+        *,
+        far_lock: Lock | None = None,
+    ) -> None:
+        """See `RunDirectory.own`.
+
+        Args:
+            options: the options of the near directory.
+            steps, context, ownership: as for `RunDirectory.own`.
+            far_lock: the lock of the far directory if this process owns it already.
+        """
         self.steps = steps
         self.hosts: Hosts | None = None
         self.near: OwnedDirectory | None = None
@@ -140,7 +155,7 @@ class TieredRun:
                     self.near = own(near, options.preservation_policy, looks_complete=looks_complete)
                 if self._leads:
                     assert self.near is not None  # the leader is the first process of its host
-                    self.far = own(far, ownership.policy, at_least=self.near.lock.number)
+                    self.far = own(far, ownership.policy, at_least=self.near.lock.number, lock=far_lock)
                     if ownership.metadata is not None:
                         write_directory_metadata(far.open_to_write(), ownership.metadata)
                     write_near_note(far.open_to_write(), redacted_location(near.display))

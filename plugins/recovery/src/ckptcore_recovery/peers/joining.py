@@ -86,8 +86,8 @@ def join_job(
         base=options.base,
     )
     with agreement.stage("servers") as stage:
-        stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         number = least() if agreement.rank == 0 else 0
+        stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         local, own = start()
         status, _ = own.call({"op": "status"})
         member = Member(local.id, local.interface, local.port, options.domain or local.id)

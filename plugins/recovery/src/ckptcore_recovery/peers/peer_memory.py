@@ -6,14 +6,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
 from ckptcore_tiers.tiered_steps import TieredSteps
 
 from ckptcore.commit.location import LocationLike, absolute_location
-from ckptcore.commit.locks import IfInUse
+from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
@@ -114,11 +113,27 @@ class PeerMemory:
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
         steps = self._tiers.open(names, context)
-        # The directory is owned first, because a job that joins the memory ends the one that uses it. The number orders
-        # incarnations, also if their hosts do not know of each other.
-        number = partial(_own_for_a_moment, steps.directories[1], ownership.if_in_use)
-        session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=number)
-        self._run = PeerRun(session, self._near, steps, context, ownership)
+        locks: list[Lock] = []
+
+        def own_directory() -> int:
+            """Own the directory first, because a job that joins the memory ends the one that uses it.
+
+            The number orders incarnations, also if their hosts do not know of each other.
+            """
+            directory = steps.directories[1]
+            directory.expect_directory()
+            locks.append(directory.commit_method(directory.open_to_write()).locks(directory.display).own(if_in_use))
+            return locks[0].number
+
+        if_in_use = ownership.if_in_use
+        try:
+            session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=own_directory)
+            far_lock = locks[0] if locks else None
+            self._run = PeerRun(session, self._near, steps, context, ownership, far_lock)
+        except BaseException:
+            for lock in locks:
+                lock.close()
+            raise
         return self._run
 
     @property
@@ -144,28 +159,21 @@ class PeerMemory:
             self._run.session.wait_for_copies(timeout)
 
 
-def _own_for_a_moment(directory: StepDirectory, if_in_use: IfInUse) -> int:
-    """Return a number that is higher than the numbers of all earlier owners of a directory.
-
-    Raises:
-        DirectoryInUseError: another job owns it.
-        StorageError: it cannot be written.
-    """
-    directory.expect_directory()
-    lock = directory.commit_method(directory.open_to_write()).locks(directory.display).own(if_in_use)
-    lock.close()
-    return lock.number
-
-
 class PeerRun(TieredRun):
     """The `OwnedRun` of a `PeerMemory`, in one process."""
 
     def __init__(
-        self, session: Session, near: NearTier, steps: TieredSteps, context: Context, ownership: Ownership
+        self,
+        session: Session,
+        near: NearTier,
+        steps: TieredSteps,
+        context: Context,
+        ownership: Ownership,
+        far_lock: Lock | None,
     ) -> None:
-        """See `RunDirectory.own`."""
+        """See `TieredRun`."""
         self.session = session
-        super().__init__(near, steps, context, ownership)
+        super().__init__(near, steps, context, ownership, far_lock=far_lock)
 
     def shared(self) -> Sequence[StepDirectory]:
         """See `TieredRun`. All processes have agreed on the memory."""
