@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,63 @@ def test_keys_after_the_first_exchange_contain_the_id_of_the_operation() -> None
         len("save/end") + 17,
     ]
     assert len({key.split("/")[1] for key in later}) == 1
+
+
+class _Counted:
+    """A coordinator that counts its exchanges."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.rank, self.size = coordinator.rank, coordinator.size
+        self.count = 0
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        self.count += 1
+        return self._coordinator.gather(key, payload)
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        self.count += 1
+        return self._coordinator.broadcast(key, payload)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stage_decides_without_a_further_exchange(size: int) -> None:
+    def work(coordinator: Coordinator) -> tuple[object, int]:
+        counted = _Counted(coordinator)
+        with Agreement(counted, "key").stage("sum") as stage:
+            stage.payload = coordinator.rank
+            stage.decide = lambda: sum([int(str(payload)) for payload in stage.payloads])
+        return stage.decision, counted.count
+
+    assert ThreadJob(size).run(work) == [(sum(range(size)), 0 if size == 1 else 2)] * size
+
+
+@pytest.mark.parametrize("fails", ["body", "decision", "not JSON"])
+def test_all_ranks_hear_of_a_decision_that_failed(fails: str) -> None:
+    decided: list[int] = []
+
+    def decide() -> object:
+        decided.append(0)
+        if fails == "decision":
+            raise ValueError("no decision")
+        return object()
+
+    def work(coordinator: Coordinator) -> str:
+        agreement = Agreement(coordinator, "key")
+        with pytest.raises((CheckpointError, ValueError)) as raised, agreement.stage("sum") as stage:
+            stage.decide = decide  # type: ignore[assignment]  # it may return no JSON
+            if fails == "body" and coordinator.rank == 1:
+                raise ValueError("no payload")
+        assert stage.decision is None
+        with agreement.stage("next"):  # the exchanges of all ranks still match
+            pass
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    leader, first, second = ThreadJob(3).run(work)
+    assert decided == [] if fails == "body" else decided == [0]
+    if fails == "body":
+        assert first == "ValueError: no payload" and "rank 1: ValueError: no payload" in leader == second
+        return
+    reason = "ValueError: no decision" if fails == "decision" else "PluginError: a message to other ranks"
+    assert leader.startswith(reason)
+    assert first == second and first.startswith(f"RankFailedError: the stage 'sum' failed on rank 0: {reason}")
