@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.cases import refused
+from ckptcore_tools import run_steps
+from ckptcore_tools.run_steps import find_steps, read_steps
+from ckptcore_versions.following.follower import FOLLOWED_NAMES
 from ckptcore_versions.slime import delta_index
 from ckptcore_versions.slime import layout as slime
 from ckptcore_versions.slime.layout import SlimeLayout
@@ -147,6 +150,28 @@ def test_a_reader_loads_the_newest_version_that_is_complete(tmp_path: Path) -> N
     (tmp_path / "late").rename(version_at(tmp_path, 4))
     reader = ckptcore.CheckpointReader(tmp_path, context=CONTEXT)
     assert reader.load()["w"].tobytes() == written[5]["w"]
+
+
+def test_a_list_of_steps_names_the_version_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens no chain, and inspects a version at most twice: as a step, and as the base of others."""
+    write_versions(tmp_path, 8)
+    shutil.rmtree(version_at(tmp_path, 2))
+    inspected: list[str] = []
+
+    def inspect(store: Any) -> Any:
+        inspected.append(str(store))
+        return delta_index.inspect_delta(store)
+
+    monkeypatch.setattr(slime, "inspect_delta", inspect)
+    monkeypatch.setattr(run_steps, "_THREADS", 1)
+    steps = find_steps(str(tmp_path), FOLLOWED_NAMES, CONTEXT)
+    numbers = [0, 1, 3, 4, 5, 6, 7]
+    inspected.clear()
+    found = {
+        status.step: [problem.key for problem in status.problems] for status in read_steps(steps, numbers, CONTEXT)
+    }
+    assert found == {number: [] if number < 2 else ["../weight_v000002"] for number in numbers}
+    assert len(inspected) <= 2 * len(numbers)
 
 
 # --- boxes, windows, requests
