@@ -99,7 +99,9 @@ def test_a_base_may_be_files_of_other_software(tmp_path: Path) -> None:
     save_delta(f"{tmp_path}/v1", weights(1), BaseVersion("v0", "", "", 0), weights(0))
     save_delta(f"{tmp_path}/v2", weights(2), version_at(f"{tmp_path}/v1"), weights(1))
     assert_loads(f"{tmp_path}/v2", 2)
-    assert ckptcore.verify(tmp_path / "v2").ok
+    for name in ("v1", "v2"):
+        report = ckptcore.verify(tmp_path / name)
+        assert report.state == "complete" and report.unverified == ("../v0/model.safetensors",)
     assert ckptcore.metadata(tmp_path / "v1").bases == ("v0",)
     assert missing_keys(f"{tmp_path}/v2") == []
     shutil.rmtree(tmp_path / "v0")
@@ -292,6 +294,28 @@ def test_elements_of_another_base_are_noticed(tmp_path: Path) -> None:
     forge(tmp_path / "v1", name="w0")
     refused(lambda: ckptcore.load(tmp_path / "v1"), "w of", "v1", "differ from those that were saved")
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "v1").problems] == [("w",)]
+
+
+def test_damage_of_a_base_of_other_software_is_noticed_in_whole_chunks_only(tmp_path: Path) -> None:
+    """Its files have no checksums. The page of the format says so."""
+    (tmp_path / "v0").mkdir()
+    file = tmp_path / "v0" / "model.safetensors"
+    old = {"w": np.zeros((2000, 400), np.float32)}
+    safetensors.numpy.save_file(old, file)
+    new = {"w": old["w"].copy()}
+    new["w"][0, 0] = 1
+    save_delta(f"{tmp_path}/v1", new, BaseVersion("v0", "", "", 0), old)
+    content = bytearray(file.read_bytes())
+    content[-new["w"].nbytes + 50] ^= 1  # in the chunk that changed
+    file.write_bytes(content)
+    refused(lambda: ckptcore.load(tmp_path / "v1"), "w of", "v1", "differ from those that were saved")
+    assert ckptcore.open(tmp_path / "v1")["w"][0].any()  # a part of the chunk
+    assert ckptcore.verify(tmp_path / "v1").state == "damaged"
+    content[-new["w"].nbytes + 50] ^= 1
+    content[-1] ^= 1  # in a chunk that did not change
+    file.write_bytes(content)
+    report = ckptcore.verify(tmp_path / "v1")
+    assert report.state == "complete" and report.unverified == ("../v0/model.safetensors",)
 
 
 def test_processes_with_different_bases_do_not_save(tmp_path: Path) -> None:

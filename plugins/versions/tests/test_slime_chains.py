@@ -66,6 +66,8 @@ def test_encodings_differ_along_a_chain(tmp_path: Path) -> None:
     for number, state in enumerate(written):
         assert loaded(version_at(tmp_path, number)) == state
         assert pull(tmp_path, number, written[0]) == state
+    report = ckptcore.verify(version_at(tmp_path, 11))
+    assert report.state == "complete" and report.unverified == ("../weight_v000000/model.safetensors",)
 
 
 @pytest.mark.slow
