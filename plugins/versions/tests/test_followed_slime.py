@@ -106,3 +106,26 @@ def test_arrays_that_the_next_delta_does_not_change_are_not_taken_from_a_version
         assert version is not None and version.number == 2
         for name, array in newest.items():
             np.testing.assert_array_equal(version.arrays[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("place", ["same size", "other files"])
+def test_a_full_version_that_was_written_again_is_not_the_base_of_the_next(tmp_path: Path, place: str) -> None:
+    """No checksum covers the arrays that the delta does not change."""
+    directory = tmp_path / "weights"
+    publish(directory, 0)
+    with follow(directory, cache=tmp_path / "cache") as follower:
+        expect(follower.next_version(0), 0)
+        again = {**tensors(0), "frozen": np.full(3, 5, np.float32)}
+        file = version_at(directory, 0) / "model-00000-of-00001.safetensors"
+        content = {name: ("F32", [*array.shape], array.tobytes()) for name, array in again.items()}
+        if place == "other files":
+            shutil.rmtree(version_at(directory, 0))
+            file = version_at(directory, 0) / "model.safetensors"
+        write_file(file, content)
+        newest = {**again, "vector": np.full(9, 8, np.float32)}
+        before, after = ({name: array.tobytes() for name, array in state.items()} for state in (again, newest))
+        write_delta(directory, 1, before, after)
+        version = follower.next_version(0)
+        assert version is not None and version.number == 1
+        for name, array in newest.items():
+            np.testing.assert_array_equal(version.arrays[name], array, err_msg=name)
