@@ -224,7 +224,7 @@ def has_directories(storage_type: type[StorageBackend]) -> bool:
 
 
 def stamps_of(store: StorageBackend, keys: Sequence[str]) -> Mapping[str, str]:
-    """Return a stamp of each existing file, see `AtomicDirectories.stamps`; nothing if the storage is an object store."""
+    """Return a stamp of each existing file, see `AtomicDirectories.stamps`; nothing for an object store."""
     return cast(AtomicDirectories, store).stamps(keys) if has_directories(type(store)) else {}
 
 

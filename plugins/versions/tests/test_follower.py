@@ -404,6 +404,33 @@ def test_a_follower_needs_the_tree_that_its_abstract_tree_states(published: Publ
     assert os.listdir(tmp_path / "cache") == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("timeout", "5"),
+        ("timeout", True),
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("poll_seconds", "1"),
+        ("poll_seconds", 0),
+        ("poll_seconds", float("inf")),
+        ("start", "7"),
+        ("step_names", "v"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_or_value_is_refused_by_its_name(option: str, value: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises((TypeError, ValueError), match=f"{option}=.*: expected"):
+        follow(tmp_path / "weights", cache=tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+    if option == "timeout":
+        with (
+            follow(tmp_path / "weights", cache=tmp_path / "cache") as follower,
+            pytest.raises((TypeError, ValueError), match="timeout=.*: expected"),
+        ):
+            follower.next_version(value)
+
+
 def test_a_checkpoint_is_no_directory_of_versions(published: Published, tmp_path: Path) -> None:
     published.publish(1)
     with pytest.raises(InvalidLocationError):

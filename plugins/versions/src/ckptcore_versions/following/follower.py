@@ -38,11 +38,11 @@ from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import ConsistentRead
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import as_integer
+from ckptcore.saving.requests import as_integer, as_seconds
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.restoring import SkippedStep
-from ckptcore.training.run_directory import RunDirectory, RunSteps, exchanges_of
+from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
 from ckptcore_versions.following.cache import Cache
 from ckptcore_versions.following.installing import Installer
 from ckptcore_versions.following.local_files import FilePlan, plan_files
@@ -96,8 +96,8 @@ def follow(
         DirectoryInUseError: another follower uses the cache.
         InvalidLocationError: the location is a checkpoint, not a directory of versions, or the cache is not local.
         StorageError: the cache or the location cannot be used.
-        ValueError: `poll_seconds` is not positive.
-        TypeError: `start` is not a number.
+        ValueError: `poll_seconds` is not positive, or `timeout` is negative; or one of them is not finite.
+        TypeError: an argument has a wrong type.
     """
     return Follower(
         location,
@@ -136,16 +136,16 @@ class Follower:
         context: Context,
     ) -> None:
         """Open the cache. See `follow`."""
-        if not poll_seconds > 0:
+        self._poll_seconds = as_seconds("poll_seconds", poll_seconds)
+        if not poll_seconds:
             raise ValueError(f"poll_seconds={poll_seconds!r}: expected more than 0 seconds")
         self.skipped: tuple[SkippedStep, ...] = ()
         self._request = request
         self._like = None if like is None else abstract(like, context=context)
         self._start = None if start is None else as_integer("start", start)
-        self._timeout = timeout
-        self._poll_seconds = poll_seconds
+        self._timeout = None if timeout is None else as_seconds("timeout", timeout)
         self._context = context
-        self._steps: RunSteps = as_run_directory(location).open(step_names, context)
+        self._steps: RunSteps = as_run_directory(location).open(check_step_names(step_names), context)
         self._agree = exchanges_of(f"{self._steps.main.display}/follower", context, runtime_of(context).job())
         self._threads: IOThreads = runtime_of(context).io_threads
         self._last: int | None = None
@@ -210,7 +210,7 @@ class Follower:
             TreeMismatchError: `like` or `select` does not fit the version.
             RankFailedError: another process of the job failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + as_seconds("timeout", timeout)
         while not self._is_closed:
             self._wake.clear()
             failure = None
