@@ -155,13 +155,13 @@ class VersionSave(PlainSave):
         data = root_bytes(directory.store_of(latest))
         try:
             if data is None:
-                raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
+                raise CheckpointNotFoundError("other software wrote it, or it was deleted meanwhile")
             known = publications.chain.versions
             if not known or (known[-1].number, known[-1].save_id) != (latest, summarize_root(data).save_id):
                 publications.chain = _chain_of(directory, latest, data, publications.layout.name)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
             logger.warning(
-                "version %d cannot be read, so version %d is written as a full version: %s",
+                "version %d cannot be a base, so version %d is written as a full version: %s",
                 latest, self.request.number, error,
             )  # fmt: skip
             publications.chain = none
