@@ -458,9 +458,10 @@ def as_seconds(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={repr(value)[:200]}: expected a number of seconds, as a float or an int")
-    if not 0 <= value < math.inf:
+    seconds = float(value)
+    if not 0 <= seconds < math.inf:
         raise ValueError(f"{name}={value!r}: expected a finite number of seconds, not below 0")
-    return float(value)
+    return seconds
 
 
 def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:

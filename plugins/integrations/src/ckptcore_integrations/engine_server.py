@@ -138,7 +138,7 @@ def _parsed(name: str, status: int, answer: bytes) -> Mapping[str, Any]:
     return value
 
 
-def seconds_of(name: str, value: float) -> float:
+def seconds_of(name: str, value: object) -> float:
     """Return the value of an argument in seconds.
 
     Raises:
@@ -146,6 +146,7 @@ def seconds_of(name: str, value: float) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r}: expected a number of seconds, as a float or an int")
-    if not 0 < value < math.inf:
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
         raise ValueError(f"{name}={value!r}: expected a finite number of seconds above 0")
-    return float(value)
+    return seconds
