@@ -356,6 +356,24 @@ def test_a_full_disk_is_an_error_and_the_version_before_stays(
         assert [version.number for version in follower] == [2]
 
 
+def test_a_new_run_with_lower_numbers_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that began again in an emptied directory would otherwise never be followed, without a word."""
+    place = tmp_path / "weights"
+    with follow(place, cache=tmp_path / "cache") as follower:
+        for number in (7, 3):
+            shutil.rmtree(place, ignore_errors=True)
+            with Published(place) as published:
+                published.publish(number)
+            if number == 7:
+                assert read(follower.next_version(0)).number == 7
+                assert follower.next_version(0) is None and "newest version" not in caplog.text
+        for _ in range(2):
+            assert follower.next_version(0) is None
+    assert caplog.text.count("is 3, and version 7 stays in use") == 1
+    with follow(place, cache=tmp_path / "cache") as follower:
+        expect_equal(read(follower.next_version(0)), published.weights[3])
+
+
 def test_a_storage_that_fails_for_a_while_is_waited_for(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,7 +248,17 @@ class Follower:
         least = -1 if self._last is None else self._last
         if self._last is None and self._start is not None:
             least = self._start - 1
-        numbers = list(itertools.takewhile(lambda number: number > least, self._steps.newest_first()))
+        numbers: list[int] = []
+        for number in self._steps.newest_first():
+            if number <= least:
+                if self._last is not None and number < self._last and not numbers:
+                    self._steps.main.warn_once(
+                        "the newest version in %s is %d, and version %d stays in use: only higher ones are followed. "
+                        "If a new run began there, start the follower again",
+                        self._steps.main.display, number, self._last,
+                    )  # fmt: skip
+                break
+            numbers.append(number)
         if self._last is None and self._start is not None:
             numbers.reverse()
         return [number for number in numbers if number not in self._broken or self._broken[number].is_due()]
