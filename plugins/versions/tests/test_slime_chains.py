@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from ckptcore_testing.cases import refused
 from ckptcore_tools import run_steps
+from ckptcore_tools.copies import copy_steps
 from ckptcore_tools.run_steps import find_steps, read_steps
 from ckptcore_versions.following.follower import FOLLOWED_NAMES
 from ckptcore_versions.slime import delta_index
@@ -174,6 +175,15 @@ def test_a_list_of_steps_names_the_version_that_is_missing(tmp_path: Path, monke
     }
     assert found == {number: [] if number < 2 else ["../weight_v000002"] for number in numbers}
     assert len(inspected) <= 2 * len(numbers)
+
+
+def test_versions_are_copied_without_the_first_which_engines_have(tmp_path: Path) -> None:
+    written = write_versions(tmp_path / "source", 4)
+    version_at(tmp_path / "source", 0).rename(version_at(tmp_path, 0))
+    report = copy_steps(tmp_path / "source", tmp_path / "copy")
+    assert sorted(report.steps) == [1, 2, 3] and not report.damaged
+    version_at(tmp_path, 0).rename(version_at(tmp_path / "copy", 0))
+    assert loaded(version_at(tmp_path / "copy", 3)) == written[3]
 
 
 # --- boxes, windows, requests
