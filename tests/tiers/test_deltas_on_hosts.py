@@ -59,6 +59,7 @@ def test_chains_in_directories_of_hosts_are_followed(tmp_path: Path) -> None:
         with follow(tiers, cache=cache, step_names=VERSION_NAMES, context=context) as follower:
             version = follower.next_version(0)
             assert version is not None
-        return np.array_equal(loaded["w"], states[2]["w"]) and np.array_equal(version.arrays["w"], states[2]["w"])
+        followed = np.asarray(version.arrays["w"])
+        return np.array_equal(loaded["w"], states[2]["w"]) and np.array_equal(followed, states[2]["w"])
 
     assert ThreadJob(2, timeout_seconds=60).run(read) == [True, True]
