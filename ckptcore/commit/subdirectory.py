@@ -223,6 +223,11 @@ def has_directories(storage_type: type[StorageBackend]) -> bool:
     return issubclass(storage_type, AtomicDirectories)
 
 
+def stamps_of(store: StorageBackend, keys: Sequence[str]) -> Mapping[str, str]:
+    """Return a stamp of each existing file, see `AtomicDirectories.stamps`; nothing for an object store."""
+    return cast(AtomicDirectories, store).stamps(keys) if has_directories(type(store)) else {}
+
+
 def make_directory(parent: StorageBackend, name: str) -> None:
     """Create a directory by locking it, because `AtomicDirectories` has no other way.
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
+from ckptcore.commit.location import AnyLocation, Location, LocationAddress, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.stored_root import LocationVersion, parse_root, root_bytes
@@ -20,10 +20,10 @@ from ckptcore.errors import (
     StoragePermissionError,
 )
 from ckptcore.io.threads import map_ordered, requests_of
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of, format_names
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of, format_names, stored_in
 from ckptcore.opening.members import MemberOpener, existing_members, lost_members, member_opener, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
-from ckptcore.protocols import StorageBackend
+from ckptcore.protocols import BaseReference, StorageBackend
 from ckptcore.runtime import runtime_of
 
 OpenedMember: TypeAlias = Checkpoint | CheckpointError
@@ -157,6 +157,20 @@ def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
     return not (files.problems or files.deleted)
 
 
+class _BaseFiles(NamedTuple):
+    """The files of a base of a checkpoint.
+
+    Attributes:
+        problems: those of its own files.
+        bases: its bases, with their locations.
+        is_update: True if it is an update.
+    """
+
+    problems: Sequence[Problem]
+    bases: Sequence[tuple[Location, Base]] = ()
+    is_update: bool = False
+
+
 class FileCheck:
     """Finds files that are missing or have another size than recorded. Reads roots, listings and sizes. Thread-safe.
 
@@ -168,7 +182,7 @@ class FileCheck:
         """Keep the context, and begin with an empty cache."""
         self._context = context
         self._threads = runtime_of(context).io_threads
-        self._bases: dict[tuple[LocationAddress, Base], tuple[Sequence[Problem], Sequence[Base]]] = {}
+        self._bases: dict[tuple[LocationAddress, Base], _BaseFiles] = {}
 
     def check(
         self, checkpoint: Checkpoint | CompositeCheckpoint, location: AnyLocation, open_one: MemberOpener
@@ -187,11 +201,13 @@ class FileCheck:
             if checkpoint.root is None:
                 return self._check_named(checkpoint, open_one)
             return self._check_composite(checkpoint, checkpoint.root, location)
-        if checkpoint.root is None:
-            return StoredFiles(checkpoint.tree.nbytes, tuple(self._wrong_in_foreign(checkpoint)))
+        if (root := checkpoint.root) is None:
+            bases = _base_of_differences(stored_in(checkpoint))
+            wrong = [*self._wrong_in_foreign(checkpoint), *self._wrong_in_bases(bases, location)]
+            return StoredFiles(checkpoint.tree.nbytes, tuple(wrong))
         sizes = {key: record.size for key, record in checkpoint.objects.items()}
         problems = self._wrong(checkpoint.location.store, sizes)
-        problems += self._wrong_in_bases(checkpoint.root.references.bases, location)
+        problems += self._wrong_in_bases(root.references.bases, location, is_update=bool(root.references.leaf))
         return StoredFiles(sum(sizes.values()), tuple(problems))
 
     def check_root(
@@ -215,7 +231,7 @@ class FileCheck:
             return self._check_composite(composite, root, location)
         sizes = _recorded_sizes(store, data, summary)
         problems = self._wrong(store, {**sizes, **summary.parts})
-        problems += self._wrong_in_bases(summary.bases, location)
+        problems += self._wrong_in_bases(summary.bases, location, is_update=summary.is_update)
         return StoredFiles(sum(sizes.values()), tuple(problems))
 
     def _check_composite(
@@ -240,7 +256,8 @@ class FileCheck:
                 message = f"{directory} was replaced by another save"
                 problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
             sizes.update({f"{directory}/{key}": size for key, size in {**own, **summary.parts}.items()})
-            problems += self._wrong_in_bases(summary.bases, SubPath(location, directory))
+            place = SubPath(location, directory)
+            problems += self._wrong_in_bases(summary.bases, place, is_update=summary.is_update)
         absent, missing = missing_members(composite, existing)
         problems += missing
         wrong = self._wrong(store, sizes)
@@ -297,29 +314,59 @@ class FileCheck:
         store = checkpoint.location.parent if checkpoint.version.is_object else checkpoint.location.store
         return self._wrong(store, ends, prefix if not checkpoint.version.is_object else "", "at least ")
 
-    def _wrong_in_bases(self, bases: Sequence[Base], location: AnyLocation) -> Iterator[Problem]:
+    def _wrong_in_bases(
+        self, bases: Sequence[Base], location: AnyLocation, *, is_update: bool = False
+    ) -> Iterator[Problem]:
+        """Yield the problems of bases, and of those that these need.
+
+        Args:
+            bases: the bases of a checkpoint.
+            location: its location.
+            is_update: True if it is an update, which needs only arrays that its bases store themselves.
+        """
         if not bases:
             return
-        from ckptcore.opening.bases import base_location, read_base  # only updates and differences have bases
-
         resolved = resolve_location(location, runtime_of(self._context).storages)
-        needed = [(resolved, base) for base in dict.fromkeys(bases)]
-        seen: set[tuple[LocationAddress, Base]] = set()
-        for referring, base in needed:  # grows: the base of a chain has a base
-            if not base.save_id:
-                continue  # other software wrote it
-            at = base_location(referring, base, self._context)
-            if (at.address, base) in seen:
+        needed = [(at, base, is_update) for at, base in self._located(resolved, dict.fromkeys(bases))]
+        seen: set[tuple[LocationAddress, Base, bool]] = set()
+        for at, base, stored_only in needed:  # grows: the base of a chain has a base
+            if (at.address, base, stored_only) in seen:
                 continue
-            seen.add((at.address, base))
-            known = self._bases.get((at.address, base))
-            if known is None:
-                _, root = read_base(referring.display, at, base.save_id)
-                sizes = {key: record.size for key, record in root.objects.items()}
-                further = () if root.references.leaf else root.references.bases
-                known = self._bases[at.address, base] = self._wrong(at.store, sizes, f"../{base.path}/"), further
-            yield from known[0]
-            needed += [(at, further) for further in known[1]]
+            found = self._bases.get((at.address, base))
+            if found is None:
+                found = self._bases[at.address, base] = self._check_base(resolved.display, at, base)
+            if (at.address, base, not stored_only) not in seen:
+                yield from found.problems
+            seen.add((at.address, base, stored_only))
+            if not (found.is_update and stored_only):
+                needed += [(further_at, further, found.is_update) for further_at, further in found.bases]
+
+    def _located(self, referring: Location, bases: Iterable[Base]) -> Sequence[tuple[Location, Base]]:
+        from ckptcore.opening.bases import base_location  # only updates and differences have bases
+
+        return [(base_location(referring, base, self._context), base) for base in bases]
+
+    def _check_base(self, referring: str, at: Location, base: Base) -> _BaseFiles:
+        """Check the files of a base at a location. `referring` is the display name of a checkpoint that needs it.
+
+        Raises:
+            CorruptCheckpointError: a base of ckptcore was deleted or replaced, or cannot be read.
+        """
+        from ckptcore.opening.bases import open_link, read_base
+
+        prefix = f"../{base.path}"
+        if not base.save_id:
+            try:
+                opened = open_link(referring, at, BaseReference(base.path), self._context)
+            except CorruptCheckpointError as error:
+                return _BaseFiles([Problem(prefix, None, None, (), str(error))])
+            if opened.root is None:
+                bases = self._located(at, _base_of_differences(opened))
+                return _BaseFiles(self._wrong_in_foreign(opened, f"{prefix}/"), bases)
+        _, root = read_base(referring, at, base.save_id)
+        sizes = {key: record.size for key, record in root.objects.items()}
+        bases = self._located(at, root.references.bases)
+        return _BaseFiles(self._wrong(at.store, sizes, f"{prefix}/"), bases, is_update=bool(root.references.leaf))
 
     def _wrong(
         self, store: StorageBackend, expected: Mapping[str, int], prefix: str = "", least: str = ""
@@ -339,6 +386,12 @@ class FileCheck:
             for key, size in zip(keys, sizes, strict=True)
             if not _fits(size, expected[key], least)
         ]
+
+
+def _base_of_differences(stored: Checkpoint) -> Sequence[Base]:
+    """Return the base that the layout of a checkpoint of other software states."""
+    reference = None if stored.is_files else stored.layout.base(stored.tree, stored.state)
+    return () if reference is None else (Base(reference.name, reference.save_id),)
 
 
 def _listed_sizes(store: StorageBackend) -> Mapping[str, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
@@ -67,7 +67,8 @@ class VerifyReport:
         problems: all problems, in no particular order.
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked, including those of arrays in bases.
-        unverified: keys of objects with bytes that have no checksum. These bytes were only read.
+        unverified: keys of objects with bytes that have no checksum. These bytes were only read. Those of a base of
+            other software begin with ``../`` and its name.
         deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
         unused: by object, the names of stored arrays that the other software does not load, because the index of the
             checkpoint names other copies of the arrays, or does not name them. The arrays are not read, and not
@@ -247,8 +248,8 @@ class _Verification:
             self._check_table_of_files()
         elif not self._problems:
             self._find_unstored(root)
-        self._read_from_bases()
-        unverified = tuple(record.key for record in checkpoint.objects.values() if record.size and not record.checksums)
+        own = [record.key for record in checkpoint.objects.values() if record.size and not record.checksums]
+        unverified = (*own, *sorted(self._read_from_bases()))
         objects = len(checkpoint.objects) + 1 + len(root.parts)
         return VerifyReport(tuple(self._problems), objects, self._done, unverified, unjudged=unjudged)
 
@@ -359,11 +360,14 @@ class _Verification:
         with self._reporting(ROOT_KEY):
             check_sizes(self._checkpoint, arrays)
 
-    def _read_from_bases(self) -> None:
-        """Read the arrays that bases store, or that are computed from bases. Checks no other data of the bases."""
-        checked, derived = self._checkpoint, self._checkpoint.derived
+    def _read_from_bases(self) -> Collection[str]:
+        """Read the arrays that bases store, or that are computed from bases. Checks no other data of the bases.
+
+        Returns the objects of bases of other software that do not have checksums for all of their bytes.
+        """
+        checked, derived, unverified = self._checkpoint, self._checkpoint.derived, set[str]()
         if derived is None:
-            return
+            return unverified
         if not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
             checked = open_tree(checked.location, checked.version, verifying)
@@ -371,7 +375,9 @@ class _Verification:
             spec = derived.derivations[leaf].spec
             with self._reporting(None, format_path(checked.tree.paths[leaf])):
                 _read_in_pieces(checked, leaf, spec)
+                unverified.update(_unverified(checked, leaf))
             self._advance(spec.nbytes)
+        return unverified
 
     def _read_arrays(self) -> tuple[str, ...]:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
@@ -397,8 +403,8 @@ class _Verification:
                             unverified.update(_unverified(checkpoint, number))
                         except InsufficientMemoryError:
                             _read_in_pieces(checkpoint, number, record.spec)
-                            stored, leaves = _own_leaves(checkpoint, number)
-                            unverified.update([key for leaf in leaves for key, _, _ in stored.index.extents(leaf)])
+                            for directory, source, leaf in _of_other_software(checkpoint, number):
+                                unverified.update([directory + key for key, _, _ in source.index.extents(leaf)])
                 except CorruptCheckpointError as damage:
                     if damage.key is None:  # an array that is computed from a base
                         self._problems.append(Problem(None, None, None, (path,), str(damage)))
@@ -418,18 +424,28 @@ class _Verification:
         return tuple(self._checkpoint.objects)
 
 
-def _own_leaves(checkpoint: Checkpoint, leaf: int) -> tuple[Checkpoint, Sequence[int]]:
-    """Return the arrays that a checkpoint of other software stores for a leaf: itself, or a base's differences."""
-    if checkpoint.derived is None:
-        return checkpoint, [leaf]
-    return checkpoint.derived.sources[0], checkpoint.derived.stored((leaf,)).get(0, ())
+def _of_other_software(checkpoint: Checkpoint, leaf: int) -> Iterator[tuple[str, Checkpoint, int]]:
+    """Yield the stored arrays without recorded checksums that an array is read from, or computed from.
+
+    Yields the directory of the array relative to the checkpoint, empty or ending with ``/``, the checkpoint that stores
+    it, and its number there.
+    """
+    if (derived := checkpoint.derived) is None:
+        if checkpoint.root is None:
+            yield "", checkpoint, leaf
+        return
+    for number, leaves in derived.stored((leaf,)).items():
+        source = derived.sources[number]
+        for stored in leaves:
+            for directory, of_source, its_leaf in _of_other_software(source, stored):
+                yield directory or (f"../{source.location.name}/" if number else ""), of_source, its_leaf
 
 
 def _unverified(checkpoint: Checkpoint, leaf: int) -> Iterator[str]:
-    """Yield the objects of a checkpoint of other software in which damage of an array may go undetected."""
-    stored, leaves = _own_leaves(checkpoint, leaf)
-    for number in leaves:
-        yield from stored.index.unverified(number, stored.store)
+    """Yield the objects of other software in which damage of an array may go undetected."""
+    for directory, source, stored in _of_other_software(checkpoint, leaf):
+        for key in source.index.unverified(stored, source.store):
+            yield directory + key
 
 
 def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:

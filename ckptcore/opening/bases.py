@@ -226,7 +226,10 @@ def with_chain(
         names.add(reference.name)
         copy = known(reference)
         is_known = copy is not None
-        last = _open_link(last, reference, context) if copy is None else copy
+        if copy is None:
+            at = base_location(last.location, Base(reference.name, reference.save_id), context)
+            copy = open_link(last.location.display, at, reference, context)
+        last = copy
     if not links:
         return opened
     if last.root is not None and last.root.references.leaf:
@@ -276,15 +279,19 @@ def _base_of(checkpoint: Checkpoint) -> BaseReference | None:
     return reference
 
 
-def _open_link(referring: Checkpoint, reference: BaseReference, context: Context) -> Checkpoint:
-    """Open the base of a checkpoint, as if it stored all of its arrays itself.
+def open_link(display: str, at: Location, reference: BaseReference, context: Context) -> Checkpoint:
+    """Open the base of a chain, as if it stored all of its arrays itself.
+
+    Args:
+        display: the display name of the checkpoint that refers to it.
+        at: its location.
+        reference: what is expected there.
+        context: options.
 
     Raises:
         CorruptCheckpointError: it was deleted or replaced, cannot be read, or differs from the one that was expected.
         UnsupportedVersionError: its format has an unsupported version.
     """
-    display = referring.location.display
-    at = base_location(referring.location, Base(reference.name, reference.save_id), context)
     version = read_version(at)
     if version.root is None and not reference.save_id:
         from ckptcore.opening.foreign import inspect_tree  # only bases of other software need it

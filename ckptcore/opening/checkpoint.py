@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES: Final = 1 << 24
 _NAMES_SHOWN: Final = 20
+_USED_BY_ANOTHER: Final = ". Another checkpoint uses its arrays"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,8 @@ def naming_additional(opened: Checkpoint) -> Iterator[None]:
             raise _replaced_additional(opened) from error
         if not isinstance(error, CorruptCheckpointError):
             raise
-        raise type(error)(f"{error}. Another checkpoint uses its arrays") from error
+        text = str(error).removesuffix(_USED_BY_ANOTHER)  # the source may itself have additional sources
+        raise type(error)(f"{text}{_USED_BY_ANOTHER}") from error
 
 
 def _replaced_additional(source: Checkpoint) -> CorruptCheckpointError:

@@ -373,7 +373,7 @@ def _open_tree(
         from ckptcore.opening.bases import with_bases  # only updates refer to bases
 
         return with_bases(checkpoint, root, context)
-    if location.of_host:
+    if location.of_host and not root.references.bases:  # copies would be of differences
         from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(checkpoint, root, context)
@@ -383,7 +383,7 @@ def _open_tree(
 def _with_chain(checkpoint: Checkpoint, context: Context) -> Checkpoint:
     """Return a checkpoint with the arrays that are computed from its base, if it has one."""
     if checkpoint.is_files or checkpoint.read_instead is not None:
-        return checkpoint  # an update, or copies on this host
+        return checkpoint  # copies on this host
     if checkpoint.root is not None and not checkpoint.root.references.bases:
         return checkpoint
     if checkpoint.layout.base(checkpoint.tree, checkpoint.state) is None:

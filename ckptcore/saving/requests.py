@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import numbers
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -445,6 +447,21 @@ def as_integer(name: str, value: object, *, hint: str = "") -> int:
     except TypeError:
         pass
     raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")
+
+
+def as_seconds(name: str, value: object) -> float:
+    """Return the value of an argument as a float of seconds, 0 or more.
+
+    Raises:
+        TypeError: it is a bool, or no real number.
+        ValueError: it is negative or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={repr(value)[:200]}: expected a number of seconds, as a float or an int")
+    seconds = float(value)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name}={value!r}: expected a finite number of seconds, not below 0")
+    return seconds
 
 
 def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -61,23 +62,23 @@ def fail() -> None:
     raise RuntimeError("out of memory")
 
 
-class EngineCases:
+class EngineCases(ABC):
     """The tests. A subclass says how to serve, and creates the model and the client."""
 
     retries_after_a_mixture: bool
     """True if another install repairs a mixture; False if the server must be restarted."""
 
+    @abstractmethod
     def make_model(self) -> ServedModel:
         """Return a model that was just started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def serve(self, model: Any) -> AbstractContextManager[str]:
         """Serve a model, and yield the address."""
-        raise NotImplementedError
 
+    @abstractmethod
     def connect(self, url: str, **options: Any) -> Engine:
         """Return a client."""
-        raise NotImplementedError
 
     @pytest.fixture
     def served(self) -> Iterator[Served]:
@@ -95,9 +96,9 @@ class EngineCases:
 
     def test_every_version_is_installed_labelled_and_served(self, served: Served, versions: Versions) -> None:
         for number in (1, 2, 7):
-            seconds = install(served.engine, versions.publish(number))
+            install(served.engine, versions.publish(number))
             assert served.model.generate() == {"numbers": [number], "label": str(number)}
-            assert served.engine.label() == str(number) and seconds > 0
+            assert served.engine.label() == str(number)
 
     def test_a_label_of_the_caller_is_used(self, served: Served, versions: Versions) -> None:
         install(served.engine, versions.publish(1), label="run-3/1")

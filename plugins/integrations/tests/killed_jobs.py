@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ class Careless:
         return {int(path.stem): digest(dict(np.load(path))) for path in directory.glob("*.npz")}
 
 
-class _TorchJob:
+class _TorchJob(ABC):
     """A job whose processes use PyTorch and shard the large array."""
 
     size, keeps, has_savers = 2, 1, False
@@ -78,9 +79,9 @@ class _TorchJob:
             self.save_one(directory, state)
             process.saved(step)
 
+    @abstractmethod
     def save_one(self, directory: Path, state: dict[str, Any]) -> None:
         """Save a step, and wait until it is committed."""
-        raise NotImplementedError
 
     def state(self, process: Process, step: int) -> dict[str, Any]:
         """Record that a step is saved, and return its state."""

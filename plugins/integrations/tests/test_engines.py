@@ -188,6 +188,12 @@ def test_wrong_options_are_refused(kind: Any) -> None:
     assert "s3cret" not in str(raised.value)
     with pytest.raises(ValueError, match="pause='later'"):
         kind("http://localhost", pause="later")
-    for timeout in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout="):
+    for timeout in (0, -1, float("nan"), float("inf"), "5", None, True):
+        with pytest.raises((TypeError, ValueError), match="timeout=.* expected a .*number of seconds"):
             kind("http://localhost", timeout=timeout)
+    with pytest.raises(TypeError, match="url='3': expected the address"):
+        kind(3)
+    for key in ("s3cret\n", "s3cr\u00e9t"):
+        with pytest.raises(ValueError, match="api_key: expected printable") as raised:
+            kind("http://localhost", api_key=key)
+        assert "s3cr" not in str(raised.value)

@@ -108,12 +108,7 @@ def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
 
 
 class VerlCases:
-    """The tests. A subclass has the registry, in which the engine is registered."""
-
-    @pytest.fixture
-    def registry(self) -> Any:
-        """Return verl's registry of engines."""
-        raise NotImplementedError
+    """The tests. A subclass has the fixture `registry`: that of verl, in which the engine is registered."""
 
     @pytest.fixture
     def workers(self, registry: Any, tmp_path: Path) -> Any:

@@ -14,11 +14,12 @@ import safetensors.numpy
 from ckptcore_testing import StorageSample, run_ranks
 from ckptcore_testing.cases import refused
 from ckptcore_testing.hostile_json import sealed
-from ckptcore_testing.locations import new_place
+from ckptcore_testing.locations import new_place, store_at
 from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
 
 import ckptcore
+from ckptcore.commit.root_json import summarize_root
 from ckptcore.context import IOOptions
 from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError
 from ckptcore.inspection.completeness import FileCheck
@@ -64,6 +65,23 @@ def assert_loads(location: str, number: int) -> None:
     np.testing.assert_array_equal(loaded["w"], weights(number)["w"])
 
 
+def missing_keys(location: str, context: ckptcore.Context = CONTEXT) -> list[str | None]:
+    """Return the keys of files that are missing, found without a read of arrays."""
+    checkpoint = open_checkpoint(location, context)
+    files = FileCheck(context).check(checkpoint, location, member_opener(checkpoint, location, context))
+    keys = [problem.key for problem in files.problems]
+    assert keys == missing_by_root(location, context)
+    return keys
+
+
+def missing_by_root(location: str, context: ckptcore.Context = CONTEXT) -> list[str | None]:
+    """Return the same without opening the checkpoint, as a list of steps does."""
+    store = store_at(location)
+    data = store.get("checkpoint.json")
+    files = FileCheck(context).check_root(location, store, data, summarize_root(data))
+    return [problem.key for problem in files.problems]
+
+
 # --- bases of any kind
 
 
@@ -81,9 +99,14 @@ def test_a_base_may_be_files_of_other_software(tmp_path: Path) -> None:
     save_delta(f"{tmp_path}/v1", weights(1), BaseVersion("v0", "", "", 0), weights(0))
     save_delta(f"{tmp_path}/v2", weights(2), version_at(f"{tmp_path}/v1"), weights(1))
     assert_loads(f"{tmp_path}/v2", 2)
-    assert ckptcore.verify(tmp_path / "v2").ok
+    for name in ("v1", "v2"):
+        report = ckptcore.verify(tmp_path / name)
+        assert report.state == "complete" and report.unverified == ("../v0/model.safetensors",)
     assert ckptcore.metadata(tmp_path / "v1").bases == ("v0",)
+    assert missing_keys(f"{tmp_path}/v2") == []
     shutil.rmtree(tmp_path / "v0")
+    for name in ("v1", "v2"):
+        assert missing_by_root(f"{tmp_path}/{name}") == ["../v0"]
     refused(lambda: ckptcore.load(tmp_path / "v2"), "v1 is stored as differences from", "v0", "does not exist")
 
 
@@ -118,21 +141,41 @@ def check_chain(place: str) -> None:
         ckptcore.delete(f"{place}/v0", context=CONTEXT)
 
 
+def test_files_of_an_update_that_is_a_base_are_checked_with_those_that_it_needs(tmp_path: Path) -> None:
+    save_chain(str(tmp_path), 3)
+    update = {"w": weights(3)["w"], "number": 3}
+    ckptcore.save(tmp_path / "update", {"number": 3}, strategy=ckptcore.Update(base=tmp_path / "v2"), context=CONTEXT)
+    shown = {"w": weights(2)["w"], "number": 3}
+    save_delta(f"{tmp_path}/v4", update, version_at(f"{tmp_path}/update"), shown)
+    save_delta(f"{tmp_path}/v5", weights(3), version_at(f"{tmp_path}/v4"), update)
+    assert missing_keys(f"{tmp_path}/v5") == []
+    (tmp_path / "v0" / "model.safetensors").unlink()
+    for name in ("update", "v4", "v5"):
+        assert missing_keys(f"{tmp_path}/{name}") == ["../v0/model.safetensors"]
+    text = refused(lambda: ckptcore.copy(tmp_path / "v5", tmp_path / "copy", context=CONTEXT), "/v0/model.safetensors")
+    assert text.count("Another checkpoint uses its arrays") == 1
+
+
+def test_an_update_of_an_update_needs_no_files_of_arrays_that_were_replaced(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "v0", {"a": np.ones(3), "b": np.ones(3)}, context=CONTEXT)
+    for number in (1, 2):
+        strategy = ckptcore.Update(base=tmp_path / f"v{number - 1}")
+        ckptcore.save(tmp_path / f"v{number}", {"ab"[number - 1]: np.zeros(3)}, strategy=strategy, context=CONTEXT)
+    assert ckptcore.metadata(tmp_path / "v2").bases == ("v1",)
+    (tmp_path / "v0" / "model.safetensors").unlink()
+    assert missing_keys(f"{tmp_path}/v2") == []
+    assert missing_keys(f"{tmp_path}/v1") == ["../v0/model.safetensors"]
+
+
 def test_files_of_bases_in_another_directory_are_checked(tmp_path: Path) -> None:
     """The base of a base is in the directory of that base."""
     last = save_chain(f"{tmp_path}/versions", 3)
     context = ckptcore.Context(durability="none", io=IOOptions(bases="anywhere"))
     update = f"{tmp_path}/updates/u"
     ckptcore.save(update, {"new": np.ones(3)}, strategy=ckptcore.Update(base=last), context=context)
-    checkpoint = open_checkpoint(update, context)
-
-    def missing() -> list[str | None]:
-        check = FileCheck(context).check(checkpoint, update, member_opener(checkpoint, update, context))
-        return [problem.key for problem in check.problems]
-
-    assert missing() == []
+    assert missing_keys(update, context) == []
     (tmp_path / "versions" / "v0" / "model.safetensors").unlink()
-    assert missing() == ["../v0/model.safetensors"]
+    assert missing_keys(update, context) == ["../v0/model.safetensors"]
 
 
 def test_differences_are_not_part_of_an_update_or_a_composite(tmp_path: Path) -> None:
@@ -253,6 +296,28 @@ def test_elements_of_another_base_are_noticed(tmp_path: Path) -> None:
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "v1").problems] == [("w",)]
 
 
+def test_damage_of_a_base_of_other_software_is_noticed_in_whole_chunks_only(tmp_path: Path) -> None:
+    """Its files have no checksums. The page of the format says so."""
+    (tmp_path / "v0").mkdir()
+    file = tmp_path / "v0" / "model.safetensors"
+    old = {"w": np.zeros((2000, 400), np.float32)}
+    safetensors.numpy.save_file(old, file)
+    new = {"w": old["w"].copy()}
+    new["w"][0, 0] = 1
+    save_delta(f"{tmp_path}/v1", new, BaseVersion("v0", "", "", 0), old)
+    content = bytearray(file.read_bytes())
+    content[-new["w"].nbytes + 50] ^= 1  # in the chunk that changed
+    file.write_bytes(content)
+    refused(lambda: ckptcore.load(tmp_path / "v1"), "w of", "v1", "differ from those that were saved")
+    assert ckptcore.open(tmp_path / "v1")["w"][0].any()  # a part of the chunk
+    assert ckptcore.verify(tmp_path / "v1").state == "damaged"
+    content[-new["w"].nbytes + 50] ^= 1
+    content[-1] ^= 1  # in a chunk that did not change
+    file.write_bytes(content)
+    report = ckptcore.verify(tmp_path / "v1")
+    assert report.state == "complete" and report.unverified == ("../v0/model.safetensors",)
+
+
 def test_processes_with_different_bases_do_not_save(tmp_path: Path) -> None:
     save_chain(str(tmp_path), 2)
 
@@ -271,9 +336,7 @@ def test_missing_files_of_any_base_are_found_without_reading_arrays(tmp_path: Pa
     (tmp_path / "v0" / "model.safetensors").unlink()
     (delta,) = (tmp_path / "v2").glob("deltas.*")
     delta.write_bytes(delta.read_bytes()[:-1])
-    checkpoint = open_checkpoint(last, CONTEXT)
-    files = FileCheck(CONTEXT).check(checkpoint, last, member_opener(checkpoint, last, CONTEXT))
-    assert [problem.key for problem in files.problems] == [f"../v2/{delta.name}", "../v0/model.safetensors"]
+    assert missing_keys(last) == [f"../v2/{delta.name}", "../v0/model.safetensors"]
 
 
 def test_a_base_that_the_layout_does_not_need_is_not_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_versions import Version, follow
+from ckptcore_versions import Publisher, Version, follow
 
 from plugins.versions.tests.slime_files import INDEX, version_at, write_delta, write_file
 
@@ -106,3 +106,44 @@ def test_arrays_that_the_next_delta_does_not_change_are_not_taken_from_a_version
         assert version is not None and version.number == 2
         for name, array in newest.items():
             np.testing.assert_array_equal(version.arrays[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("place", ["same size", "other files"])
+def test_a_full_version_that_was_written_again_is_not_the_base_of_the_next(tmp_path: Path, place: str) -> None:
+    """No checksum covers the arrays that the delta does not change."""
+    directory = tmp_path / "weights"
+    publish(directory, 0)
+    with follow(directory, cache=tmp_path / "cache") as follower:
+        expect(follower.next_version(0), 0)
+        again = {**tensors(0), "frozen": np.full(3, 5, np.float32)}
+        file = version_at(directory, 0) / "model-00000-of-00001.safetensors"
+        content = {name: ("F32", [*array.shape], array.tobytes()) for name, array in again.items()}
+        if place == "other files":
+            shutil.rmtree(version_at(directory, 0))
+            file = version_at(directory, 0) / "model.safetensors"
+        write_file(file, content)
+        newest = {**again, "vector": np.full(9, 8, np.float32)}
+        before, after = ({name: array.tobytes() for name, array in state.items()} for state in (again, newest))
+        write_delta(directory, 1, before, after)
+        version = follower.next_version(0)
+        assert version is not None and version.number == 1
+        for name, array in newest.items():
+            np.testing.assert_array_equal(version.arrays[name], array, err_msg=name)
+
+
+def test_versions_of_slime_and_of_a_publisher_follow_each_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "weights"
+    for number in range(3):
+        publish(directory, number)
+    with follow(directory, cache=tmp_path / "cache") as follower:
+        expect(follower.next_version(0), 2)
+        with Publisher(directory, layout="slime") as publisher:
+            for number in (3, 4):
+                publisher.publish(number, tensors(number))
+                expect(follower.next_version(0), number)
+        for number in (5, 6):
+            publish(directory, number)
+            assert "frozen" not in expect(follower.next_version(0), number).changed
+    assert "version 3 is written as a full version: other software wrote it" in caplog.text

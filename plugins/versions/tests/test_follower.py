@@ -356,6 +356,24 @@ def test_a_full_disk_is_an_error_and_the_version_before_stays(
         assert [version.number for version in follower] == [2]
 
 
+def test_a_new_run_with_lower_numbers_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that began again in an emptied directory would otherwise never be followed, without a word."""
+    place = tmp_path / "weights"
+    with follow(place, cache=tmp_path / "cache") as follower:
+        for number in (7, 3):
+            shutil.rmtree(place, ignore_errors=True)
+            with Published(place) as published:
+                published.publish(number)
+            if number == 7:
+                assert read(follower.next_version(0)).number == 7
+                assert follower.next_version(0) is None and "newest version" not in caplog.text
+        for _ in range(2):
+            assert follower.next_version(0) is None
+    assert caplog.text.count("is 3, and version 7 stays in use") == 1
+    with follow(place, cache=tmp_path / "cache") as follower:
+        expect_equal(read(follower.next_version(0)), published.weights[3])
+
+
 def test_a_storage_that_fails_for_a_while_is_waited_for(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +420,33 @@ def test_a_follower_needs_the_tree_that_its_abstract_tree_states(published: Publ
     ):
         follower.next_version(0)
     assert os.listdir(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("timeout", "5"),
+        ("timeout", True),
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("poll_seconds", "1"),
+        ("poll_seconds", 0),
+        ("poll_seconds", float("inf")),
+        ("start", "7"),
+        ("step_names", "v"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_or_value_is_refused_by_its_name(option: str, value: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises((TypeError, ValueError), match=f"{option}=.*: expected"):
+        follow(tmp_path / "weights", cache=tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
+    if option == "timeout":
+        with (
+            follow(tmp_path / "weights", cache=tmp_path / "cache") as follower,
+            pytest.raises((TypeError, ValueError), match="timeout=.*: expected"),
+        ):
+            follower.next_version(value)
 
 
 def test_a_checkpoint_is_no_directory_of_versions(published: Published, tmp_path: Path) -> None:

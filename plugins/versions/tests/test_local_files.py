@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -113,3 +115,41 @@ def test_a_follower_keeps_only_the_boxes_that_it_needs(tmp_path: Path) -> None:
         with safetensors.safe_open(sliced, "numpy") as file:
             assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"w": {"saved_offsets": [50, 100]}}
             np.testing.assert_array_equal(file.get_tensor("w"), weights["w"][boxes[1].slices])
+
+
+_FEW_DESCRIPTORS: Final = """
+import resource, sys
+import numpy as np
+import ckptcore
+from ckptcore import ArrayShard, ShardedArray
+from ckptcore.errors import StorageError
+from ckptcore.model import Box
+from ckptcore_versions import Publisher, follow
+
+rows, directory = int(sys.argv[2]), sys.argv[1]
+boxes = [ArrayShard(Box((row, 0), (row + 1, 5)), np.zeros((1, 5))) for row in range(rows)]
+like = {"w": ShardedArray((rows, 9), np.float64, boxes)}
+with Publisher(directory + "/weights") as publisher:
+    publisher.publish(0, {"w": np.zeros((rows, 9))})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    with follow(directory + "/weights", cache=directory + "/cache", like=like) as follower:
+        versions = []
+        for number in range(4):
+            try:
+                versions.append(follower.next_version(0))
+            except StorageError as error:
+                assert "ulimit -n" in str(error), error
+                sys.exit("few descriptors")
+            assert all((shard.elements == number).all() for shard in versions[-1].arrays["w"].shards)
+            publisher.publish(number + 1, {"w": np.full((rows, 9), number + 1.0)})
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("rows", [12, 200])
+def test_few_file_descriptors_are_enough_or_named(tmp_path: Path, rows: int) -> None:
+    """A file for each box of an array, of five versions. Only from Python 3.13 on is a file mapped without one."""
+    command = [sys.executable, "-c", _FEW_DESCRIPTORS, str(tmp_path), str(rows)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    is_enough = sys.version_info >= (3, 13) or rows == 12
+    assert (result.returncode, result.stderr) == ((0, "") if is_enough else (1, "few descriptors\n"))

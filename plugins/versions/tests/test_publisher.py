@@ -136,6 +136,16 @@ def test_a_selection_of_nothing_is_refused(place: str) -> None:
         assert versions.latest is None
 
 
+@pytest.mark.parametrize("nothing", [None, {}, {"scale": 1.5}])
+def test_weights_without_arrays_are_refused(place: str, nothing: Any) -> None:
+    with publisher(place) as versions:
+        versions.publish(1, weights(1))
+        with pytest.raises(TreeMismatchError, match=r"no arrays.*no weights to publish.*Nothing was written"):
+            versions.publish(2, nothing)
+        versions.publish(2, weights(2))
+    assert same_value(load(place, 2), weights(2))
+
+
 def test_a_restarted_trainer_continues_from_the_last_version(place: str) -> None:
     with publisher(place, run="first") as versions:
         versions.publish(1, weights(1))

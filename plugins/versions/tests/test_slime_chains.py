@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.cases import refused
+from ckptcore_tools import run_steps
+from ckptcore_tools.copies import copy_steps
+from ckptcore_tools.run_steps import find_steps, read_steps
+from ckptcore_versions.following.follower import FOLLOWED_NAMES
 from ckptcore_versions.slime import delta_index
 from ckptcore_versions.slime import layout as slime
 from ckptcore_versions.slime.layout import SlimeLayout
@@ -63,6 +67,8 @@ def test_encodings_differ_along_a_chain(tmp_path: Path) -> None:
     for number, state in enumerate(written):
         assert loaded(version_at(tmp_path, number)) == state
         assert pull(tmp_path, number, written[0]) == state
+    report = ckptcore.verify(version_at(tmp_path, 11))
+    assert report.state == "complete" and report.unverified == ("../weight_v000000/model.safetensors",)
 
 
 @pytest.mark.slow
@@ -147,6 +153,37 @@ def test_a_reader_loads_the_newest_version_that_is_complete(tmp_path: Path) -> N
     (tmp_path / "late").rename(version_at(tmp_path, 4))
     reader = ckptcore.CheckpointReader(tmp_path, context=CONTEXT)
     assert reader.load()["w"].tobytes() == written[5]["w"]
+
+
+def test_a_list_of_steps_names_the_version_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens no chain, and inspects a version at most twice: as a step, and as the base of others."""
+    write_versions(tmp_path, 8)
+    shutil.rmtree(version_at(tmp_path, 2))
+    inspected: list[str] = []
+
+    def inspect(store: Any) -> Any:
+        inspected.append(str(store))
+        return delta_index.inspect_delta(store)
+
+    monkeypatch.setattr(slime, "inspect_delta", inspect)
+    monkeypatch.setattr(run_steps, "_THREADS", 1)
+    steps = find_steps(str(tmp_path), FOLLOWED_NAMES, CONTEXT)
+    numbers = [0, 1, 3, 4, 5, 6, 7]
+    inspected.clear()
+    found = {
+        status.step: [problem.key for problem in status.problems] for status in read_steps(steps, numbers, CONTEXT)
+    }
+    assert found == {number: [] if number < 2 else ["../weight_v000002"] for number in numbers}
+    assert len(inspected) <= 2 * len(numbers)
+
+
+def test_versions_are_copied_without_the_first_which_engines_have(tmp_path: Path) -> None:
+    written = write_versions(tmp_path / "source", 4)
+    version_at(tmp_path / "source", 0).rename(version_at(tmp_path, 0))
+    report = copy_steps(tmp_path / "source", tmp_path / "copy")
+    assert sorted(report.steps) == [1, 2, 3] and not report.damaged
+    version_at(tmp_path, 0).rename(version_at(tmp_path / "copy", 0))
+    assert loaded(version_at(tmp_path / "copy", 3)) == written[3]
 
 
 # --- boxes, windows, requests

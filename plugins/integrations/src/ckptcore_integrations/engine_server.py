@@ -1,16 +1,17 @@
-"""EngineServer: JSON requests to the HTTP server of an engine, with errors that say if a request had an effect."""
+"""ServerEngine: an engine behind an HTTP server. The errors of its requests say if a request had an effect."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ckptcore.redaction import redacted_location
-from ckptcore_integrations.engines import EngineError, EngineRefusedError
+from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
 
 _MAX_ANSWER_BYTES: Final = 256 << 20
 """Limit of an answer. Checksums of a large model take some megabytes."""
@@ -20,11 +21,13 @@ _NO_EFFECT: Final = frozenset({401, 403, 404, 405, 422})
 """Statuses of requests that a server refuses before it does anything: no permission, no such route, invalid content."""
 
 
-class EngineServer:
-    """The HTTP server of an engine. Each request has a connection of its own; redirects and proxies are not followed.
+class ServerEngine(Engine):
+    """An engine behind an HTTP server, to which it sends JSON.
+
+    Each request has a connection of its own; redirects and proxies are not followed.
 
     Attributes:
-        url: its address, without a slash at the end.
+        name: the address of the server, without a slash at the end.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout: float) -> None:
@@ -36,8 +39,10 @@ class EngineServer:
             timeout: the maximum time without a byte of the answer, in seconds.
 
         Raises:
-            ValueError: the address or the timeout is not valid.
+            TypeError, ValueError: an argument is not valid.
         """
+        if not isinstance(url, str) or not isinstance(api_key, str | None):
+            raise TypeError(f"url={redacted_location(str(url))!r}: expected the address and api_key= as text")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(
@@ -46,21 +51,24 @@ class EngineServer:
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError(f"url: {parts.hostname}: a URL must not contain a password; pass api_key=")
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise ValueError(f"timeout={timeout!r}: expected a number of seconds")
-        self.url = url.rstrip("/")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key: expected printable characters of ASCII; remove line breaks")
+        self.name = url.rstrip("/")
+        self._timeout = seconds_of("timeout", timeout)
         self._is_secure = parts.scheme == "https"
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout = timeout
 
-    def get(self, path: str) -> Mapping[str, Any]:
-        """Return the answer to a question. See `post`."""
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    def _get(self, path: str) -> Mapping[str, Any]:
+        """Return the answer to a question. See `_post`."""
         return self._request("GET", path, None)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Send a request, and return the answer, which must be a JSON object.
 
         Args:
@@ -76,7 +84,7 @@ class EngineServer:
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Mapping[str, Any]:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
-        name = f"{method} {self.url}{path}"
+        name = f"{method} {self.name}{path}"
         try:
             try:
                 connection.connect()
@@ -94,6 +102,19 @@ class EngineServer:
         finally:
             connection.close()
         return _parsed(name, response.status, answer)
+
+    def _text(self, answer: Mapping[str, Any], key: str) -> str:
+        """Return the text that an answer has under a key.
+
+        Raises:
+            EngineError: the answer has no such text.
+        """
+        value = answer.get(key)
+        if not isinstance(value, str):
+            raise EngineError(
+                f"{self.name}: expected an answer with the text {key}, found {key}={value!r}: check its version"
+            )
+        return value
 
 
 def _parsed(name: str, status: int, answer: bytes) -> Mapping[str, Any]:
@@ -117,18 +138,15 @@ def _parsed(name: str, status: int, answer: bytes) -> Mapping[str, Any]:
     return value
 
 
-def text_of(answer: Mapping[str, Any], key: str, name: str) -> str:
-    """Return a text of an answer.
-
-    Args:
-        answer: the JSON object.
-        key: the key of the text.
-        name: the address of the server, for the message.
+def seconds_of(name: str, value: object) -> float:
+    """Return the value of an argument in seconds.
 
     Raises:
-        EngineError: the answer has no such text.
+        TypeError, ValueError: it is not a finite number above 0.
     """
-    value = answer.get(key)
-    if not isinstance(value, str):
-        raise EngineError(f"{name}: expected an answer with the text {key}, found {key}={value!r}: check its version")
-    return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r}: expected a number of seconds, as a float or an int")
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}={value!r}: expected a finite number of seconds above 0")
+    return seconds

@@ -9,13 +9,13 @@ import errno
 import os
 from typing import Literal
 
-from ckptcore_integrations.engine_server import EngineServer, text_of
-from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
+from ckptcore_integrations.engine_server import ServerEngine
+from ckptcore_integrations.engines import EngineError, EngineRefusedError
 
 __all__ = ["SGLangEngine"]
 
 
-class SGLangEngine(Engine):
+class SGLangEngine(ServerEngine):
     """A server of SGLang, on a host that has the directories of the versions.
 
     Attributes:
@@ -50,26 +50,22 @@ class SGLangEngine(Engine):
             timeout: the maximum time without an answer, in seconds. An install must not take longer.
 
         Raises:
-            ValueError: an argument is not valid.
+            TypeError, ValueError: an argument is not valid.
         """
         if pause not in ("abort", "retract", "in_place"):
             raise ValueError(f"pause={pause!r}: expected 'abort', 'retract' or 'in_place'")
-        self._server = EngineServer(url, api_key=api_key, timeout=timeout)
-        self.name = self._server.url
+        super().__init__(url, api_key=api_key, timeout=timeout)
         self._pause = pause
         self._load_format = load_format
         self._link = None if link is None else os.path.abspath(os.fspath(link))
 
-    def __repr__(self) -> str:
-        return f"<SGLangEngine {self.name}>"
-
     def pause(self) -> None:
         """See `Engine`."""
-        self._server.post("/pause_generation", {"mode": self._pause})
+        self._post("/pause_generation", {"mode": self._pause})
 
     def relabel(self, label: str) -> None:
         """See `Engine`."""
-        self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def install(self, directory: str, label: str) -> None:
         """See `Engine`."""
@@ -77,7 +73,7 @@ class SGLangEngine(Engine):
         if self._link is not None:
             _point(self._link, directory)
             path = self._link
-        answer = self._server.post(
+        answer = self._post(
             "/update_weights_from_disk",
             {
                 "model_path": path,
@@ -92,15 +88,15 @@ class SGLangEngine(Engine):
 
     def resume(self) -> None:
         """See `Engine`."""
-        self._server.post("/continue_generation", {})
+        self._post("/continue_generation", {})
 
     def label(self) -> str:
         """See `Engine`. A server that was started without a label has the label ``default``."""
-        return text_of(self._server.get("/model_info"), "weight_version", self.name)
+        return self._text(self._get("/model_info"), "weight_version")
 
     def checksum(self) -> str:
         """See `Engine`."""
-        return text_of(self._server.post("/weights_checker", {"action": "checksum"}), "per_engine_checksum", self.name)
+        return self._text(self._post("/weights_checker", {"action": "checksum"}), "per_engine_checksum")
 
 
 def _point(link: str, directory: str) -> None:

@@ -17,6 +17,7 @@ from ckptcore_versions import Publisher
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.events import logger_named
+from ckptcore_integrations.engine_server import seconds_of
 from ckptcore_integrations.engines import Engine, EngineError
 
 __all__ = ["VersionTransfer"]
@@ -49,7 +50,7 @@ class VersionTransfer:
         """
         self._location = location
         self._engines = tuple(engines)
-        self._timeout = timeout
+        self._timeout = seconds_of("timeout", timeout)
         self._options = {"context": _ALONE, **options}
         self._publisher: Publisher | None = None
 

@@ -26,6 +26,7 @@ from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CoordinationTimeoutError, DirectoryInUseError
 from ckptcore.policies import LatestN
+from ckptcore_integrations.engine_server import seconds_of
 from ckptcore_integrations.stored_weights import tensor_over, torch_dtype
 
 __all__ = ["VersionCheckpointEngine"]
@@ -77,7 +78,7 @@ class VersionCheckpointEngine(CheckpointEngineWithCache):
         self._keep = None if keep is None else LatestN(keep)
         self._full_every = full_every
         self._only_changed = only_changed
-        self._timeout = timeout
+        self._timeout = seconds_of("timeout", timeout)
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
         self._number = 0

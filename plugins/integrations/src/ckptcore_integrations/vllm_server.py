@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from typing import Final, Literal
 
-from ckptcore_integrations.engine_server import EngineServer, text_of
-from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
+from ckptcore_integrations.engine_server import ServerEngine
+from ckptcore_integrations.engines import EngineError, EngineRefusedError
 
 __all__ = ["VLLMEngine"]
 
@@ -21,7 +21,7 @@ _START: Final = (
 )
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(ServerEngine):
     """A server of vLLM whose workers have the directories of the versions.
 
     The workers replace their weights themselves: see `ckptcore_integrations.vllm_updates`.
@@ -52,49 +52,45 @@ class VLLMEngine(Engine):
             timeout: the maximum time without an answer, in seconds. Neither a pause nor an install must take longer.
 
         Raises:
-            ValueError: an argument is not valid.
+            TypeError, ValueError: an argument is not valid.
         """
         if pause not in ("abort", "wait", "keep"):
             raise ValueError(f"pause={pause!r}: expected 'abort', 'wait' or 'keep'")
-        self._server = EngineServer(url, api_key=api_key, timeout=timeout)
-        self.name = self._server.url
+        super().__init__(url, api_key=api_key, timeout=timeout)
         self._pause = pause
-
-    def __repr__(self) -> str:
-        return f"<VLLMEngine {self.name}>"
 
     def pause(self) -> None:
         """See `Engine`."""
-        self._server.post(f"/pause?mode={self._pause}")
+        self._post(f"/pause?mode={self._pause}")
 
     def relabel(self, label: str) -> None:
         """See `Engine`."""
-        self._server.post("/update_weight_version", {"new_version": label})
+        self._post("/update_weight_version", {"new_version": label})
 
     def install(self, directory: str, label: str) -> None:
         """See `Engine`."""
-        self._server.post("/start_weight_update")
+        self._post("/start_weight_update")
         try:
-            self._server.post("/update_weights", {"update_info": {"directory": directory}})
-            self._server.post("/finish_weight_update", {"weight_version": label})
+            self._post("/update_weights", {"update_info": {"directory": directory}})
+            self._post("/finish_weight_update", {"weight_version": label})
         except EngineRefusedError as error:  # the update has begun
             raise EngineError(str(error)) from error
 
     def resume(self) -> None:
         """See `Engine`."""
-        self._server.post("/resume")
+        self._post("/resume")
 
     def label(self) -> str:
         """See `Engine`. A server that was started has the label ``default``."""
         try:
-            answer = self._server.get("/weight_info")
+            answer = self._get("/weight_info")
         except EngineRefusedError as error:
             raise EngineRefusedError(f"{error}; {_START}") from error
-        return text_of(answer, "weight_version", self.name)
+        return self._text(answer, "weight_version")
 
     def checksum(self) -> str:
         """See `Engine`. Needs vLLM 0.32 or newer."""
-        checksums = self._server.post("/weight_checker", {"action": "checksum"}).get("checksums")
+        checksums = self._post("/weight_checker", {"action": "checksum"}).get("checksums")
         if not isinstance(checksums, dict) or not checksums:
             raise EngineError(f"{self.name}: the server has no checksums of its weights")
         total = hashlib.sha256()

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.root import HOST_COPIES
+from ckptcore.commit.root import HOST_COPIES, Root
 from ckptcore.commit.root_json import encode_root
+from ckptcore.errors import CheckpointError
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_claim
@@ -284,7 +285,14 @@ class _HostCommit(PlainCommit):
             save.take_receipts(payloads)
         before = set(store.list())
         with save.recording.phase("commit"):
-            root, tables = encode_root(build_root(save.info, save.parts, store, save.context, save.recording))
+            built = build_root(save.info, save.parts, store, save.context, save.recording)
+            if isinstance(built, Root) and built.references.bases:
+                raise CheckpointError(
+                    f"{save.target.location.display}: the layout {built.layout!r} wrote differences from "
+                    f"{built.references.bases[0].path!r}, of which each host has only a part: save with another "
+                    f"layout, or in a directory that all hosts share. {NOTHING_COMMITTED.capitalize()}"
+                )
+            root, tables = encode_root(built)
         return {
             "root": _to_base64(root),
             "parts": {key: _to_base64(data) for key, data in tables.items()},

@@ -54,7 +54,10 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
 
 
 def describe_and_check(
-    location: AnyLocation, context: Context, opener: Opener[Checkpoint | CompositeCheckpoint] = open_either
+    location: AnyLocation,
+    context: Context,
+    opener: Opener[Checkpoint | CompositeCheckpoint] = open_either,
+    check: FileCheck | None = None,
 ) -> tuple[CheckpointMetadata, StoredFiles]:
     """Return the metadata of a checkpoint, and its files that are missing or have another size. Reads no array.
 
@@ -62,14 +65,16 @@ def describe_and_check(
         location: its location.
         context: options.
         opener: opens it.
+        check: checks files; None: a new one. One for several checkpoints checks each base once.
 
     Raises:
         CheckpointError: see `ckptcore.metadata`.
     """
+    files = FileCheck(context) if check is None else check
 
     def describe(checkpoint: Checkpoint | CompositeCheckpoint) -> tuple[CheckpointMetadata, StoredFiles]:
         open_one = member_opener(checkpoint, location, context)
-        return describe_either(checkpoint, context, open_one), FileCheck(context).check(checkpoint, location, open_one)
+        return describe_either(checkpoint, context, open_one), files.check(checkpoint, location, open_one)
 
     return ConsistentRead(location, context, opener).retry_if_replaced(describe)
 

@@ -223,7 +223,7 @@ def _read_step_once(
         return StepStatus(step, name, "unreadable", error=version)
     try:
         if version is None:
-            return _read_foreign_step(steps, context, step)
+            return _read_foreign_step(steps, context, check, step)
         summary = summarize_root(version)
         if not summary.committed:
             return StepStatus(step, name, "uncommitted", summary.created)
@@ -242,9 +242,9 @@ def _read_step_once(
         return StepStatus(step, name, "unreadable", error=str(error))
 
 
-def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
+def _read_foreign_step(steps: StepDirectory, context: Context, check: FileCheck, step: int) -> StepStatus:
     # Without chains, because the steps of a run can be one chain, each with the step before as its base.
-    checkpoint, files = describe_and_check(steps.location(step), context, open_stored)
+    checkpoint, files = describe_and_check(steps.location(step), context, open_stored, check)
     # A save may have committed after the first search for the root.
     state: StepState = "foreign" if checkpoint.save_id is None else "committed"
     return StepStatus(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +37,11 @@ from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import ConsistentRead
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import as_integer
+from ckptcore.saving.requests import as_integer, as_seconds
 from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.training.path_directory import as_run_directory
 from ckptcore.training.restoring import SkippedStep
-from ckptcore.training.run_directory import RunDirectory, RunSteps, exchanges_of
+from ckptcore.training.run_directory import RunDirectory, RunSteps, check_step_names, exchanges_of
 from ckptcore_versions.following.cache import Cache
 from ckptcore_versions.following.installing import Installer
 from ckptcore_versions.following.local_files import FilePlan, plan_files
@@ -96,8 +95,8 @@ def follow(
         DirectoryInUseError: another follower uses the cache.
         InvalidLocationError: the location is a checkpoint, not a directory of versions, or the cache is not local.
         StorageError: the cache or the location cannot be used.
-        ValueError: `poll_seconds` is not positive.
-        TypeError: `start` is not a number.
+        ValueError: `poll_seconds` is not positive, or `timeout` is negative; or one of them is not finite.
+        TypeError: an argument has a wrong type.
     """
     return Follower(
         location,
@@ -136,16 +135,16 @@ class Follower:
         context: Context,
     ) -> None:
         """Open the cache. See `follow`."""
-        if not poll_seconds > 0:
+        self._poll_seconds = as_seconds("poll_seconds", poll_seconds)
+        if not poll_seconds:
             raise ValueError(f"poll_seconds={poll_seconds!r}: expected more than 0 seconds")
         self.skipped: tuple[SkippedStep, ...] = ()
         self._request = request
         self._like = None if like is None else abstract(like, context=context)
         self._start = None if start is None else as_integer("start", start)
-        self._timeout = timeout
-        self._poll_seconds = poll_seconds
+        self._timeout = None if timeout is None else as_seconds("timeout", timeout)
         self._context = context
-        self._steps: RunSteps = as_run_directory(location).open(step_names, context)
+        self._steps: RunSteps = as_run_directory(location).open(check_step_names(step_names), context)
         self._agree = exchanges_of(f"{self._steps.main.display}/follower", context, runtime_of(context).job())
         self._threads: IOThreads = runtime_of(context).io_threads
         self._last: int | None = None
@@ -210,7 +209,7 @@ class Follower:
             TreeMismatchError: `like` or `select` does not fit the version.
             RankFailedError: another process of the job failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + as_seconds("timeout", timeout)
         while not self._is_closed:
             self._wake.clear()
             failure = None
@@ -249,7 +248,17 @@ class Follower:
         least = -1 if self._last is None else self._last
         if self._last is None and self._start is not None:
             least = self._start - 1
-        numbers = list(itertools.takewhile(lambda number: number > least, self._steps.newest_first()))
+        numbers: list[int] = []
+        for number in self._steps.newest_first():
+            if number <= least:
+                if self._last is not None and number < self._last and not numbers:
+                    self._steps.main.warn_once(
+                        "the newest version in %s is %d, and version %d stays in use: only higher ones are followed. "
+                        "If a new run began there, start the follower again",
+                        self._steps.main.display, number, self._last,
+                    )  # fmt: skip
+                break
+            numbers.append(number)
         if self._last is None and self._start is not None:
             numbers.reverse()
         return [number for number in numbers if number not in self._broken or self._broken[number].is_due()]

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -35,6 +36,9 @@ PIECE_BYTES: Final = 1 << 20
 
 _RUN_BLOCKS: Final = 16
 """Number of blocks whose checksums one thread computes at a time."""
+
+_WITHOUT_DESCRIPTOR: Final[Mapping[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Options of `mmap`. Older versions of Python keep a descriptor for each mapped file."""
 
 
 class Part(NamedTuple):
@@ -201,10 +205,11 @@ def map_file(path: str, nbytes: int, *, writable: bool = False) -> mmap.mmap:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if writable:
-                return mmap.mmap(descriptor, nbytes)
+                return mmap.mmap(descriptor, nbytes, **_WITHOUT_DESCRIPTOR)
             # Without MAP_NORESERVE, the kernel may refuse a private mapping that is larger than the memory.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            return mmap.mmap(descriptor, nbytes, flags=flags, prot=access, **_WITHOUT_DESCRIPTOR)
         finally:
             close_descriptor(descriptor, path)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import Location, resolve_location
 from ckptcore.commit.stored_root import LocationVersion, read_version
+from ckptcore.commit.subdirectory import stamps_of
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -41,6 +42,8 @@ class Origin(NamedTuple):
     Attributes:
         location: its location.
         content: a digest of what its metadata states, such as the checksums of a delta, and of the names of its files.
+            The metadata of a full version states no checksums: on file systems, the inodes, sizes and modification
+            times of its files show that they were written again.
     """
 
     location: Location
@@ -53,9 +56,13 @@ class Origin(NamedTuple):
         Raises:
             CheckpointError: it cannot be read, or does not exist.
         """
-        link = open_stored(location, read_version(location), context)
+        link, store = open_stored(location, read_version(location), context), location.store
         state = None if isinstance(link, CompositeCheckpoint) else link.state
-        stated = json.dumps([state, sorted(location.store.list_names())])
+        names, stamps = sorted(store.list_names()), dict[str, str]()
+        is_delta = isinstance(link, Checkpoint) and link.layout.base(link.tree, state) is not None
+        if not is_delta:
+            stamps = {**stamps_of(store, [name for name in names if not name.endswith("/")])}
+        stated = json.dumps([state, names, stamps])
         return cls(location, hashlib.sha256(stated.encode("utf-8", "surrogateescape")).hexdigest())
 
     def remains(self, context: Context) -> bool:

@@ -18,6 +18,7 @@ from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    TreeMismatchError,
     UnsupportedLeafError,
     UnsupportedVersionError,
 )
@@ -107,7 +108,7 @@ class VersionSave(PlainSave):
         """Choose the base, plan the version, and hold the elements of the base.
 
         Raises:
-            TreeMismatchError: nothing is selected.
+            TreeMismatchError: nothing is selected, or there are no arrays.
             UnsupportedLeafError: an array needs a digest, and no process holds all of it.
             NameCollisionError: two arrays that need digests have the same name.
             InsufficientMemoryError, StorageFullError: there is no memory for the copy.
@@ -121,6 +122,12 @@ class VersionSave(PlainSave):
             draft = draft._replace(descriptions=[selected(description, publications.select, plugins)])
         save = PlainSave.prepare(self, draft)
         plan = save.parts[0].plan
+        if not any(isinstance(record, ArrayRecord) for record in plan.tree.leaves):
+            raise TreeMismatchError(
+                "the given tree has no arrays, so there are no weights to publish: pass those of a model. Nothing was "
+                "written",
+                ["there are no arrays"],
+            )
         decided: Any = agreement.lead("base", lambda: self._choose_base(plan.tree))
         base = None if decided is None else BaseVersion(*decided)
         with agreement.stage("hold", meaning=NOTHING_COMMITTED) as stage:
@@ -155,13 +162,13 @@ class VersionSave(PlainSave):
         data = root_bytes(directory.store_of(latest))
         try:
             if data is None:
-                raise CheckpointNotFoundError(f"version {latest} was deleted meanwhile")
+                raise CheckpointNotFoundError("other software wrote it, or it was deleted meanwhile")
             known = publications.chain.versions
             if not known or (known[-1].number, known[-1].save_id) != (latest, summarize_root(data).save_id):
                 publications.chain = _chain_of(directory, latest, data, publications.layout.name)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError) as error:
             logger.warning(
-                "version %d cannot be read, so version %d is written as a full version: %s",
+                "version %d cannot be a base, so version %d is written as a full version: %s",
                 latest, self.request.number, error,
             )  # fmt: skip
             publications.chain = none
