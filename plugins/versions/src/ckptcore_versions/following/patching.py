@@ -50,7 +50,7 @@ _REQUEST_BYTES: Final = 8 << 20
 
 @dataclass(slots=True)
 class Patch:
-    """What deltas change in a part of a file.
+    """The changes of deltas to a part of a file.
 
     Attributes:
         part: the part.
