@@ -166,7 +166,7 @@ class _Measured:
     def rows(self) -> Iterator[Row]:
         """Yield a row for each phase and contender."""
         counted = {name: median(values) for name, values in self._bytes.items()}
-        least = min(value for name, value in counted.items() if name != _OURS)
+        least = min([value for name, value in counted.items() if name != _OURS], default=0)
         for name, value in counted.items():
             target = "at most those of the best peer" if name == _OURS else ""
             note = f"{self._nbytes / value:.1f} times smaller"

@@ -13,7 +13,7 @@ import pytest
 from ckptcore_testing import strategies
 from ckptcore_testing.arrays import DTYPE_NAMES, bit_patterns
 from ckptcore_versions.deltas import encoding
-from ckptcore_versions.deltas.encoding import HEAD_BYTES, decode, word_bytes, words_of
+from ckptcore_versions.deltas.encoding import HEAD_BYTES, EncodedWords, decode, decode_all, word_bytes, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -253,6 +253,43 @@ def test_hostile_bytes_are_refused_before_memory_is_taken(name: str) -> None:
     try:
         with pytest.raises(CorruptCheckpointError, match="damaged"):
             decode(memoryview(HOSTILE[name]), old, is_whole=False)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
+
+
+@pytest.mark.parametrize("part", [0.02, 0.4, 0.7])
+def test_chunks_that_are_decoded_together_come_back(part: float) -> None:
+    """Between them and around them are words that stay."""
+    old = words(9000, 2)
+    new = changed(old, part)
+    new[2000:2400] = words(400, 2, seed=9)  # stored without the old words
+    bounds = [(10, 1500), (1500, 1501), (2000, 2400), (3000, 8990)]
+    expected = old.copy()
+    chunks = []
+    for start, stop in bounds:
+        new[start] ^= 1
+        expected[start:stop] = new[start:stop]
+        chunks.append(EncodedWords(memoryview(encode(old[start:stop], new[start:stop])), start, stop))
+    decode_all(chunks, old)
+    assert old.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_chunk_among_others_is_refused(name: str, number: int) -> None:
+    """Also if its changed words are in the chunk after it."""
+    old = words(3000, 2)
+    new = old.copy()
+    new[::1000] += 1
+    bounds = [(start, start + 1000) for start in range(0, 3000, 1000)]
+    chunks = [EncodedWords(memoryview(encode(old[slice(*own)], new[slice(*own)])), *own) for own in bounds]
+    chunks[number] = chunks[number]._replace(encoded=memoryview(HOSTILE[name]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            decode_all(chunks, old)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -19,6 +19,7 @@ from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
+from ckptcore_versions.following import preparing
 from ckptcore_versions.following.cache import Cache
 
 import ckptcore
@@ -218,9 +219,11 @@ def test_a_version_whose_base_was_replaced_is_left_out(publisher: Publisher, tmp
         assert "v000002" in follower.skipped[0].reason and "replaced by another save" in follower.skipped[0].reason
 
 
+@pytest.mark.parametrize("position", [-5, 100_000])
 def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_again(
-    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
+    """In elements that the delta changes, and in elements that it does not."""
     present: list[list[str]] = []
     begin = Cache.begin
 
@@ -233,7 +236,7 @@ def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_
         publisher.publish(0, trained(0))
         file = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
         content = bytearray(file.read_bytes())
-        content[-5] ^= 1
+        content[position] ^= 1
         with file.open("r+b") as stream:
             stream.write(content)
         publisher.publish(1, trained(1))
@@ -331,6 +334,66 @@ def test_a_thousand_versions_are_followed_by_some_that_join_late(tmp_path: Path)
     assert yielded > 1000
     for number in range(77, 1000, 200):
         assert len(os.listdir(tmp_path / f"cache{number}")) == 2
+
+
+def test_an_object_of_a_delta_is_read_by_one_request(counted: Counted, tmp_path: Path) -> None:
+    """A request for each of its chunks would take longer than to decode them."""
+    weights = {f"matrix{number}": np.zeros((600, 400), np.float32) for number in range(20)}
+    with (
+        Publisher(counted.location) as publisher,
+        follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower,
+    ):
+        for number in range(2):
+            publisher.publish(number, weights)
+            del counted.plan.operations[:]
+            version = follower.next_version(0)
+            assert version is not None
+            expect_equal(version, weights)
+            weights = {name: matrix + (np.arange(400) % 50 == 0) for name, matrix in weights.items()}
+            weights = {name: matrix.astype(np.float32) for name, matrix in weights.items()}
+    keys = [key for operation in counted.plan.operations for key in operation.keys]
+    assert len([key for key in keys if "deltas." in key]) == 1
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_chunks_of_any_boxes_are_applied(is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes hold columns, and two followers rows: neither whole chunks nor adjacent elements.
+
+    A window that is too large for memory is written into the mapped file.
+    """
+    if is_large:
+        monkeypatch.setattr(preparing, "LARGEST_WINDOW_BYTES", 1000)
+    rng = np.random.default_rng(0)
+    states = [{"cube": rng.normal(size=(7, 300, 500)).astype(np.float32), "few": np.zeros(3)}]
+    for number in range(1, 4):
+        cube = states[-1]["cube"].copy()
+        cube[:, number * 50 :: 7, 3 * number :: 5] += 1
+        states.append({"cube": cube, "few": states[-1]["few"] + (number == 2)})
+    location = str(tmp_path / "weights")
+
+    def publish(number: int, rank: int, context: ckptcore.Context) -> None:
+        own = states[number]["cube"][:, :, rank * 250 : (rank + 1) * 250]
+        part = ShardedArray.part(own, (0, 0, rank * 250), (7, 300, 500))
+        with Publisher(location, context=context) as publisher:
+            publisher.publish(number, {"cube": part, "few": states[number]["few"]})
+
+    followed = []
+    with ExitStack() as stack:
+        for rank, steps in itertools.product(range(3), [(0, 1, 2, 3), (0, 2, 3), (1, 3)]):
+            box = Box.whole((7, 300, 500)) if rank == 2 else Box((0, 110 * rank, 0), (7, 110 * rank + 190, 500))
+            like = {"cube": ShardedArray((7, 300, 500), np.float32, [ArrayShard(box)]), "few": np.zeros(3)}
+            follower = stack.enter_context(follow(location, cache=tmp_path / f"cache{rank}{steps}", like=like))
+            followed.append((follower, box, steps))
+        for number, state in enumerate(states):
+            run_ranks(2, functools.partial(publish, number))
+            for follower, box, steps in followed:
+                if number in steps:
+                    version = follower.next_version(0)
+                    assert version is not None and version.number == number
+                    array: Any = version.arrays["cube"]
+                    elements = array.shards[0].elements if isinstance(array, ShardedArray) else array
+                    np.testing.assert_array_equal(elements, state["cube"][box.slices])
+                    np.testing.assert_array_equal(version.arrays["few"], state["few"])
 
 
 def test_the_deltas_of_many_arrays_are_read_once(counted: Counted, tmp_path: Path) -> None:

@@ -182,11 +182,15 @@ class EncodedChunk(NamedTuple):
     Attributes:
         box: its box in the array.
         start, stop: its position among the encoded bytes of the array.
+        key: the object with its encoded bytes.
+        offset: their position in the object.
     """
 
     box: Box
     start: int
     stop: int
+    key: str
+    offset: int
 
 
 class StoredBox(NamedTuple):
@@ -264,9 +268,12 @@ class ArrayChunks:
             stops = np.minimum(lows + stored.cell, stored.box.stop).tolist()
             ends = (np.cumsum(stored.sizes) + stored.begin)[numbers]
             begins = ends - stored.sizes[numbers]
+            offsets = stored.offsets[numbers].tolist()
             chunks += [
-                EncodedChunk(Box(tuple(low), tuple(high)), begin, end)
-                for low, high, begin, end in zip(starts, stops, begins.tolist(), ends.tolist(), strict=True)
+                EncodedChunk(Box(tuple(low), tuple(high)), begin, end, stored.key, offset)
+                for low, high, begin, end, offset in zip(
+                    starts, stops, begins.tolist(), ends.tolist(), offsets, strict=True
+                )
             ]
         return chunks
 

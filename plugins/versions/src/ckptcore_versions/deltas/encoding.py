@@ -27,7 +27,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from math import gcd
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -57,6 +57,8 @@ _LEVEL: Final = 1
 
 _WINDOW_LOG: Final = 23
 """Frames with a larger window, in powers of 2 of bytes, are refused before zstd takes memory for it."""
+
+_DECOMPRESSION: Final = {int(zstd.DecompressionParameter.window_log_max): _WINDOW_LOG}
 
 _WORTHWHILE: Final = 0.7
 """If an encoding has a larger part of the bytes of the elements, the new words are also tried without the old ones."""
@@ -93,22 +95,23 @@ def encode(old: HostArray | None, new: HostArray, stops: Sequence[int]) -> list[
         return [_encode_all(old[start:stop], new[start:stop], compressor) for start, stop in itertools.pairwise(ends)]
     at = differs.nonzero()[0]
     bounds = np.searchsorted(at, ends)
-    gaps = at.copy()
-    gaps[1:] -= at[:-1] + 1
+    gaps = at.astype(np.int32)  # a chunk, and so a group of small ones, is far below 2 GiB
+    gaps[1:] -= gaps[:-1].copy()
+    gaps[1:] -= 1
     has_changes = bounds[1:] > bounds[:-1]
     first = bounds[:-1][has_changes]
     gaps[first] = at[first] - np.array(ends[:-1])[has_changes]
-    gap_bytes, gap_ends = _gap_bytes(gaps)
+    gap_bytes, gap_bounds = _gap_bytes(gaps, bounds)
     planes = [_bytes(plane) for plane in _planes(_zigzag(differences.take(at)))]
     encoded = []
-    for (start, stop), (low, high) in zip(itertools.pairwise(ends), itertools.pairwise(bounds.tolist()), strict=True):
+    at_ends, at_bounds = itertools.pairwise(ends), itertools.pairwise(bounds.tolist())
+    for (start, stop), (low, high), of_gaps in zip(at_ends, at_bounds, itertools.pairwise(gap_bounds), strict=True):
         if low == high:
             encoded.append(b"")
         elif 2 * (high - low) > stop - start:
             encoded.append(_encode_all(old[start:stop], new[start:stop], compressor))
         else:
-            of_gaps = gap_bytes[gap_ends[low] : gap_ends[high]]
-            parts = [of_gaps, *[plane[low:high] for plane in planes]]
+            parts = [gap_bytes[slice(*of_gaps)], *[plane[low:high] for plane in planes]]
             encoded.append(
                 _smallest(_encode_changed(high - low, parts, new[start:stop], compressor), new[start:stop], compressor)
             )
@@ -159,10 +162,85 @@ def decode(encoded: memoryview, words: HostArray, *, has_old: bool = True, is_wh
     Raises:
         CorruptCheckpointError: the bytes are damaged, or the words differ from those that were encoded.
     """
+    kind, digest, content = _head(encoded)
+    if kind in (_SPARSE, _PACKED) and has_old:
+        changes = _changes_of(content, 0, words.size, words.itemsize, is_packed=kind == _PACKED)
+        _apply_changes([changes], words)
+    else:
+        _replace_all(kind, content, words, has_old=has_old)
+    if is_whole:
+        _compare(digest, words)
+
+
+def decode_all(chunks: Sequence[EncodedWords], words: HostArray, *, has_old: bool = True) -> None:
+    """Replace the old words of several whole chunks by the new ones, in place. See `decode`.
+
+    Changed words of all chunks are found and written together, because a call of NumPy takes longer than the changes of
+    a small chunk.
+
+    Args:
+        chunks: the encoded bytes of each chunk; ascending and disjoint.
+        words: writable words that contain all chunks.
+        has_old: see `decode`.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged, or the words differ from those that were encoded.
+    """
+    changes: list[_Changes] = []
+    digests: list[tuple[int, HostArray]] = []
+    for encoded, start, stop in chunks:
+        kind, digest, content = _head(encoded)
+        own = words[start:stop]
+        if kind in (_SPARSE, _PACKED) and has_old:
+            changes.append(_changes_of(content, start, stop - start, words.itemsize, is_packed=kind == _PACKED))
+        else:
+            _replace_all(kind, content, own, has_old=has_old)
+        digests.append((digest, own))
+    if changes:
+        _apply_changes(changes, words)
+    for digest, own in digests:
+        _compare(digest, own)
+
+
+class EncodedWords(NamedTuple):
+    """A chunk among words.
+
+    Attributes:
+        encoded: its encoded bytes.
+        start, stop: its words.
+    """
+
+    encoded: memoryview
+    start: int
+    stop: int
+
+
+class _Changes(NamedTuple):
+    """The changed words of a chunk.
+
+    Attributes:
+        start: the position of its first word.
+        size: the number of its words.
+        changed: the number of changed words.
+        plain: their gaps, and the planes of their differences.
+    """
+
+    start: int
+    size: int
+    changed: int
+    plain: memoryview
+
+
+def _head(encoded: memoryview) -> tuple[int, int, memoryview]:
+    """Return the kind, the digest and the content of an encoded chunk."""
     if len(encoded) < _HEAD.size:
         raise _damaged(f"it has {len(encoded)} bytes")
     kind, digest = _HEAD.unpack_from(encoded)
-    content = encoded[_HEAD.size :]
+    return kind, digest, encoded[_HEAD.size :]
+
+
+def _replace_all(kind: int, content: memoryview, words: HostArray, *, has_old: bool) -> None:
+    """Replace all words of a chunk."""
     if kind == _RAW:
         if len(content) != words.nbytes:
             raise _damaged(f"expected {words.nbytes} bytes of elements, found {len(content)}")
@@ -173,63 +251,93 @@ def decode(encoded: memoryview, words: HostArray, *, has_old: bool = True, is_wh
         raise _damaged(f"the base does not have the array, but the encoding {kind} needs it")
     elif kind == _DIFFERENCES:
         words += _unzigzag(_joined(_decompressed(content, words.nbytes, words.nbytes), words.dtype))
-    elif kind in (_SPARSE, _PACKED):
-        _apply_changes(content, words, is_packed=kind == _PACKED)
     else:
         raise _damaged(f"unknown encoding {kind}")
-    if is_whole and (actual := xxh3_64_intdigest(_bytes(words))) != digest:
+
+
+def _compare(digest: int, words: HostArray) -> None:
+    if (actual := xxh3_64_intdigest(_bytes(words))) != digest:
         raise CorruptCheckpointError(
             f"the elements of a chunk differ from those that were saved: expected XXH3-64 {digest:016x}, found "
             f"{actual:016x}. The base or the differences are damaged; load another checkpoint"
         )
 
 
-def _apply_changes(content: memoryview, words: HostArray, *, is_packed: bool) -> None:
+def _changes_of(content: memoryview, start: int, size: int, itemsize: int, *, is_packed: bool) -> _Changes:
+    """Return the changed words of a chunk of `size` words."""
     if len(content) < _COUNT.size:
         raise _damaged("the number of changed words is missing")
     (count,) = _COUNT.unpack_from(content)
-    if not 1 <= count <= words.size:
-        raise _damaged(f"expected 1 to {words.size} changed words, found {count}")
+    if not 1 <= count <= size:
+        raise _damaged(f"expected 1 to {size} changed words, found {count}")
     content = content[_COUNT.size :]
-    least = count * (1 + words.itemsize)
-    most = least + words.size // _END
-    plain: bytes | memoryview = _decompressed(content, least, most) if is_packed else content
+    least = count * (1 + itemsize)
+    most = least + size // _END
+    plain = memoryview(_decompressed(content, least, most)) if is_packed else content
     if not least <= len(plain) <= most:
         raise _damaged(f"expected {least} to {most} bytes for {count} changed words, found {len(plain)}")
-    gap_bytes = len(plain) - count * words.itemsize
-    at = _positions(np.frombuffer(plain, np.uint8, gap_bytes), count, words.size)
-    words[at] += _unzigzag(_joined(memoryview(plain)[gap_bytes:], words.dtype))
+    return _Changes(start, size, count, plain)
 
 
-def _gap_bytes(gaps: HostArray) -> tuple[memoryview, Sequence[int] | range]:
-    """Return gaps as bytes, and where the bytes of each gap begin; also where the last one ends."""
-    if int(gaps.max(initial=0)) < _END:
-        return _bytes(gaps.astype(np.uint8)), range(gaps.size + 1)
-    continued = gaps // _END
-    ends = np.cumsum(continued + 1)
-    encoded = np.full(int(ends[-1]), _END, np.uint8)
-    encoded[ends - 1] = gaps - continued * _END
-    return _bytes(encoded), [0, *ends.tolist()]
+def _apply_changes(changes: Sequence[_Changes], words: HostArray) -> None:
+    """Add differences to the changed words of chunks."""
+    ends_of_gaps = [len(chunk.plain) - chunk.changed * words.itemsize for chunk in changes]
+    gaps = [chunk.plain[:end] for chunk, end in zip(changes, ends_of_gaps, strict=True)]
+    planes = [
+        chunk.plain[end + plane * chunk.changed : end + (plane + 1) * chunk.changed]
+        for plane in range(words.itemsize)
+        for chunk, end in zip(changes, ends_of_gaps, strict=True)
+    ]
+    at = _positions(np.frombuffer(b"".join(gaps), np.uint8), np.array([len(own) for own in gaps], np.intp), changes)
+    words[at] += _unzigzag(_joined(b"".join(planes), words.dtype))
 
 
-def _positions(gaps: HostArray, count: int, size: int) -> HostArray:
+def _gap_bytes(gaps: HostArray, bounds: HostArray) -> tuple[memoryview, Sequence[int]]:
+    """Return gaps as bytes, and where the bytes of gaps begin.
+
+    Args:
+        gaps: the gaps.
+        bounds: the numbers of these gaps, ascending; also the number of all gaps.
+    """
+    long = (gaps >= _END).nonzero()[0]
+    last_bytes = gaps.astype(np.uint8)
+    if not long.size:
+        return _bytes(last_bytes), bounds.tolist()
+    continued = gaps[long] // _END  # a division of all gaps would take longer than everything else
+    last_bytes[long] = gaps[long] - continued * _END
+    added = np.concatenate([[0], np.cumsum(continued)])
+    encoded = np.insert(last_bytes, np.repeat(long, continued), _END)
+    return _bytes(encoded), (bounds + added[np.searchsorted(long, bounds)]).tolist()
+
+
+def _positions(gaps: HostArray, lengths: HostArray, changes: Sequence[_Changes]) -> HostArray:
     """Return the ascending positions that follow from gaps.
 
+    Args:
+        gaps: the gaps of all chunks.
+        lengths: the number of bytes of the gaps of each chunk; positive.
+        changes: the chunks.
+
     Raises:
-        CorruptCheckpointError: there are not `count` gaps, or a position is not below `size`.
+        CorruptCheckpointError: a chunk has another number of gaps than of changed words, or a position outside of it.
     """
+    stops: HostArray = np.cumsum(lengths)
+    firsts: HostArray = stops - lengths
     ends = gaps != _END
-    if np.count_nonzero(ends) != count or not ends[-1]:
-        raise _damaged(f"expected {count} gaps, found {np.count_nonzero(ends)}")
     steps = gaps.astype(np.intp)  # the type of an index: others are converted, which takes longer than all of this
     steps += ends
+    starts, sizes, counts = np.array([chunk[:3] for chunk in changes], np.intp).T
+    found, needed = np.add.reduceat(ends, firsts, dtype=np.intp), np.add.reduceat(steps, firsts)
+    for chunk in ((found != counts) | ~ends[stops - 1] | (needed > sizes)).nonzero()[0][:1].tolist():
+        raise _damaged(
+            f"expected {counts[chunk]} gaps within {sizes[chunk]} words, found {found[chunk]} within {needed[chunk]}"
+        )
+    # The first step of each chunk leads to it from the end of the steps of the chunk before.
+    steps[firsts] += starts
+    steps[firsts[1:]] -= starts[:-1] + needed[:-1]
     at: HostArray = np.cumsum(steps, out=steps)
     at -= 1
-    if gaps.size > count:
-        at = at[ends]
-    if int(at[-1]) >= size:
-        raise _damaged(f"a changed word is at {at[-1]} of {size}")
-    return at
+    return at if gaps.size == counts.sum() else at[ends]
 
 
 def _planes(words: HostArray) -> HostArray:
@@ -270,7 +378,7 @@ def _decompressed(frame: memoryview, least: int, most: int) -> bytes:
     Raises:
         CorruptCheckpointError
     """
-    decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG})
+    decompressor = zstd.ZstdDecompressor(options=_DECOMPRESSION)
     try:
         content = decompressor.decompress(frame, max_length=most + 1)
     except zstd.ZstdError as error:

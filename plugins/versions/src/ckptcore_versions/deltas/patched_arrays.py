@@ -14,7 +14,7 @@ from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
 from ckptcore_versions.deltas.chunks import ArrayChunks, EncodedChunk, part_of
-from ckptcore_versions.deltas.encoding import decode, word_bytes, words_of
+from ckptcore_versions.deltas.encoding import EncodedWords, decode, decode_all, word_bytes, words_of
 
 _RUN_BYTES: Final = 8 << 20
 """Maximum encoded bytes of a run, unless one chunk has more."""
@@ -22,8 +22,11 @@ _RUN_BYTES: Final = 8 << 20
 _THREADED_BYTES: Final = 4 << 20
 """From this number of bytes of elements on, chunks are decoded in several threads. To start threads takes 0.1 ms."""
 
+_TOGETHER_BYTES: Final = 1 << 20
+"""Bytes of elements whose chunks are decoded together. They stay in the cache of a processor."""
 
-class _Run(NamedTuple):
+
+class Run(NamedTuple):
     """Chunks whose encoded bytes are adjacent, so that one range contains them.
 
     Attributes:
@@ -60,7 +63,7 @@ class PatchedArray:
         parts = [
             Part(number, run.range)
             for number, (_, chunks) in enumerate(self.deltas)
-            for run in _runs_of(chunks.within(box))
+            for run in runs_of(chunks.within(box))
         ]
         return parts if self.base is None else [*parts, Part(len(self.deltas), box)]
 
@@ -76,12 +79,17 @@ class PatchedArray:
         """
         remaining = iter(parts)
         for number, (_, chunks) in enumerate(self.deltas):
-            runs = [(run, next(remaining)) for run in _runs_of(chunks.within(box))]
-            has_old = number > 0 or self.base is not None
-            _apply_runs(_ChangedBox(box, out, word_bytes(self.spec), has_old), runs)
+            encoded = [
+                (chunk.box, memory[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]])
+                for run in runs_of(chunks.within(box))
+                for memory in (bytes_of(next(remaining)),)
+                for chunk in run.chunks
+            ]
+            changed = ChangedBox(box, out, word_bytes(self.spec), encoded)
+            _apply_runs(changed, has_old=number > 0 or self.base is not None)
 
 
-def _runs_of(chunks: Sequence[EncodedChunk]) -> list[_Run]:
+def runs_of(chunks: Sequence[EncodedChunk]) -> list[Run]:
     """Group chunks into runs of at most 8 MiB."""
     groups: list[list[EncodedChunk]] = []
     for chunk in chunks:
@@ -90,66 +98,87 @@ def _runs_of(chunks: Sequence[EncodedChunk]) -> list[_Run]:
             group.append(chunk)
         else:
             groups.append([chunk])
-    return [_Run(Box((group[0].start,), (group[-1].stop,)), group) for group in groups]
+    return [Run(Box((group[0].start,), (group[-1].stop,)), group) for group in groups]
 
 
-class _ChangedBox(NamedTuple):
-    """A box of an array that is changed in place.
+class ChangedBox(NamedTuple):
+    """A box of an array that is changed in place by chunks of one delta.
 
     Attributes:
         box: the box.
         elements: its elements, of any strides.
         word: the bytes of a word: see `word_bytes`.
-        has_old: False if there are no old elements, because the base does not have the array.
+        chunks: the chunks with elements of the box, and their encoded bytes.
+        offset: the position of the elements in the memory of `apply_chunks`, in bytes.
     """
 
     box: Box
     elements: HostArray
     word: int
-    has_old: bool
+    chunks: Sequence[tuple[Box, memoryview]]
+    offset: int = 0
 
 
-def _apply_runs(changed: _ChangedBox, runs: Sequence[tuple[_Run, HostArray]]) -> None:
+def _apply_runs(changed: ChangedBox, *, has_old: bool) -> None:
     """Change the elements of a box by the chunks of one delta. Uses several threads if there are many elements.
 
     Args:
-        changed: the box.
-        runs: the chunks with elements of the box, and their encoded bytes. They do not overlap.
+        changed: the box, and all of its chunks.
+        has_old: False if there are no old elements, because the base does not have the array.
 
     Raises:
         CorruptCheckpointError: encoded bytes are damaged, or the old elements differ from those of the save. The
             elements of the box are then undefined.
     """
-    chunks = [
-        (chunk.box, memory[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]])
-        for run, encoded in runs
-        for memory in (bytes_of(encoded),)
-        for chunk in run.chunks
-    ]
-
-    def apply(chunk: tuple[Box, memoryview]) -> None:
-        _apply_chunk(changed, *chunk)
-
-    if sum([box.size for box, _ in chunks]) * changed.elements.itemsize < _THREADED_BYTES:
-        for chunk in chunks:
-            apply(chunk)
-    else:
-        for_each(IOThreads(), chunks, apply)
+    elements, chunks = changed.elements, changed.chunks
+    is_plain = elements.flags.c_contiguous and is_little(elements.dtype)
+    memory = words_of(plain(elements), 1) if is_plain else None
+    if sum([box.size for box, _ in chunks]) * elements.itemsize < _THREADED_BYTES:
+        apply_chunks(memory, [changed], has_old=has_old)
+        return
+    count = max(1, len(chunks) * _TOGETHER_BYTES // elements.nbytes)
+    groups = [changed._replace(chunks=chunks[at : at + count]) for at in range(0, len(chunks), count)]
+    for_each(IOThreads(), groups, lambda group: apply_chunks(memory, [group], has_old=has_old))
 
 
-def _apply_chunk(changed: _ChangedBox, chunk: Box, encoded: memoryview) -> None:
+def apply_chunks(memory: HostArray | None, changes: Sequence[ChangedBox], *, has_old: bool = True) -> None:
+    """Change boxes of one array or several in place.
+
+    Args:
+        memory: the memory of all boxes, as bytes, if each box is contiguous in it, in C order and little endian.
+        changes: the boxes. Chunks of different boxes are of different arrays, or do not overlap.
+        has_old: see `_apply_runs`.
+
+    Raises:
+        CorruptCheckpointError: see `_apply_runs`.
+    """
+    together: dict[tuple[int, int], list[EncodedWords]] = {}
+    for changed in changes:
+        box, elements, word = changed.box, changed.elements, changed.word
+        shape, stride = box.shape, elements.nbytes // max(1, box.shape[0]) if box.start else 0
+        for chunk, encoded in changed.chunks:
+            # Rows of an array are contiguous. Other boxes are copied, such as columns of a large array.
+            if memory is None or chunk.shape[1:] != shape[1:] or not box.contains(chunk):
+                _apply_chunk(changed, chunk, encoded, has_old=has_old)
+                continue
+            first = changed.offset + (stride * (chunk.start[0] - box.start[0]) if stride else 0)
+            words = EncodedWords(encoded, first // word, first // word + chunk.size * elements.itemsize // word)
+            together.setdefault((word, first % word), []).append(words)
+    for (word, first), encoded_words in together.items():
+        assert memory is not None  # otherwise there are none
+        whole = (memory.size - first) // word * word
+        decode_all(encoded_words, words_of(memory[first : first + whole], word), has_old=has_old)
+
+
+def _apply_chunk(changed: ChangedBox, chunk: Box, encoded: memoryview, *, has_old: bool) -> None:
     """Change the elements of a box that are in one chunk."""
-    box, elements, word, has_old = changed
+    box, elements, word = changed[:3]
     common = chunk.intersect(box)
     assert common is not None  # the caller selected chunks of the box
     part = part_of(elements, common, box)
-    is_whole = common == chunk
-    if is_whole and part.flags.c_contiguous and is_little(part.dtype):
-        decode(encoded, words_of(plain(part), word), has_old=has_old)
-        return
     whole: HostArray = np.zeros(chunk.shape, little_dtype(part.dtype))
     inside = part_of(whole, common, chunk)
     if has_old:
         copy_elements(inside, part)
-    decode(encoded, words_of(whole, word), has_old=has_old, is_whole=is_whole)
+    decode(encoded, words_of(whole, word), has_old=has_old, is_whole=common == chunk)
     copy_elements(part, inside)

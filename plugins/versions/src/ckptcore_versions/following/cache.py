@@ -9,18 +9,20 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import mmap
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ckptcore.builtin.local_calls import NO_LOCKS, SystemCall, close_descriptor, sync_file
 from ckptcore.builtin.local_directories import FileLock, sync_names, try_to_lock
 from ckptcore.commit.location import LocationLike
-from ckptcore.errors import DirectoryInUseError, StorageError
+from ckptcore.errors import CorruptCheckpointError, DirectoryInUseError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
@@ -78,6 +80,32 @@ class CachedVersion:
                 logger.warning("%s cannot be read: %s", path, error)
                 return False
         return True
+
+    @contextmanager
+    def mapped(self, name: str) -> Iterator[mmap.mmap]:
+        """Map a file.
+
+        Raises:
+            CorruptCheckpointError: it has another size than recorded.
+            StorageError
+        """
+        path, nbytes = os.path.join(self.directory, name), self.files[name].nbytes
+        with SystemCall("read", path):
+            size = os.path.getsize(path)
+        if size != nbytes:  # memory beyond the end of a file must not be read
+            raise CorruptCheckpointError(f"{path}, in the cache, has {size} bytes, expected {nbytes}")
+        with map_file(path, nbytes) as memory:
+            yield memory
+
+    def verify(self, name: str, memory: mmap.mmap, blocks: Collection[int], threads: IOThreads) -> None:
+        """Verify blocks of a file that is mapped.
+
+        Raises:
+            CorruptCheckpointError: a block is damaged.
+        """
+        checksums = self.files[name].checksums
+        if checksums_of_file(memory, threads, blocks, checksums) != checksums:
+            raise CorruptCheckpointError(f"{os.path.join(self.directory, name)}, in the cache, is damaged")
 
 
 class Cache:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,7 +22,6 @@ from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.runtime import runtime_of
-from ckptcore_versions.deltas.patched_arrays import PatchedArray
 from ckptcore_versions.following.cache import Cache, CachedFile
 from ckptcore_versions.following.local_files import (
     INDEX_NAME,
@@ -33,6 +34,7 @@ from ckptcore_versions.following.local_files import (
     pieces,
 )
 from ckptcore_versions.following.local_version import LocalVersion, Origin
+from ckptcore_versions.following.patching import LARGEST_WINDOW_BYTES, FilePatching, patches_of, write_all
 from ckptcore_versions.held_version import BaseVersion
 
 
@@ -77,7 +79,8 @@ class Preparation:
         self._directory = ""
         self._present: LocalVersion | None = None
         self._is_from_base = False
-        self._files: Mapping[str, CachedFile] = {}
+        self._files: dict[str, CachedFile] = {}
+        self._memory: dict[str, mmap.mmap] = {}
         self._changed: Mapping[int, tuple[Box, ...]] = {}
 
     def run(self, base: LocalVersion | None) -> None:
@@ -97,13 +100,42 @@ class Preparation:
         if not self.version.digest:
             self._origin = Origin.of(self._checkpoint.location, self._context)  # before its content is read
         self._is_from_base = base is not None and _is_last_source(self._checkpoint, base)
+        if base is not None and self._patch(base):
+            return
         check_sizes(self._checkpoint, {part.leaf for file in self._plan.files for part in file.parts})
         self._directory = self._cache.begin(self.version.number)
         self._create_files()
         self._read_all()
         check_additional(self._checkpoint)
         self._changed = all_boxes(self._plan) if base is None else self._changes(base)
-        self._files = self._checksums(base)
+        self._map_all(base)
+
+    def _patch(self, base: LocalVersion) -> bool:
+        """Write the files of the base with the changes of deltas. Return False if they are not that.
+
+        Only the elements of the base have many bytes, and its files exist. So sizes that a hostile delta states are not
+        checked before.
+        """
+        derived = self._checkpoint.derived
+        patches = patches_of(derived, self._plan) if derived is not None and self._is_from_base else None
+        if patches is None:
+            return False
+        writers = {name: FilePatching(self._checkpoint, of_file, self._threads) for name, of_file in patches.items()}
+        if any(writer.largest > LARGEST_WINDOW_BYTES for writer in writers.values()):
+            return False
+        self._directory = self._cache.begin(self.version.number)
+        self._create_files()
+        for name, writer in writers.items():
+            with base.cached.mapped(name) as memory, self._opened(name) as descriptor:
+                writer.write(memory, self._path(name), descriptor)
+                base.cached.verify(name, memory, _blocks(writer.unverified), self._threads)
+        check_additional(self._checkpoint)
+        changed: dict[int, dict[Box, None]] = {}
+        for patch in itertools.chain.from_iterable(patches.values()):
+            changed.setdefault(patch.part.leaf, {}).update(dict.fromkeys(patch.changed))
+        self._changed = {leaf: _joined(boxes) for leaf, boxes in sorted(changed.items()) if boxes}
+        self._map_all(base, {name: _blocks(writer.changed) for name, writer in writers.items()})
+        return True
 
     def complete(self) -> Prepared:
         """Make the version durable and complete, and map it.
@@ -114,8 +146,7 @@ class Preparation:
         if self._present is not None:
             return Prepared(self._present, {})
         cached = self._cache.complete(self._directory, self.version, self._files)
-        local = LocalVersion.open(cached, self._plan)
-        return Prepared(local._replace(origin=self._origin), self._changed)
+        return Prepared(LocalVersion(cached, self._plan, self._memory, self._origin), self._changed)
 
     def discard(self) -> None:
         """Remove the files, unless the version is complete."""
@@ -142,10 +173,10 @@ class Preparation:
             with self._opened(file.name, os.O_CREAT | os.O_EXCL) as descriptor:
                 os.ftruncate(descriptor, file.nbytes)
                 allocate(descriptor, file.nbytes)
-                _write(descriptor, 0, file.head)
+                write_all(descriptor, 0, file.head)
         if self._plan.index is not None:
             with self._opened(INDEX_NAME, os.O_CREAT | os.O_EXCL) as descriptor:
-                _write(descriptor, 0, self._plan.index)
+                write_all(descriptor, 0, self._plan.index)
 
     @contextmanager
     def _opened(self, name: str, flags: int = 0) -> Iterator[int]:
@@ -176,24 +207,18 @@ class Preparation:
             raise incomplete_read(self._checkpoint, part.leaf)
 
     def _changes(self, base: LocalVersion) -> dict[int, tuple[Box, ...]]:
-        """Return the boxes that differ from the base, by leaf: the chunks of deltas, or pieces that were compared."""
+        """Return the pieces that differ from the base, by leaf. Arrays that are those of the base are not compared."""
         derived = self._checkpoint.derived if self._is_from_base else None
-        changed: dict[int, dict[Box, None]] = {}
         compared: list[tuple[str, Part]] = []
         for file in self._plan.files:
             for part in file.parts:
-                array = None if derived is None else derived.derivations[part.leaf]
                 of_base = None if derived is None else Stored(part.spec, part.leaf, len(derived.sources) - 1)
-                # An array that was tied to another meanwhile is computed from that one.
-                if isinstance(array, PatchedArray) and array.base is not None and array.base == of_base:
-                    boxes = [chunk.box for _, chunks in array.deltas for chunk in chunks.within(part.box)]
-                    common = [inside for box in boxes if (inside := box.intersect(part.box)) is not None]
-                    changed.setdefault(part.leaf, {}).update(dict.fromkeys(common))
-                elif array is None or array != of_base:
+                if derived is None or derived.derivations[part.leaf] != of_base:
                     compared.append((file.name, part))
+        changed: dict[int, list[Box]] = {}
         for leaf, box in self._compare(base, compared):
-            changed.setdefault(leaf, {})[box] = None
-        return {leaf: tuple(sorted(boxes)) for leaf, boxes in sorted(changed.items()) if boxes}
+            changed.setdefault(leaf, []).append(box)
+        return {leaf: _joined(boxes) for leaf, boxes in sorted(changed.items())}
 
     def _compare(self, base: LocalVersion, parts: Sequence[tuple[str, Part]]) -> list[tuple[int, Box]]:
         """Return the leaf and the box of each piece of parts, given with their files, that differs from the base."""
@@ -214,18 +239,22 @@ class Preparation:
         for_each(self._threads, all_pieces(), compare)
         return changed
 
-    def _checksums(self, base: LocalVersion | None) -> dict[str, CachedFile]:
-        """Return the files with the checksums of their blocks. Computes those of blocks that changed."""
-        files: dict[str, CachedFile] = {}
+    def _map_all(self, base: LocalVersion | None, changed: Mapping[str, Collection[int]] | None = None) -> None:
+        """Map all files, and compute the checksums of their blocks.
+
+        Args:
+            base: the version before.
+            changed: by file, the blocks that differ from those of the base; None: those of `_changed`.
+        """
         for file in self._plan.files:
-            with map_file(self._path(file.name), file.nbytes) as memory:
-                if base is None:
-                    checksums = checksums_of_file(memory, self._threads)
-                else:
-                    before = base.cached.files[file.name].checksums
-                    checksums = checksums_of_file(memory, self._threads, _blocks(file.parts, self._changed), before)
-                files[file.name] = CachedFile(file.nbytes, checksums)
-        return files
+            memory = self._memory[file.name] = map_file(self._path(file.name), file.nbytes)
+            if base is None:
+                checksums = checksums_of_file(memory, self._threads)
+            else:
+                before = base.cached.files[file.name].checksums
+                blocks = _changed_blocks(file.parts, self._changed) if changed is None else changed[file.name]
+                checksums = checksums_of_file(memory, self._threads, blocks, before)
+            self._files[file.name] = CachedFile(file.nbytes, checksums)
 
 
 def _is_last_source(checkpoint: Checkpoint, base: LocalVersion) -> bool:
@@ -242,26 +271,29 @@ def all_boxes(plan: FilePlan) -> dict[int, tuple[Box, ...]]:
     return {leaf: tuple(of_leaf) for leaf, of_leaf in boxes.items()}
 
 
-def _blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[int]:
+def _joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Return boxes in order, with those joined that are adjacent along the first axis: few boxes are copied fast."""
+    joined: list[Box] = []
+    for box in sorted(boxes):
+        last = joined[-1] if joined else box
+        if box.start and joined and (last.start[1:], last.stop) == (box.start[1:], (box.start[0], *box.stop[1:])):
+            joined[-1] = Box(last.start, box.stop)
+        else:
+            joined.append(box)
+    return tuple(joined)
+
+
+def _changed_blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[int]:
     """Return the numbers of the blocks of a file in which elements changed."""
-    blocks: set[int] = set()
-    for part in parts:
-        for box in changed.get(part.leaf, ()):
-            common = part.box.intersect(box) if box != part.box else box
-            if common is None:
-                continue
-            start, stop = part.extent(common)
-            blocks.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
-    return blocks
+    common = [(part, part.box.intersect(box)) for part in parts for box in changed.get(part.leaf, ())]
+    return _blocks([part.extent(box) for part, box in common if box is not None])
+
+
+def _blocks(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """Return the numbers of the blocks that have bytes of ranges."""
+    return {block for start, stop in ranges for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
 
 
 def _bytes(piece: HostArray) -> HostArray:
     """Return the bytes of a contiguous array, because an element that is NaN is not equal to itself."""
     return piece.reshape(-1).view(np.uint8)
-
-
-def _write(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count

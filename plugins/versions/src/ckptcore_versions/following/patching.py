@@ -1,0 +1,363 @@
+"""Patching: the files of a version, written as those of its base with the changes of deltas.
+
+The files are copied window by window, and a window is changed in memory on the way. A write to a mapped file instead
+would take a page fault for each 4 KiB, which takes longer than to copy and to change them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ckptcore.builtin.local_calls import SystemCall
+from ckptcore.derivations import Stored
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.elements import bytes_of
+from ckptcore.io.memory import allocate
+from ckptcore.io.threads import IOThreads, for_each
+from ckptcore.loading.reading import incomplete_read
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import Checkpoint, naming_additional, naming_arrays
+from ckptcore.opening.derived import Derived
+from ckptcore.planning import plan_read
+from ckptcore_versions.deltas.checksums import CRC32
+from ckptcore_versions.deltas.chunks import EncodedChunk
+from ckptcore_versions.deltas.encoding import word_bytes
+from ckptcore_versions.deltas.patched_arrays import ChangedBox, PatchedArray, apply_chunks, runs_of
+from ckptcore_versions.following.local_files import FilePlan, Part
+
+_WINDOW_BYTES: Final = 1 << 20
+"""Bytes of a window: it stays in the cache of a processor."""
+
+LARGEST_WINDOW_BYTES: Final = 64 << 20
+"""Chunks that are columns of a large array would make a window of the whole array."""
+
+_ENCODED_BYTES: Final = 256 << 20
+"""Encoded bytes that are in memory at a time, unless one array has more."""
+
+_REQUEST_BYTES: Final = 8 << 20
+"""Bytes of a request for a part of an object. A remote storage answers several requests at a time."""
+
+
+@dataclass(slots=True)
+class Patch:
+    """The changes of deltas to a part of a file.
+
+    Attributes:
+        part: the part.
+        deltas: for each delta that changes it, from the oldest: the encoded bytes of its array, and its chunks.
+        encoded: for each delta, the encoded bytes of each chunk, once they are read.
+    """
+
+    part: Part
+    deltas: Sequence[tuple[Stored, Sequence[EncodedChunk]]]
+    encoded: list[list[memoryview]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded bytes of all chunks."""
+        return sum([chunk.stop - chunk.start for _, chunks in self.deltas for chunk in chunks])
+
+    @property
+    def changed(self) -> Iterator[Box]:
+        """The boxes of the part that have changes."""
+        for _, chunks in self.deltas:
+            for chunk in chunks:
+                common = chunk.box.intersect(self.part.box)
+                assert common is not None  # `patches_of` selected them
+                yield common
+
+
+class _Band(NamedTuple):
+    """Adjacent elements of a part: a box of it that no chunk crosses.
+
+    Attributes:
+        patch: the patch.
+        box: the box.
+        chunks: for each delta of the patch, the numbers of the chunks in it.
+    """
+
+    patch: Patch
+    box: Box
+    chunks: Sequence[Sequence[int]]
+
+    @property
+    def is_verified(self) -> bool:
+        """True if whole chunks of one delta make it up, so that their digests verify all of its elements."""
+        size = self.box.size
+        return any(
+            sum([chunk.size for number in numbers if self.box.contains(chunk := chunks[number].box)]) == size
+            for numbers, (_, chunks) in zip(self.chunks, self.patch.deltas, strict=True)
+        )
+
+
+class _Window(NamedTuple):
+    """Adjacent bands of a file.
+
+    Attributes:
+        start, stop: its range in the file, in bytes.
+        bands: its bands.
+    """
+
+    start: int
+    stop: int
+    bands: Sequence[_Band]
+
+    @property
+    def is_changed(self) -> bool:
+        """True if a delta changes it."""
+        return any(any(band.chunks) for band in self.bands)
+
+    @property
+    def is_verified(self) -> bool:
+        """True if digests of deltas verify all of its elements."""
+        return all(band.is_verified for band in self.bands)
+
+    def changes(self, memory: HostArray) -> Iterator[Sequence[ChangedBox]]:
+        """Yield the changes of each delta, from the oldest.
+
+        Args:
+            memory: the bytes of the window.
+        """
+        by_delta: dict[int, list[ChangedBox]] = {}
+        for patch, box, chunks in self.bands:
+            offset = patch.part.extent(box)[0] - self.start
+            elements = np.ndarray(box.shape, patch.part.spec.numpy_dtype, memory, offset)
+            word = word_bytes(patch.part.spec)
+            for (stored, of_delta), numbers, encoded in zip(patch.deltas, chunks, patch.encoded, strict=True):
+                own = [(of_delta[number].box, encoded[number]) for number in numbers]
+                by_delta.setdefault(-stored.checkpoint, []).append(ChangedBox(box, elements, word, own, offset))
+        return iter([by_delta[number] for number in sorted(by_delta)])
+
+
+def patches_of(derived: Derived, plan: FilePlan) -> Mapping[str, Sequence[Patch]] | None:
+    """Return the patches of each file; None if an array is not that of the last source with changes of deltas.
+
+    Args:
+        derived: a version. Its last source has the files of the plan.
+        plan: its files.
+    """
+    last = len(derived.sources) - 1
+    patches: dict[str, list[Patch]] = {}
+    for file in plan.files:
+        of_file = patches[file.name] = []
+        for part in file.parts:
+            array, of_base = derived.derivations[part.leaf], Stored(part.spec, part.leaf, last)
+            if array == of_base:
+                of_file.append(Patch(part, ()))
+            elif isinstance(array, PatchedArray) and array.base == of_base:
+                found = [(encoded, chunks.within(part.box)) for encoded, chunks in array.deltas]
+                of_file.append(Patch(part, [(encoded, chunks) for encoded, chunks in found if chunks]))
+            else:
+                return None
+    return patches
+
+
+class FilePatching:
+    """Writes a file with the changes of patches.
+
+    Attributes:
+        changed: the ranges of the file that have changes, in bytes.
+        unverified: the ranges with elements of the base that no digest of a delta verifies.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, patches: Sequence[Patch], threads: IOThreads) -> None:
+        """Write nothing yet.
+
+        Args:
+            checkpoint: the version, derived from its base and deltas.
+            patches: the patches of the file, in order.
+            threads: copy windows.
+        """
+        self._checkpoint = checkpoint
+        self._threads = threads
+        self._batches = [(batch, list(_windows(batch))) for batch in _batches(patches)]
+        windows = [window for _, of_batch in self._batches for window in of_batch]
+        self.largest = max([window.stop - window.start for window in windows], default=0)
+        self.changed = [(window.start, window.stop) for window in windows if window.is_changed]
+        self.unverified = [(window.start, window.stop) for window in windows if not window.is_verified]
+
+    def write(self, base: mmap.mmap, path: str, descriptor: int) -> None:
+        """Copy the elements of a base, with the changes.
+
+        Args:
+            base: the file of the base, with the same parts at the same positions. It is mapped, because to read a file
+                in memory takes three times as long.
+            path, descriptor: the file to write.
+
+        Raises:
+            CorruptCheckpointError: a delta is damaged, or the base differs from that of the save.
+            StorageError
+        """
+
+        def copy(window: _Window) -> None:
+            memory = np.empty(window.stop - window.start, np.uint8)
+            np.copyto(memory, np.frombuffer(base, np.uint8, memory.size, window.start))
+            try:
+                for changes in window.changes(memory):
+                    apply_chunks(memory, changes)
+            except CorruptCheckpointError as error:
+                tree = self._checkpoint.tree
+                names = [format_path(tree.paths[band.patch.part.leaf]) for band in window.bands if any(band.chunks)]
+                raise type(error)(f"{', '.join(names[:5])} of {self._checkpoint}: {error}") from error
+            with SystemCall("write", path):
+                write_all(descriptor, window.start, bytes_of(memory))
+
+        for patches, windows in self._batches:
+            _read_encoded(self._checkpoint, patches)
+            for_each(self._threads, windows, copy)
+            for patch in patches:
+                patch.encoded = []
+
+
+def write_all(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """Write all bytes at a position of a file."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _batches(patches: Sequence[Patch]) -> Iterator[Sequence[Patch]]:
+    """Divide patches into batches of at most `_ENCODED_BYTES`, unless one patch has more."""
+    batch: list[Patch] = []
+    nbytes = 0
+    for patch in patches:
+        if batch and nbytes + patch.nbytes > _ENCODED_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(patch)
+        nbytes += patch.nbytes
+    if batch:
+        yield batch
+
+
+def _windows(patches: Sequence[Patch]) -> Iterator[_Window]:
+    """Divide a file into windows that no chunk crosses."""
+    bands: list[_Band] = []
+    start = stop = 0
+    for patch in patches:
+        for band in _bands(patch):
+            low, high = patch.part.extent(band.box)
+            if bands and (low != stop or high - start > _WINDOW_BYTES):
+                yield _Window(start, stop, bands)
+                bands = []
+            if not bands:
+                start = low
+            bands.append(band)
+            stop = high
+    if bands:
+        yield _Window(start, stop, bands)
+
+
+def _bands(patch: Patch) -> Iterator[_Band]:
+    """Divide a part along its first axis into bands of about `_WINDOW_BYTES` that no chunk crosses."""
+    box = patch.part.box
+    if not box.size:
+        return
+    axis = next((axis for axis, extent in enumerate(box.shape) if extent > 1), None)
+    everything = [range(len(chunks)) for _, chunks in patch.deltas]
+    if axis is None or patch.part.nbytes <= _WINDOW_BYTES:
+        yield _Band(patch, box, everything)
+        return
+    rows = max(1, _WINDOW_BYTES * box.shape[axis] // patch.part.nbytes)
+    spans = [[(chunk.box.start[axis], chunk.box.stop[axis]) for chunk in chunks] for _, chunks in patch.deltas]
+    lows: list[int] = []
+    highs: list[int] = []
+    for low, high in sorted(itertools.chain.from_iterable(spans)):
+        if highs and low < highs[-1]:
+            highs[-1] = max(highs[-1], high)
+        else:
+            lows.append(low)
+            highs.append(high)
+    orders = [sorted(range(len(of_delta)), key=of_delta.__getitem__) for of_delta in spans]
+    taken = [0] * len(orders)
+    start, stop = box.start[axis], box.stop[axis]
+    while start < stop:
+        end = min(start + rows, stop)
+        crossed = bisect.bisect_left(lows, end) - 1
+        if crossed >= 0:
+            end = min(max(end, highs[crossed]), stop)
+        numbers = []
+        for delta, order in enumerate(orders):
+            first = taken[delta]
+            while taken[delta] < len(order) and spans[delta][order[taken[delta]]][0] < end:
+                taken[delta] += 1
+            numbers.append(order[first : taken[delta]])
+        yield _Band(patch, box.band(axis, start, end), numbers)
+        start = end
+
+
+def _read_encoded(checkpoint: Checkpoint, patches: Sequence[Patch]) -> None:
+    """Read the encoded bytes of patches, those of each delta together.
+
+    Raises:
+        CorruptCheckpointError
+        StorageError
+    """
+    derived = checkpoint.derived
+    assert derived is not None
+    by_source: dict[int, list[tuple[int, EncodedChunk]]] = {}
+    for patch in patches:
+        for stored, chunks in patch.deltas:
+            by_source.setdefault(stored.checkpoint, []).extend([(stored.leaf, chunk) for chunk in chunks])
+    encoded: dict[int, Iterator[memoryview]] = {}
+    for number, of_source in sorted(by_source.items()):
+        source = derived.sources[number]
+        with naming_additional(source) if number else naming_arrays(source):
+            encoded[number] = iter(_encoded_of(source, of_source))
+    for patch in patches:
+        patch.encoded = [[next(encoded[stored.checkpoint]) for _ in chunks] for stored, chunks in patch.deltas]
+
+
+def _encoded_of(source: Checkpoint, chunks: Sequence[tuple[int, EncodedChunk]]) -> Sequence[memoryview]:
+    """Return the encoded bytes of chunks of a delta, each with the leaf of its array of encoded bytes.
+
+    Reads objects of which every byte is needed as a whole: to read each chunk by itself takes longer than to decode it.
+    """
+    needed = Counter[str]()
+    for _, chunk in chunks:
+        needed[chunk.key] += chunk.stop - chunk.start + CRC32.nbytes
+    records = [(key, source.store.objects.get(key)) for key in needed]
+    whole = [key for key, record in records if record is not None and record.checksums and record.size == needed[key]]
+    pieces = [(key, start, min(start + _REQUEST_BYTES, needed[key]))
+              for key in whole for start in range(0, needed[key], _REQUEST_BYTES)]  # fmt: skip
+    read: dict[str, list[bytes]] = {key: [] for key in whole}
+    for (key, _, _), data in zip(pieces, source.store.get_many(pieces), strict=True):
+        if data is None:
+            raise ObjectNotFoundError(f"{key} does not exist")
+        read[key].append(data)
+    objects = {key: memoryview(of_key[0] if len(of_key) == 1 else b"".join(of_key)) for key, of_key in read.items()}
+    others = iter(_read_apart(source, [(leaf, chunk) for leaf, chunk in chunks if chunk.key not in objects]))
+    return [
+        objects[chunk.key][chunk.offset : chunk.offset + chunk.stop - chunk.start]
+        if chunk.key in objects else next(others)
+        for _, chunk in chunks
+    ]  # fmt: skip
+
+
+def _read_apart(source: Checkpoint, chunks: Sequence[tuple[int, EncodedChunk]]) -> Sequence[memoryview]:
+    """Return the encoded bytes of chunks, which are read from the arrays of encoded bytes."""
+    by_leaf = itertools.groupby(chunks, lambda of_leaf: of_leaf[0])
+    runs = [(leaf, run) for leaf, of_leaf in by_leaf for run in runs_of([chunk for _, chunk in of_leaf])]
+    if not runs:
+        return []
+    plan = plan_read(source.tree, [(leaf, (run.range,)) for leaf, run in runs])
+    buffers = [allocate(ArraySpec(run.range.shape, "uint8")) for _, run in runs]
+    missing = set(range(len(runs))).difference(source.read(plan, buffers))
+    if missing:
+        raise incomplete_read(source, runs[min(missing)][0])
+    return [
+        bytes_of(buffer)[chunk.start - run.range.start[0] : chunk.stop - run.range.start[0]]
+        for (_, run), buffer in zip(runs, buffers, strict=True)
+        for chunk in run.chunks
+    ]
