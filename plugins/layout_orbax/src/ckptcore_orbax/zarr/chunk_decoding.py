@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
-from ckptcore.model import Box, Chunk, HostArray, ReadItem
+from ckptcore.model import Box, Chunk, HostArray
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified, expect_reasonable
-from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, expect_chunks, native_store, read_native
-from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
+from ckptcore_orbax.zarr.native_reading import check_native_files, expect_chunks, native_store, read_native
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, BoxRead, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
 
@@ -106,18 +106,14 @@ def is_native(state: ArraysState, store: ReadStore) -> bool:
 
 def read_natively(
     state: ArraysState,
-    items: Sequence[ReadItem],
-    buffers: Sequence[HostArray],
+    wanted: Mapping[int, Sequence[BoxRead]],
     store: ReadStore,
     databases: DatabaseCache,
 ) -> Iterator[int]:
-    """Read boxes of arrays with tensorstore's own storage drivers. See `ckptcore.protocols.NativeReader`."""
+    """Read boxes of arrays, by leaf, with tensorstore's own storage drivers. See `ckptcore.protocols.NativeReader`."""
     with using_tensorstore():
         native = native_store(state, store.address)
         assert native is not None  # see `is_native`
-        wanted: dict[int, list[BoxRead]] = {}
-        for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
-            wanted.setdefault(item.leaf, []).append(BoxRead(number, item.box, buffer))
         for leaf in wanted:
             expect_reasonable(state.arrays[leaf])
         check_native_files(wanted, state, store, databases)

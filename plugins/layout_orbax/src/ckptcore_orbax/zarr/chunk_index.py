@@ -37,9 +37,10 @@ from ckptcore_orbax.zarr.chunk_locations import (
 )
 from ckptcore_orbax.zarr.chunk_sizes import expect_reasonable
 from ckptcore_orbax.zarr.chunking import check_chunk_count, flatten_index, iter_chunks, unflatten_index
-from ckptcore_orbax.zarr.codecs import is_blosc
+from ckptcore_orbax.zarr.codecs import is_blosc, is_framed
+from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
-from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
+from ckptcore_orbax.zarr.state import ArraysState, BoxRead, ZarrArray
 
 if TYPE_CHECKING:
     from ckptcore_orbax.zarr.chunk_decoding import ChunkDecoder
@@ -55,8 +56,8 @@ tensorstore allocates memory for them before it knows how many bytes are stored.
 class ZarrIndex(ChunkIndex):
     """Locates the read chunks of zarr arrays. Thread-safe.
 
-    It is also a `NativeReader`: tensorstore reads encoded arrays of other software directly from
-    storages that it supports.
+    It is also a `NativeReader` of encoded arrays of other software: `read_frames` reads zstd frames in local files, and
+    tensorstore reads others directly from storages that it supports.
     """
 
     def __init__(self, tree: TreeMetadata, state: ArraysState, databases: DatabaseCache) -> None:
@@ -286,9 +287,11 @@ class ZarrIndex(ChunkIndex):
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
         format = state.arrays[leaf].format
-        if format.direct or leaf in state.embedded or max(format.inner_bytes, format.index_bytes) > _NATIVE_BYTES:
+        if format.direct or leaf in state.embedded:
             return False
-        if is_blosc(inner_array(format)):
+        if self._is_framed(format, store):
+            return True
+        if max(format.inner_bytes, format.index_bytes) > _NATIVE_BYTES or is_blosc(inner_array(format)):
             return False
         from ckptcore_orbax.zarr.chunk_decoding import is_native  # delays the import of tensorstore
 
@@ -296,9 +299,23 @@ class ZarrIndex(ChunkIndex):
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
-        from ckptcore_orbax.zarr.chunk_decoding import read_natively  # delays the import of tensorstore
+        frames: dict[int, list[BoxRead]] = {}
+        others: dict[int, list[BoxRead]] = {}
+        for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
+            into = frames if self._is_framed(self._state.arrays[item.leaf].format, store) else others
+            into.setdefault(item.leaf, []).append(BoxRead(number, item.box, buffer))
+        if frames:
+            from ckptcore_orbax.zarr.frame_reading import read_frames  # needs zstandard
 
-        return read_natively(self._state, items, buffers, store, self._databases)
+            yield from read_frames(self._state, frames, self, store)
+        if others:
+            from ckptcore_orbax.zarr.chunk_decoding import read_natively  # delays the import of tensorstore
+
+            yield from read_natively(self._state, others, store, self._databases)
+
+    def _is_framed(self, format: ArrayFormat, store: ReadStore) -> bool:
+        """Return True if chunks are zstd frames in local files. tensorstore has more requests to a remote storage."""
+        return store.address is not None and store.address.url.startswith("file:") and is_framed(inner_array(format))
 
     def _stored(self, leaf: int) -> ZarrArray:
         stored = self._state.arrays.get(leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -9,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
 from ckptcore_orbax.zarr.documents import expect, parse_chunk_shape
+from ckptcore_orbax.zarr.dtypes import dtype_of_version2
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
@@ -194,6 +196,29 @@ def is_blosc(inner: ArrayFormat) -> bool:
         return _last_compressor(inner.document["codecs"]) == "blosc"
     compressor = inner.document["compressor"]
     return isinstance(compressor, dict) and compressor.get("id") == "blosc"
+
+
+_PADDED: Final = frozenset(["bool", "float4_e2m1fn", "int2", "int4"])
+"""Dtypes of fewer than 8 bits, whose bytes tensorstore checks or extends."""
+
+
+def is_framed(inner: ArrayFormat) -> bool:
+    """Return whether a chunk of this format is a zstd frame of elements in C order, little endian.
+
+    Args:
+        inner: the format of one inner chunk, from `inner_array`.
+    """
+    document = inner.document
+    if inner.spec.dtype in _PADDED or sys.byteorder != "little":
+        return False
+    if inner.zarr_format == 3:
+        *chain, last = _without_identities(_chain(document["codecs"]), len(inner.chunk))
+        is_zstd = last[0] == "zstd" and last[1] is not None and last[1].keys() <= {"level", "checksum"}
+        return is_zstd and _raw(chain, inner.spec.numpy_dtype.itemsize) == "plain"
+    compressor = document["compressor"]
+    is_zstd = isinstance(compressor, dict) and compressor.get("id") == "zstd"
+    is_plain = not document["filters"] and (document["order"] == "C" or len(inner.chunk) < 2)
+    return is_zstd and is_plain and dtype_of_version2(document["dtype"])[1] == "little"
 
 
 def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:

@@ -9,21 +9,20 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 import tensorstore
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.model import JSON, Box, HostArray
+from ckptcore.model import JSON
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
-from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
+from ckptcore_orbax.zarr.state import ArraysState, BoxRead, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
 _QUOTED: Final = re.compile(r"^s3://.*(%20| )")
@@ -117,21 +116,6 @@ _OPTIONS: Final[Mapping[str, Callable[[Mapping[str, JSON]], Mapping[str, Any] | 
     "gs": _gcs_options,
 }
 """Functions that convert the options of an address, by URL scheme."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoxRead:
-    """A box of an array, and its destination.
-
-    Attributes:
-        number: number of the requested item.
-        box: the box, in elements as stored.
-        buffer: destination: C-contiguous, with the stored dtype and the box's shape.
-    """
-
-    number: int
-    box: Box
-    buffer: HostArray
 
 
 _STARTED_BYTES: Final = 128 << 20

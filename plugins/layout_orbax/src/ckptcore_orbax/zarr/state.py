@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, ArrayRecord, TreeMetadata, format_path
+from ckptcore.model import JSON, ArrayRecord, Box, HostArray, TreeMetadata, format_path
 from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat
@@ -40,6 +40,21 @@ class ZarrArray:
     def prefix(self) -> str:
         """Prefix of the keys of its metadata and chunks."""
         return array_prefix(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRead:
+    """A box of an array, and its destination.
+
+    Attributes:
+        number: number of the requested item.
+        box: the box, in elements as stored.
+        buffer: destination: C-contiguous, with the stored dtype and the box's shape.
+    """
+
+    number: int
+    box: Box
+    buffer: HostArray
 
 
 @dataclass(frozen=True, slots=True)
