@@ -11,6 +11,7 @@ from typing import Final, cast
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.elements import new_bytes
+from ckptcore.io.memory import map_pages
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.protocols import Buffer, RangeReader, StampedReader
 
@@ -34,7 +35,7 @@ class _Spare(threading.local):
         """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying it."""
         self.block = None
         if self.memory is None or len(self.memory) < nbytes:
-            self.memory = new_bytes(nbytes)
+            self.memory = map_pages(nbytes).memory()
         return self.memory[:nbytes]
 
 
