@@ -101,7 +101,7 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        self.verify_pieces(start, (data,))
+        self._compare(start, checksums_of(data, self.block_bytes))
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.

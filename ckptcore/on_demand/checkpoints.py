@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
@@ -128,8 +127,9 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         entry = _descend(self, keys) if entry is None else entry
         if entry is None:
             raise self._nothing_at(keys)
-        part = entry if isinstance(entry, StoredTree) else self._value(entry)
-        if isinstance(part, StoredTree | StoredArray):
+        # Not `isinstance(entry, StoredTree)`: checks for a class with abstract methods are slow.
+        part = self._value(entry) if isinstance(entry, _LeafAt) else entry
+        if part is entry or isinstance(part, StoredArray):
             self._parts[path] = part
         return part
 
@@ -189,8 +189,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LeafAt:
+class _LeafAt(NamedTuple):
     """The path and the number of a leaf."""
 
     path: TreePath
@@ -203,11 +202,11 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
-    if isinstance(child, StoredTree):
-        if (entry := _descend(child, rest)) is not None:
-            return entry
-    elif child is not None and not rest:
-        return child
+    if isinstance(child, _LeafAt):
+        if not rest:
+            return child
+    elif child is not None and (entry := _descend(child, rest)) is not None:
+        return entry
     if not isinstance(key, str):
         return None
     position = key.rfind("/")

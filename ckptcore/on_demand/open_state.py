@@ -6,7 +6,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote
 
@@ -58,12 +57,14 @@ class OpenState:
         self.is_closed = False
         self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).parsed_roots).open()
         self._location = _absolute(location, self._now)
-        self._version = _Version.of(self._now.version)
+        self._version: _Version | LocationVersion = self._now.version
         self._held: dict[str, BlockCache | None] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> _Reference:
-        return _Reference(self._location, self.context.of_another_process(), self._version, self.is_closed)
+        # The digest of a large root takes longer than a slice, and only copies need it.
+        version = _Version.of(self._version) if isinstance(self._version, LocationVersion) else self._version
+        return _Reference(self._location, self.context.of_another_process(), version, self.is_closed)
 
     def __setstate__(self, reference: _Reference) -> None:
         self._location, self.context, self._version, self.is_closed = reference
@@ -87,6 +88,7 @@ class OpenState:
                 raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
             if self._now is None:
                 checkpoint = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
+                assert isinstance(self._version, _Version)  # only copies are opened at their first use
                 if not self._version.still_exists(checkpoint.version):
                     raise _replaced(checkpoint)
                 self._now = checkpoint
@@ -226,8 +228,7 @@ def _replaced(checkpoint: Checkpoint) -> CheckpointNotFoundError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlainExtent:
+class PlainExtent(NamedTuple):
     """The location of an array that is uncompressed, little endian, in C order and in one object.
 
     Attributes:
