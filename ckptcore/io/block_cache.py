@@ -15,8 +15,8 @@ from ckptcore.io.memory import PAGE_BYTES, map_pages
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.protocols import Buffer, RangeReader, StampedReader
 
-_FEW_BLOCKS: Final = 8
-"""Below this number of blocks, the calling thread reads them without other threads."""
+_FEW_RUNS: Final = 8
+"""Below this number of runs of blocks, the calling thread reads them without other threads."""
 
 
 _WINDOW_BYTES: Final = 256 << 10
@@ -94,6 +94,7 @@ class BlockCache:
 
     Attributes:
         is_verified: True if bytes are compared with checksums, and therefore read as whole blocks.
+        block_bytes: the size of the blocks.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class BlockCache:
             reader: the open object.
             size: its recorded size in bytes; may be hostile.
             sums: the checksums of its blocks; None: verify nothing.
-            block_bytes: the bytes that one checksum covers.
+            block_bytes: the bytes to read and verify together: those that one checksum covers, or a multiple of them.
             recent: caches blocks of objects without a `StampedReader`.
             count: called with the number of bytes after each read.
         """
@@ -124,7 +125,7 @@ class BlockCache:
         self._stamped = cast(StampedReader, reader) if _is_stamped(type(reader)) else None
         self._size = size
         self._sums = sums
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._recent = recent
         self._count = count
         self._memory: memoryview | None = None
@@ -149,7 +150,7 @@ class BlockCache:
         if self._sums is None:
             return self._was_read and stop <= stamped.size()
         stamp, marks = self._verified
-        first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
+        first, last = start // self.block_bytes, (stop - 1) // self.block_bytes
         if not marks[first] or (first != last and marks.find(0, first, last + 1) >= 0):
             return False
         return stamped.stamp() == stamp
@@ -176,13 +177,20 @@ class BlockCache:
             stamp = self._stamped.stamp()
             if stamp is None:
                 return False  # without a stamp, each use would have to verify the blocks again
-            marks, size = self._marks_of(stamp), self._block_bytes
-            missing = [number for number in range(start // size, -(-stop // size)) if not marks[number]]
-            if len(missing) < _FEW_BLOCKS:
-                for number in missing:
-                    self._verify_block(number)
+            marks, size = self._marks_of(stamp), self.block_bytes
+            runs: list[range] = []  # of blocks that are not verified yet
+            for number in range(start // size, -(-stop // size)):
+                if marks[number]:
+                    continue
+                if runs and runs[-1].stop == number and len(runs[-1]) < _WINDOW_BYTES // size:
+                    runs[-1] = range(runs[-1].start, number + 1)
+                else:
+                    runs.append(range(number, number + 1))
+            if len(runs) < _FEW_RUNS:
+                for run in runs:
+                    self._verify_run(run)
             else:
-                for_each(threads, missing, self._verify_block)
+                for_each(threads, runs, self._verify_run)
         return self.is_cached(start, stop)
 
     def read_into(self, start: int, memory: memoryview) -> None:
@@ -193,15 +201,15 @@ class BlockCache:
             CorruptCheckpointError: the object ends too early.
         """
         stop = start + len(memory)
-        self._expect(start, stop)
-        if start == stop:
+        if not 0 <= start < stop <= self._size:
+            self._expect(start, stop)
             return
         if self._sums is None:
             self._fill(start, memory)
             self._was_read = True
             return
         stamp, marks = self._verified
-        if marks.find(0, start // self._block_bytes, (stop - 1) // self._block_bytes + 1) < 0:
+        if marks.find(0, start // self.block_bytes, (stop - 1) // self.block_bytes + 1) < 0:
             self._fill(start, memory)
             # The stamp is compared after the read. If the object changed meanwhile, the bytes are read again below.
             if self._stamp() == stamp:
@@ -214,12 +222,15 @@ class BlockCache:
         In an object without a `StampedReader` each read is a request. Therefore, if at most one block is left to read,
         it is taken from the recent blocks, or added to them.
         """
-        whole = stop if stop == self._size else stop - stop % self._block_bytes
+        whole = stop if stop == self._size else stop - stop % self.block_bytes
         position = start
         while position < stop:
-            begin = position - position % self._block_bytes
-            is_single = self._stamped is None and stop - position <= self._block_bytes
-            if position == begin and whole - begin >= max(_WINDOW_BYTES, self._block_bytes) and not is_single:
+            begin = position - position % self.block_bytes
+            if self._stamped is None:
+                is_direct = begin < whole and stop - begin > self.block_bytes
+            else:
+                is_direct = whole - begin >= max(_WINDOW_BYTES, self.block_bytes)
+            if is_direct and position == begin:
                 end = whole
                 self._verify(begin, memory[position - start : end - start], self._stamp())
             else:
@@ -236,12 +247,12 @@ class BlockCache:
         if self._stamped is None:
             cached = self._recent.find(self._key, begin)
             if cached is None:
-                cached = new_bytes(min(self._block_bytes, self._size - begin))
+                cached = new_bytes(min(self.block_bytes, self._size - begin))
                 self._verify(begin, cached, None)
                 self._recent.keep(self._key, begin, cached)
             return cached
-        stop = min(-(-stop // self._block_bytes) * self._block_bytes, self._size)
-        nbytes = min(stop - begin, max(_WINDOW_BYTES, self._block_bytes))
+        stop = min(-(-stop // self.block_bytes) * self.block_bytes, self._size)
+        nbytes = min(stop - begin, max(_WINDOW_BYTES, self.block_bytes))
         stamp, held = self._stamped.stamp(), _spare.block
         if stamp is None and held is not None and held[0] is self._token and held[1] <= begin < held[1] + held[2]:
             assert _spare.memory is not None  # it has the block
@@ -252,9 +263,9 @@ class BlockCache:
             _spare.block = self._token, begin, nbytes
         return blocks
 
-    def _verify_block(self, number: int) -> None:
-        begin = number * self._block_bytes
-        self._verify(begin, _spare.take(min(self._block_bytes, self._size - begin)), self._stamp())
+    def _verify_run(self, run: range) -> None:
+        begin, end = run.start * self.block_bytes, min(run.stop * self.block_bytes, self._size)
+        self._verify(begin, _spare.take(end - begin), self._stamp())
 
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
         """Fill memory with whole blocks, verify them, and mark them for the stamp that the object had before."""
@@ -263,16 +274,18 @@ class BlockCache:
         self._sums.verify(start, memory)
         if stamp is None:
             return
-        marks = self._marks_of(stamp)
-        first = start // self._block_bytes
-        count = -(-len(memory) // self._block_bytes)
+        known, marks = self._verified
+        if known != stamp:
+            marks = self._marks_of(stamp)
+        first = start // self.block_bytes
+        count = -(-len(memory) // self.block_bytes)
         marks[first : first + count] = b"\x01" * count
 
     def _stamp(self) -> Hashable | None:
         return None if self._stamped is None else self._stamped.stamp()
 
     def _no_marks(self) -> bytearray:
-        return bytearray(-(-self._size // self._block_bytes) if self.is_verified else 0)
+        return bytearray(-(-self._size // self.block_bytes) if self.is_verified else 0)
 
     def _marks_of(self, stamp: Hashable) -> bytearray:
         """Return the marks of the blocks that were verified with a stamp; no marks if the stamp is new."""

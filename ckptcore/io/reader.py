@@ -305,9 +305,7 @@ class ObjectReader:
             if pool is not None:
                 pool.join()
 
-    def _plan(
-        self, key: str, size: int, reads: Sequence[ChunkRead], sums: RecordedChecksums | None
-    ) -> list[ReadTask]:
+    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], sums: RecordedChecksums | None) -> list[ReadTask]:
         """Plan the reads of an object of `size` bytes. `sums` are the recorded checksums of its blocks."""
         sizes, request, gap = self._sizes, self._request_bytes, self._gap_bytes
         shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)

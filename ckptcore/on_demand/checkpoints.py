@@ -121,22 +121,22 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
             part = None
         if part is not None:
             return part
-        _ = self._state.checkpoint  # raises if the checkpoint is closed
+        checkpoint = self._state.checkpoint  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
-        entry = self._child(cast(PlainKey, path)) if isinstance(path, tuple) else None
+        entry = self._child(cast(PlainKey, path)) if isinstance(path, str | tuple) else None
         entry = _descend(self, keys) if entry is None else entry
         if entry is None:
             raise self._nothing_at(keys)
         # Not `isinstance(entry, StoredTree)`: checks for a class with abstract methods are slow.
-        part = self._value(entry) if isinstance(entry, _LeafAt) else entry
+        part = self._value(checkpoint, entry) if isinstance(entry, _LeafAt) else entry
         if part is entry or isinstance(part, StoredArray):
             self._parts[path] = part
         return part
 
-    def _value(self, entry: _LeafAt) -> Any:
+    def _value(self, checkpoint: Checkpoint, entry: _LeafAt) -> Any:
         """Return a `StoredArray`, or read a small value."""
         state, leaf = self._state, entry.leaf
-        record = state.checkpoint.tree.leaves[leaf]
+        record = checkpoint.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
             return StoredArray(state, leaf, entry.path, record.spec)
         return state.guard(lambda checkpoint: read_leaf(checkpoint, leaf, state.context))
@@ -271,8 +271,8 @@ class OpenCheckpoint(StoredTree):
 
     def __getitem__(self, path: StoredPath) -> Any:
         """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
-        if self._leaf is not None and not path and path != 0:
-            return self._value(self._leaf)
+        if not path and path != 0 and self._leaf is not None:
+            return self._value(self._state.checkpoint, self._leaf)
         return super().__getitem__(path)
 
     @property

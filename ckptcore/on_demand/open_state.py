@@ -252,14 +252,14 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
         CorruptCheckpointError: the metadata of its location is damaged.
     """
     record = checkpoint.tree.leaves[leaf]
-    if not isinstance(record, ArrayRecord) or not record.spec.size or checkpoint.read_instead:
+    if not isinstance(record, ArrayRecord) or 0 in record.spec.shape or checkpoint.read_instead:
         return None
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = checkpoint.index
     # Look up only the chunk of the first element, because an array may have millions of chunks. If this chunk is the
     # whole array, the array has no other chunk.
-    chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
+    chunks = iter(index.boxes(leaf, Box.whole((1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:
         return None
