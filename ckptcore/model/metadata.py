@@ -371,8 +371,10 @@ def block_bytes_for(nbytes: int) -> int:
     A first read of a slice reads and verifies whole blocks, and an opening reads one checksum for each block. Small
     checkpoints therefore have small blocks.
     """
-    sizes = [BLOCK_BYTES >> shift for shift in reversed(range(_SHIFTS))]
-    return next((size for size in sizes if nbytes <= size * _MOST_SMALL_BLOCKS), BLOCK_BYTES)
+    for shift in reversed(range(_SHIFTS)):
+        if nbytes <= (BLOCK_BYTES >> shift) * _MOST_SMALL_BLOCKS:
+            return BLOCK_BYTES >> shift
+    return BLOCK_BYTES
 
 
 def block_bytes_of(size: int, blocks: int, most: int = BLOCK_BYTES) -> int:
@@ -380,8 +382,11 @@ def block_bytes_of(size: int, blocks: int, most: int = BLOCK_BYTES) -> int:
 
     Two sizes give an object the same number of blocks only if both make it one block. The larger one is returned.
     """
-    sizes = [most >> shift for shift in range(_SHIFTS)]
-    return next((block for block in sizes if block and -(-size // block) == blocks), 0)
+    for shift in range(_SHIFTS):
+        block = most >> shift or 1
+        if -(-size // block) == blocks:
+            return block
+    return 0
 
 
 CHECKSUM_ALGORITHM: Final = "xxh3_64"

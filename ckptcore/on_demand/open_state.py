@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
-from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.location import AnyLocation, IndirectLocation
 from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, NotMappableError
@@ -193,7 +193,7 @@ class _Reference(NamedTuple):
 
 def _absolute(location: AnyLocation, checkpoint: Checkpoint) -> AnyLocation:
     """Return a location that another process can open, whatever its working directory is."""
-    if isinstance(location, str | os.PathLike) and checkpoint.location.address.scheme == "file":
+    if not isinstance(location, IndirectLocation) and checkpoint.location.identity.startswith("file:"):
         return checkpoint.location.absolute
     return location
 
