@@ -1,9 +1,9 @@
 """Parts of checkpoints: rows of arrays, compared with `get_slice` of safetensors, and the experts of one process.
 
-Both libraries return copies. safetensors maps its file and verifies nothing. ckptcore verifies a block of 1 MiB the
-first time that it reads from the block. Some rows therefore read blocks that are verified already, so that both
-libraries do the same work. Others open the checkpoint each time, so that ckptcore reads and verifies sixteen times the
-requested bytes. Each row is also measured with `Context(io=IOOptions(verify=False))`. A Context caches the roots that
+Both libraries return copies. safetensors maps its file and verifies nothing. ckptcore verifies a block, of 64 KiB in
+these checkpoints, the first time that it reads from the block. Some rows therefore read blocks that are verified
+already, so that both libraries do the same work. Others open the checkpoint each time, so that ckptcore also verifies.
+Each row is also measured with `Context(io=IOOptions(verify=False))`. A Context caches the roots that
 it opened last, so rows of openings measure openings after the first; rows with a new Context measure the first one.
 """
 

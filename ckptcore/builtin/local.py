@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import sys
@@ -127,7 +128,7 @@ class LocalStorage(StorageBackend):
         self._prefix = self._root if self._root.endswith("/") else self._root + "/"
         self._durable = options.durable
         self._directories = LocalDirectories(self._root)
-        self._files = LocalFiles(self._root, direct=direct)
+        self._direct = direct
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
@@ -136,6 +137,10 @@ class LocalStorage(StorageBackend):
     def address(self) -> StorageAddress:
         """The directory as a ``file://`` URL."""
         return StorageAddress("file://" + quote(os.fsencode(self._root)).rstrip("/") + "/")
+
+    @functools.cached_property
+    def _files(self) -> LocalFiles:
+        return LocalFiles(self._root, direct=self._direct)  # an opened checkpoint whose slices are read needs none
 
     def close(self) -> None:
         """Close cached files. The storage can still be used."""

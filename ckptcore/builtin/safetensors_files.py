@@ -103,9 +103,12 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
 
 
 _ALIGNMENT: Final = 64
-_LARGE_ALIGNMENT: Final = 4096
-"""Alignment of the first element in a large file, in bytes. It is the size of a page, so that direct I/O needs no copy.
-"""
+_PAGE_ALIGNMENT: Final = 4096
+"""Alignment of the first element in a file with more than 1 MiB of elements, so that direct I/O needs no copy."""
+
+_BLOCK_ALIGNMENT: Final = 64 << 10
+"""Alignment of the first element in a file with more than 16 MiB of elements. It is the size of the smallest blocks, so
+that two arrays whose sizes are multiples of it share no block."""
 
 
 def encode_file(
@@ -126,7 +129,8 @@ def encode_file(
         position += record.spec.nbytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[-1], position]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    alignment = _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT
+    large = _BLOCK_ALIGNMENT if position > 16 << 20 else _PAGE_ALIGNMENT
+    alignment = large if position > 1 << 20 else _ALIGNMENT
     padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
     return padded.to_bytes(8, "little") + encoded.ljust(padded), [8 + padded + start for start in starts]
 

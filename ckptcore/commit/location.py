@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -103,17 +102,20 @@ class Storages(NamedTuple):
         return archive
 
 
-class IndirectLocation(ABC):
-    """A location that resolves itself: a directory within another, or a checkpoint that falls back to a copy."""
+class IndirectLocation:
+    """A location that resolves itself: a directory within another, or a checkpoint that falls back to a copy.
+
+    Not an abstract class, because each opening asks four times whether its location is one, which is slow for these.
+    """
 
     @property
-    @abstractmethod
     def path(self) -> SubPath:
         """The directory of the checkpoint."""
+        raise NotImplementedError
 
-    @abstractmethod
     def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """Open it; see `resolve_location`."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return str(self.path)
@@ -180,6 +182,7 @@ class Location:
         identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.
         of_host: True for a directory on a local disk of one host of a job. It may contain copies for that host.
         support: remembers what its storage supports.
+        store: the storage, opened at the checkpoint.
     """
 
     display: str
@@ -188,11 +191,10 @@ class Location:
     identity: str = ""
     of_host: bool = False
     support: StorageSupport = field(default_factory=StorageSupport, compare=False)
+    store: StorageBackend = field(init=False, compare=False, repr=False)
 
-    @property
-    def store(self) -> StorageBackend:
-        """The storage, opened at the checkpoint."""
-        return subdirectory(self.parent, self.name)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "store", subdirectory(self.parent, self.name))
 
     def within(self, directory: str) -> Location:
         """Return the location of a directory in the checkpoint."""

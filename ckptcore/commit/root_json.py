@@ -45,7 +45,6 @@ from ckptcore.installed import version_of
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     CHECKSUM_ALGORITHM,
-    CHECKSUM_BYTES,
     ObjectRecord,
     TreeMetadata,
     check_key,
@@ -551,7 +550,7 @@ def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
         raise _damaged("invalid table of objects")
     for key, size, encoded in zip(*columns, strict=True):
         record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
-        if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
+        if type(size) is not int or size < 0 or not record.block_bytes:
             raise _damaged(f"invalid size {size!r} of {key}, with {len(record.checksums)} bytes of checksums", key)
         objects[key] = record
     return objects

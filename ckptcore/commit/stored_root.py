@@ -394,8 +394,11 @@ class ParsedRoots(Generic[T]):
             data: the bytes.
             parse: parses the bytes; called if they are not in the cache.
         """
-        known = self._find(data)
-        return parse() if known is None else known[0]
+        # Needs no lock: the tuple is replaced as a whole, never changed.
+        for known, root, _ in self._known:
+            if known == data:
+                return root
+        return parse()
 
     def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
         """Return the object that belongs to a root, and cache both.
@@ -405,19 +408,15 @@ class ParsedRoots(Generic[T]):
             root: the root.
             make: creates the object; called if the root is not in the cache.
         """
-        known = self._find(data)
-        if known is not None and known[0] is root:
-            return known[1]
+        for _, known, kept in self._known:
+            if known is root:
+                return kept
         kept = make()
         if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
             with self._lock:
                 others = [other for other in self._known if other[0] != data]
                 self._known = ((data, root, kept), *others[: _MAX_CACHED - 1])
         return kept
-
-    def _find(self, data: bytes) -> tuple[Root, T] | None:
-        # Needs no lock: the tuple is replaced as a whole, never changed.
-        return next(((root, kept) for known, root, kept in self._known if known == data), None)
 
 
 def _has_containers(root: Root) -> bool:

@@ -305,7 +305,7 @@ class _Verification:
         # Read only bytes that exist, because a hostile root may state any size. A truncated block is not read, because
         # the wrong size is already reported.
         whole = size >= record.size
-        self._readable[record.key] = record.size if whole else size // BLOCK_BYTES * BLOCK_BYTES
+        self._readable[record.key] = record.size if whole else size // record.block_bytes * record.block_bytes
 
     def _pieces(self) -> Sequence[tuple[str, int, int]]:
         """Return all objects in pieces of a few blocks: the key, start and stop of each."""
@@ -321,8 +321,9 @@ class _Verification:
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError):
-            for block in range(start, stop, BLOCK_BYTES):  # find the damaged blocks
-                self._check_block(key, block, min(block + BLOCK_BYTES, stop))
+            step = self._checkpoint.objects[key].block_bytes
+            for block in range(start, stop, step):  # find the damaged blocks
+                self._check_block(key, block, min(block + step, stop))
         self._advance(stop - start)
 
     def _check_block(self, key: str, start: int, stop: int) -> None:

@@ -13,7 +13,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, PluginError
 from ckptcore.model import BLOCK_BYTES, Checksum, ChecksumSegment, ObjectRecord, Segment
-from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
+from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, block_bytes_of
 from ckptcore.protocols import Buffer
 
 _SUM: Final = struct.Struct("<Q")
@@ -67,27 +67,33 @@ class BlockChecksums:
 
 
 class RecordedChecksums:
-    """The checksums of an object that is being read. Thread-safe."""
+    """The checksums of an object that is being read. Thread-safe.
 
-    __slots__ = ("_block_bytes", "_key", "_size", "_sums")
+    Attributes:
+        block_bytes: the bytes that one checksum covers.
+    """
+
+    __slots__ = ("_key", "_size", "_sums", "block_bytes")
 
     def __init__(self, record: ObjectRecord, *, block_bytes: int = BLOCK_BYTES) -> None:
-        """Use the checksums of a record, which may be hostile.
+        """Use the checksums of a record, which may be hostile. `block_bytes` is the size of the largest blocks.
 
         Raises:
             CorruptCheckpointError: the number of checksums is not the number of blocks.
         """
-        count = -(-record.size // block_bytes)
-        if len(record.checksums) != count * CHECKSUM_BYTES:
+        count, rest = divmod(len(record.checksums), CHECKSUM_BYTES)
+        self.block_bytes = 0 if rest else block_bytes_of(record.size, count, block_bytes)
+        if not self.block_bytes:
+            least = -(-record.size // block_bytes)
             raise CorruptCheckpointError(
-                f"the checksums of {record.key!r} are damaged: expected {count * CHECKSUM_BYTES} bytes for an object "
-                f"of {record.size} bytes, found {len(record.checksums)}; restore the checkpoint from a copy",
+                f"the checksums of {record.key!r} are damaged: expected {least * CHECKSUM_BYTES} bytes for an object "
+                f"of {record.size} bytes, or more with smaller blocks, found {len(record.checksums)}; restore the "
+                "checkpoint from a copy",
                 key=record.key,
             )
         self._key = record.key
         self._size = record.size
         self._sums = record.checksums  # not unpacked: a read of a slice needs only a few of them
-        self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
         """Verify bytes from `start`, a block boundary, up to another block boundary or the end of the object.
@@ -95,7 +101,7 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        self.verify_pieces(start, (data,))
+        self._compare(start, checksums_of(data, self.block_bytes))
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.
@@ -103,36 +109,43 @@ class RecordedChecksums:
         Raises:
             ChecksumError
         """
-        size = self._block_bytes
-        digest: xxh3_64 | None = None
-        position = begin = start
+        digest: xxh3_64 | None = None  # of the first bytes of a block that is in several pieces
+        position = start
         for piece in pieces:
             at = 0
             while at < len(piece):
-                end = min(begin + size, self._size)
-                part = piece[at : at + end - position]
-                position += len(part)
-                at += len(part)
-                if digest is None and len(part) == end - begin:
-                    self._compare(begin, len(part), xxh3_64_intdigest(part))
+                begin = position - position % self.block_bytes
+                end = min(begin + self.block_bytes, self._size)
+                left = len(piece) - at
+                if position == begin and left >= end - begin:
+                    nbytes = left if position + left == self._size else left - left % self.block_bytes
+                    self._compare(begin, checksums_of(piece[at : at + nbytes], self.block_bytes))
                 else:
+                    nbytes = min(left, end - position)
                     digest = digest or xxh3_64()
-                    digest.update(part)
-                    if position < end:
-                        continue
-                    self._compare(begin, end - begin, digest.intdigest())
-                    digest = None
-                begin = position
+                    digest.update(piece[at : at + nbytes])
+                    if position + nbytes == end:
+                        self._compare(begin, _SUM.pack(digest.intdigest()))
+                        digest = None
+                position += nbytes
+                at += nbytes
 
-    def _compare(self, start: int, nbytes: int, computed: int) -> None:
-        (expected,) = _SUM.unpack_from(self._sums, start // self._block_bytes * CHECKSUM_BYTES)
-        if computed != expected:
-            raise _checksum_error(
-                self._key,
-                start,
-                start + nbytes,
-                f"expected {CHECKSUM_ALGORITHM}:{expected:016x}, found {CHECKSUM_ALGORITHM}:{computed:016x}",
-            )
+    def _compare(self, start: int, computed: bytes) -> None:
+        """Compare the checksums of blocks from `start`."""
+        first = start // self.block_bytes * CHECKSUM_BYTES
+        expected = self._sums[first : first + len(computed)]
+        if computed == expected:
+            return
+        for (found,), (recorded,) in zip(_SUM.iter_unpack(computed), _SUM.iter_unpack(expected), strict=True):
+            if found != recorded:
+                break
+            start += self.block_bytes
+        raise _checksum_error(
+            self._key,
+            start,
+            min(start + self.block_bytes, self._size),
+            f"expected {CHECKSUM_ALGORITHM}:{recorded:016x}, found {CHECKSUM_ALGORITHM}:{found:016x}",
+        )
 
 
 def _checksum_error(key: str, start: int, stop: int, difference: str) -> ChecksumError:

@@ -200,7 +200,8 @@ class ObjectReader:
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""
-        block = self._sizes.block
+        # Another request takes longer than the rest of a large block, which the next read may need.
+        block = self._sizes.block if self._is_remote else sums.block_bytes
         begin, end = start // block * block, min(-(-stop // block) * block, size)
         # If only a part of the first or last block is requested, a read of its other part may have cached the block.
         head = self._recent.find(key, begin) if begin < start or stop < min(begin + block, size) else None
@@ -279,7 +280,7 @@ class ObjectReader:
         for key, of_key in by_key.items():
             sums[key] = self._checksums(key)
             size = sizes[key] if key in sizes else self.objects[key].size
-            tasks.extend(self._plan(key, size, of_key, sums[key] is not None))
+            tasks.extend(self._plan(key, size, of_key, sums[key]))
         nbytes = 0
         for task in tasks:
             nbytes += task.nbytes
@@ -304,14 +305,14 @@ class ObjectReader:
             if pool is not None:
                 pool.join()
 
-    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
-        """Plan the reads of an object of `size` bytes. `recorded` is True if its blocks have recorded checksums."""
+    def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], sums: RecordedChecksums | None) -> list[ReadTask]:
+        """Plan the reads of an object of `size` bytes. `sums` are the recorded checksums of its blocks."""
         sizes, request, gap = self._sizes, self._request_bytes, self._gap_bytes
         shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
-        if recorded:
+        if sums is not None:
             # Request few blocks at a time: a block that is hashed right after its read is still in the cache.
             shape = ObjectShape(
-                key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes
+                key, size, sums.block_bytes, max(sizes.block, request // sizes.block * sizes.block), gap, sizes
             )
         return plan_object(shape, plain, reads, verify=self._verify)
 
@@ -330,7 +331,8 @@ class ObjectReader:
         reader = self._storage.open_stamped(key)
         if isinstance(reader, ReaderByKey):  # a later read could find another object
             return None
-        size, block = self.size(key), self._sizes.block
+        size = self.size(key)
+        block = self._sizes.block if sums is None or self._is_remote else sums.block_bytes  # see `get`
         from ckptcore.io.block_cache import BlockCache  # only open checkpoints need it
 
         return BlockCache(key, reader, size, sums, block_bytes=block, recent=self._recent, count=self._add_read)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from ckptcore.model import BLOCK_BYTES
+from ckptcore.model import BLOCK_BYTES, WritePlan
+from ckptcore.model.metadata import block_bytes_for
 from ckptcore.protocols import StorageBackend, StorageCapabilities
 
 _MAX_CONCURRENCY: Final = 64
@@ -39,7 +40,7 @@ class Sizes(NamedTuple):
     """Sizes of work, in bytes. Tests make them small.
 
     Attributes:
-        block: the bytes that one checksum covers.
+        block: the most bytes that one checksum covers.
         task: the bytes that a thread reads as one task; a multiple of `block`.
         write: the bytes that a thread copies, checks and writes at a time; a multiple of `block` that fits into the
             cache of a processor.
@@ -70,6 +71,15 @@ class Sizes(NamedTuple):
 
 SIZES: Final = Sizes()
 """The sizes for memory and local disks."""
+
+
+def sizes_of(plan: WritePlan) -> Sizes:
+    """Return the sizes for the objects of a plan, with blocks that suit the bytes of its whole tree.
+
+    A session has only a part of the tree, and files have no tree: both have the largest blocks.
+    """
+    is_whole = plan.session is None and plan.tree.leaves
+    return SIZES._replace(block=block_bytes_for(plan.tree.nbytes)) if is_whole else SIZES
 
 
 class ObjectShape(NamedTuple):

@@ -127,10 +127,11 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    @staticmethod
+    @functools.lru_cache(maxsize=512)  # an array is looked up several times, and many arrays have one shape
+    def whole(shape: tuple[int, ...]) -> Box:
         """Return the box of a whole array."""
-        return cls((0,) * len(shape), shape)
+        return Box((0,) * len(shape), shape)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -355,7 +355,39 @@ def _natural(value: JSON) -> int:
 
 
 BLOCK_BYTES: Final = 1 << 20
-"""Bytes that one checksum covers; the last block of an object may be shorter."""
+"""Bytes of the largest blocks. One checksum covers one block; the last block of an object may be shorter."""
+
+_SHIFTS: Final = 5
+"""Blocks have `BLOCK_BYTES`, or a half, a quarter, an eighth or a sixteenth of it: at least 64 KiB."""
+
+_MOST_SMALL_BLOCKS: Final = 1 << 14
+"""Number of blocks of a checkpoint up to which its blocks are smaller than `BLOCK_BYTES`. Each costs an opening 35 ns.
+The checksums of so many are below 256 KiB of JSON, and are in the root. See docs/design/chunk-index.md."""
+
+
+def block_bytes_for(nbytes: int) -> int:
+    """Return the size of the blocks of a new checkpoint whose arrays have `nbytes`.
+
+    A first read of a slice reads and verifies whole blocks, and an opening reads one checksum for each block. Small
+    checkpoints therefore have small blocks.
+    """
+    for shift in reversed(range(_SHIFTS)):
+        if nbytes <= (BLOCK_BYTES >> shift) * _MOST_SMALL_BLOCKS:
+            return BLOCK_BYTES >> shift
+    return BLOCK_BYTES
+
+
+def block_bytes_of(size: int, blocks: int, most: int = BLOCK_BYTES) -> int:
+    """Return the size of the blocks of an object of `size` bytes that has `blocks` of them; 0 if there is none.
+
+    Two sizes give an object the same number of blocks only if both make it one block. The larger one is returned.
+    """
+    for shift in range(_SHIFTS):
+        block = most >> shift or 1
+        if -(-size // block) == blocks:
+            return block
+    return 0
+
 
 CHECKSUM_ALGORITHM: Final = "xxh3_64"
 """The algorithm of new checksums: XXH3 with 64 bits and seed 0."""
@@ -372,8 +404,7 @@ class ObjectRecord(NamedTuple):
     Attributes:
         key: its name within the checkpoint, with ``/`` between directories.
         size: its size in bytes.
-        checksums: the checksum of each block of `BLOCK_BYTES`, in order, each a little-endian uint64; empty if there
-            are none.
+        checksums: the checksum of each block, in order, each a little-endian uint64; empty if there are none.
     """
 
     key: str
@@ -381,9 +412,13 @@ class ObjectRecord(NamedTuple):
     checksums: bytes = b""
 
     @property
-    def blocks(self) -> int:
-        """The number of blocks of the object."""
-        return -(-self.size // BLOCK_BYTES)
+    def block_bytes(self) -> int:
+        """The bytes of its blocks, which follow from its size and the number of checksums.
+
+        `BLOCK_BYTES` if it has no checksums; 0 if it cannot have that number of checksums.
+        """
+        count, rest = divmod(len(self.checksums), CHECKSUM_BYTES)
+        return BLOCK_BYTES if not self.checksums else 0 if rest else block_bytes_of(self.size, count)
 
 
 def check_key(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype, new_bytes
 from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
-from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.on_demand.indexing import AxisIndex, BasicIndex, index_box, rows_of
 from ckptcore.on_demand.open_state import OpenState, find_plain_extent, map_array
@@ -71,16 +71,11 @@ class StoredArray(ShownInNotebooks):
         """Refer to a leaf of an open checkpoint. Reads nothing."""
         self.path = path
         self.shape = spec.shape
-        self.dtype = dtype = spec.numpy_dtype
-        little = little_dtype(dtype)
-        self._is_plain = little == dtype
-        self._is_little = is_little(dtype)
-        self._stored_dtype = dtype if self._is_plain else little
+        self.dtype, self._stored_dtype, self._is_plain, self._is_little, self._row = _form_of(spec)
         self._state = state
         self._leaf = leaf
         self._spec = spec
         self._extent = spec.shape[0] if spec.shape else 0
-        self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
         self._held: BlockCache | Literal[False] | None = None  # False: read through the layout; None: not known yet
         self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
@@ -230,7 +225,7 @@ class StoredArray(ShownInNotebooks):
             view = self._mapped(held) if self._view is None else self._view
             if view is not None:
                 return self._copy(view[indexed.elements])
-        if span > (_RUN_BYTES if follow else BLOCK_BYTES if held.is_verified else _NEAR_BYTES):
+        if span > (_RUN_BYTES if follow else held.block_bytes if held.is_verified else _NEAR_BYTES):
             return None if follow else self._pick(held, indexed, strides)
         if follow:
             return self._read_run(held, begin, indexed.counts)
@@ -250,7 +245,7 @@ class StoredArray(ShownInNotebooks):
         threads, itemsize = runtime_of(self._state.context).io_threads, self.dtype.itemsize
         array = np.empty(indexed.counts, self._stored_dtype)
         whole = _IndexedPart(indexed, tuple([slice(0, count) for count in indexed.counts]))
-        for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
+        for part in _far_parts(whole, tuple([stride * itemsize for stride in strides]), held.block_bytes):
             begin, end = _extent(part.indexed, strides)
             try:
                 if not held.fetch(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
@@ -305,6 +300,19 @@ class StoredArray(ShownInNotebooks):
             copy_elements(target, buffer[tuple([slice(None, None, step) for step in part.steps])])
 
 
+@functools.lru_cache(maxsize=512)
+def _form_of(spec: ArraySpec) -> tuple[np.dtype[Any], np.dtype[Any], bool, bool, int]:
+    """Return the dtype of an array, the plain dtype of its stored elements, and the bytes of a row.
+
+    Also returns whether the two dtypes are equal, and whether their elements have the same bytes. Cached: checkpoints
+    have many arrays of one form.
+    """
+    dtype = spec.numpy_dtype
+    little = little_dtype(dtype)
+    is_plain = little == dtype
+    return dtype, dtype if is_plain else little, is_plain, is_little(dtype), math.prod(spec.shape[1:]) * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class _IndexedPart:
     """A part of the requested elements, and its slices in the result."""
@@ -331,13 +339,13 @@ def _extent(indexed: AxisIndex, strides: tuple[int, ...]) -> tuple[int, int]:
     return first, last + 1
 
 
-def _far_parts(part: _IndexedPart, strides: tuple[int, ...]) -> Iterator[_IndexedPart]:
+def _far_parts(part: _IndexedPart, strides: tuple[int, ...], block_bytes: int) -> Iterator[_IndexedPart]:
     """Split the requested elements until no part skips a whole block. `strides` are in bytes."""
     steps, counts = part.indexed.steps, part.indexed.counts
     for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
-        if count > 1 and step * strides[axis] > BLOCK_BYTES:
+        if count > 1 and step * strides[axis] > block_bytes:
             for number in range(count):
-                yield from _far_parts(part.cut(axis, number, number + 1), strides)
+                yield from _far_parts(part.cut(axis, number, number + 1), strides, block_bytes)
             return
     yield part
 

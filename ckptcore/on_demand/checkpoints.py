@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
@@ -122,21 +121,22 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
             part = None
         if part is not None:
             return part
-        _ = self._state.checkpoint  # raises if the checkpoint is closed
+        checkpoint = self._state.checkpoint  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
-        entry = self._child(cast(PlainKey, path)) if isinstance(path, tuple) else None
+        entry = self._child(cast(PlainKey, path)) if isinstance(path, str | tuple) else None
         entry = _descend(self, keys) if entry is None else entry
         if entry is None:
             raise self._nothing_at(keys)
-        part = entry if isinstance(entry, StoredTree) else self._value(entry)
-        if isinstance(part, StoredTree | StoredArray):
+        # Not `isinstance(entry, StoredTree)`: checks for a class with abstract methods are slow.
+        part = self._value(checkpoint, entry) if isinstance(entry, _LeafAt) else entry
+        if part is entry or isinstance(part, StoredArray):
             self._parts[path] = part
         return part
 
-    def _value(self, entry: _LeafAt) -> Any:
+    def _value(self, checkpoint: Checkpoint, entry: _LeafAt) -> Any:
         """Return a `StoredArray`, or read a small value."""
         state, leaf = self._state, entry.leaf
-        record = state.checkpoint.tree.leaves[leaf]
+        record = checkpoint.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
             return StoredArray(state, leaf, entry.path, record.spec)
         return state.guard(lambda checkpoint: read_leaf(checkpoint, leaf, state.context))
@@ -189,8 +189,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LeafAt:
+class _LeafAt(NamedTuple):
     """The path and the number of a leaf."""
 
     path: TreePath
@@ -203,11 +202,11 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
-    if isinstance(child, StoredTree):
-        if (entry := _descend(child, rest)) is not None:
-            return entry
-    elif child is not None and not rest:
-        return child
+    if isinstance(child, _LeafAt):
+        if not rest:
+            return child
+    elif child is not None and (entry := _descend(child, rest)) is not None:
+        return entry
     if not isinstance(key, str):
         return None
     position = key.rfind("/")
@@ -272,8 +271,8 @@ class OpenCheckpoint(StoredTree):
 
     def __getitem__(self, path: StoredPath) -> Any:
         """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
-        if self._leaf is not None and not path and path != 0:
-            return self._value(self._leaf)
+        if not path and path != 0 and self._leaf is not None:
+            return self._value(self._state.checkpoint, self._leaf)
         return super().__getitem__(path)
 
     @property

@@ -6,14 +6,13 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
-from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.location import AnyLocation, IndirectLocation
 from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, NotMappableError
@@ -58,12 +57,14 @@ class OpenState:
         self.is_closed = False
         self._now: Checkpoint | None = tree_attempts(location, context, runtime_of(context).parsed_roots).open()
         self._location = _absolute(location, self._now)
-        self._version = _Version.of(self._now.version)
+        self._version: _Version | LocationVersion = self._now.version
         self._held: dict[str, BlockCache | None] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> _Reference:
-        return _Reference(self._location, self.context.of_another_process(), self._version, self.is_closed)
+        # The digest of a large root takes longer than a slice, and only copies need it.
+        version = _Version.of(self._version) if isinstance(self._version, LocationVersion) else self._version
+        return _Reference(self._location, self.context.of_another_process(), version, self.is_closed)
 
     def __setstate__(self, reference: _Reference) -> None:
         self._location, self.context, self._version, self.is_closed = reference
@@ -87,6 +88,7 @@ class OpenState:
                 raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
             if self._now is None:
                 checkpoint = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
+                assert isinstance(self._version, _Version)  # only copies are opened at their first use
                 if not self._version.still_exists(checkpoint.version):
                     raise _replaced(checkpoint)
                 self._now = checkpoint
@@ -191,7 +193,7 @@ class _Reference(NamedTuple):
 
 def _absolute(location: AnyLocation, checkpoint: Checkpoint) -> AnyLocation:
     """Return a location that another process can open, whatever its working directory is."""
-    if isinstance(location, str | os.PathLike) and checkpoint.location.address.scheme == "file":
+    if not isinstance(location, IndirectLocation) and checkpoint.location.identity.startswith("file:"):
         return checkpoint.location.absolute
     return location
 
@@ -226,8 +228,7 @@ def _replaced(checkpoint: Checkpoint) -> CheckpointNotFoundError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlainExtent:
+class PlainExtent(NamedTuple):
     """The location of an array that is uncompressed, little endian, in C order and in one object.
 
     Attributes:
@@ -251,14 +252,14 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
         CorruptCheckpointError: the metadata of its location is damaged.
     """
     record = checkpoint.tree.leaves[leaf]
-    if not isinstance(record, ArrayRecord) or not record.spec.size or checkpoint.read_instead:
+    if not isinstance(record, ArrayRecord) or 0 in record.spec.shape or checkpoint.read_instead:
         return None
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = checkpoint.index
     # Look up only the chunk of the first element, because an array may have millions of chunks. If this chunk is the
     # whole array, the array has no other chunk.
-    chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
+    chunks = iter(index.boxes(leaf, Box.whole((1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:
         return None

@@ -22,6 +22,7 @@ from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, logger_named, timeline_to_json
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.snapshot import CountedSnapshot
+from ckptcore.io.threads import SIZES, Sizes, sizes_of
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.planning import check_coverage
@@ -115,7 +116,7 @@ def write_parts(save: Save, store: StorageBackend) -> None:
         counted = captured
         if progress is not None and isinstance(captured, TreeCaptured):  # files are not counted
             counted, moved = TreeCaptured(CountedSnapshot(captured.snapshot, progress)), progress.move
-        recorder = recorder_of(inside, save.context, moved)
+        recorder = recorder_of(inside, save.context, moved, sizes_of(part.plan))
         state = counted.write(part, recorder)
         captured.close()  # frees the copies of this part before the next part is written
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
@@ -348,11 +349,11 @@ class Recorder(WriteStore, Protocol):
 
 
 def recorder_of(
-    store: StorageBackend, context: Context, progress: Callable[[int], None] | None = None
+    store: StorageBackend, context: Context, progress: Callable[[int], None] | None = None, sizes: Sizes = SIZES
 ) -> ObjectRecorder:
     """Return a recorder over a storage. `progress` is called with the bytes of arrays in each write."""
     threads, checksums = runtime_of(context).io_threads, context.io.checksums
-    return ObjectRecorder(store, threads, checksums=checksums, progress=progress)
+    return ObjectRecorder(store, threads, checksums=checksums, progress=progress, sizes=sizes)
 
 
 def put_root(store: StorageBackend, root: Root) -> None:

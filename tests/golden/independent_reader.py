@@ -177,14 +177,18 @@ def _object(directory: Path, key: str) -> Path:
 def _verified_objects(directory: Path, table: dict[str, Any]) -> dict[str, bytes]:
     if table["algorithm"] != "xxh3_64":
         raise ValueError(f"checksums {table['algorithm']!r}")
-    block_bytes = table["block_bytes"]
+    largest = table["block_bytes"]
     objects = {}
     for key, size, encoded in zip(table["key"], table["size"], table["checksums"], strict=True):
         data = _object(directory, key).read_bytes()
         if len(data) != size:
             raise ValueError(f"{key} has {len(data)} bytes, not {size}")
-        blocks = [data[start : start + block_bytes] for start in range(0, size, block_bytes)]
         stated = np.frombuffer(base64.b64decode(encoded), "<u8").tolist()
+        fitting = [largest >> shift for shift in range(5) if -(-size // (largest >> shift)) == len(stated)]
+        if stated and not fitting:
+            raise ValueError(f"{key} has {len(stated)} checksums")
+        block_bytes = fitting[0] if stated else largest
+        blocks = [data[start : start + block_bytes] for start in range(0, size, block_bytes)]
         if stated and stated != [xxhash.xxh3_64_intdigest(block) for block in blocks]:
             raise ValueError(f"{key} is damaged")
         objects[key] = data

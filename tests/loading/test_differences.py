@@ -276,7 +276,8 @@ def test_bytes_read_counts_compressed_bytes(tmp_path: Path, compression: Any) ->
     asked = {"a": state["a"], "b": PLACEHOLDER}
     ckptcore.load(tmp_path / "c", asked, report=report)
     stored = sum(record.size for key, record in ckptcore.metadata(tmp_path / "c").objects.items() if "a/c" in key)
-    assert 1 << 16 < stored <= report.bytes_read <= 1.1 * stored
+    # The CRC of an uncompressed chunk, 4 bytes, is in a block of its own, which no element needs.
+    assert 1 << 16 < stored - 4 <= report.bytes_read <= 1.1 * stored
     assert (stored < 1 << 18) == (compression is not None)
 
 

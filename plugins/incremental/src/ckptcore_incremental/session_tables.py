@@ -28,7 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model.arrays import Box
-from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ArrayRecord, TreeMetadata, check_key
+from ckptcore.model.metadata import CHECKSUM_ALGORITHM, ArrayRecord, TreeMetadata, check_key
 from ckptcore.model.transfer import ItemColumns, Receipt, WriteItem
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import Layout, StorageBackend
@@ -170,7 +170,7 @@ def _validate_receipt(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
         raise ValueError("a box has a negative bound")
     for record in receipt.objects:
         check_key(record.key)
-        if record.size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
+        if record.size < 0 or not record.block_bytes:
             raise ValueError(f"{record.size} bytes and {len(record.checksums)} bytes of checksums for {record.key}")
 
 

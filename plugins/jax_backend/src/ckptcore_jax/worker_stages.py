@@ -20,6 +20,7 @@ from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
 from ckptcore.io.object_writes import ObjectRecorder
+from ckptcore.io.threads import sizes_of
 from ckptcore.job.visibility import expect_claim
 from ckptcore.loading.reading import incomplete_read
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, Receipt, TreeMetadata, WritePlan
@@ -144,7 +145,9 @@ class WriteParts:
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)
-            recorder = ObjectRecorder(inside, runtime.io_threads, checksums=self.options.io.checksums)
+            recorder = ObjectRecorder(
+                inside, runtime.io_threads, checksums=self.options.io.checksums, sizes=sizes_of(part.plan)
+            )
             state = part.layout.write(_WorkerSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
             # Leave out the items of the plan. The controller has them, and adds them to the
             # receipt.

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.io.snapshot import ViewedSnapshot
-from ckptcore.io.threads import SIZES
+from ckptcore.io.threads import SIZES, Sizes
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan
@@ -287,10 +287,11 @@ class _NoWriter:
 class SizeRecorder:
     """A `ckptcore.protocols.WriteStore` that makes the same requests as the WriteStore of a save. Thread-safe."""
 
-    def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
-        """Write objects to `storage`. `checksums`: True if the save would compute checksums."""
+    def __init__(self, storage: StorageBackend, *, checksums: bool, sizes: Sizes = SIZES) -> None:
+        """Write objects to `storage`. `checksums`: True if the save would compute checksums, of blocks of `sizes`."""
         self._storage = storage
         self._checksums = checksums
+        self._block_bytes = sizes.block
         self._records: dict[str, ObjectRecord] = {}
         self._lock = threading.Lock()
 
@@ -329,8 +330,7 @@ class SizeRecorder:
             self.write(key, segments)
 
     def _record(self, key: str, nbytes: int) -> None:
-        record = ObjectRecord(key, nbytes)
-        if self._checksums:
-            record = ObjectRecord(key, nbytes, bytes(CHECKSUM_BYTES * record.blocks))
+        blocks = -(-nbytes // self._block_bytes) if self._checksums else 0
+        record = ObjectRecord(key, nbytes, bytes(CHECKSUM_BYTES * blocks))
         with self._lock:
             self._records[key] = record

@@ -14,7 +14,7 @@ from ckptcore.commit.stored_root import refuse_inside, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.io.threads import SIZES
+from ckptcore.io.threads import SIZES, sizes_of
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
@@ -237,7 +237,7 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
 def _write(
     part: SavePart, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
-    recorder = SizeRecorder(store, checksums=context.io.checksums)
+    recorder = SizeRecorder(store, checksums=context.io.checksums, sizes=sizes_of(part.plan))
     layout = part.layout
     try:
         if isinstance(layout, ForecastingLayout):
