@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from ckptcore.builtin import SingleProcess
@@ -13,6 +13,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.planning.partition import ReplicaOptions
 from ckptcore.plugins import Handler
 from ckptcore.protocols import Collectives, Coordinator, Executor
+from ckptcore.records import dataclass
 
 __all__ = [
     "Context",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from typing import Final
 
 from ckptcore.errors import MissingDistributionError
+from ckptcore.records import NamedTuple
 
 _EMPTY: Final[Mapping[str, str]] = {}
 

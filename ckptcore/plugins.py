@@ -6,8 +6,8 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from dataclasses import field, replace
+from typing import Any, Final, TypeAlias, cast
 
 import pluggy
 
@@ -32,6 +32,7 @@ from ckptcore.protocols import (
     LeafHandler,
     StorageOpener,
 )
+from ckptcore.records import NamedTuple, dataclass
 
 logger = logger_named("ckptcore.plugins")
 
@@ -515,8 +516,18 @@ def _type_name(value_type: type) -> str:
     return f"{value_type.__module__}.{value_type.__qualname__}"
 
 
+class _Manager(pluggy.PluginManager):
+    """A manager of plugins that does not examine special methods: pluggy takes 10 us for each attribute."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
+
+
 def _new_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager = _Manager(PROJECT_NAME)
     manager.add_hookspecs(HookSpecs)
     return manager
 

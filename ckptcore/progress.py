@@ -6,9 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from ckptcore.errors import MissingDistributionError
+from ckptcore.records import NamedTuple
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the bytes done and the total bytes, from any thread. Calls do not overlap."""

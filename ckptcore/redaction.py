@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
+
+from ckptcore.records import NamedTuple
 
 __all__ = ["chainable", "redacted", "redacted_location"]
 

@@ -13,11 +13,11 @@ import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Key, TreePath
+from ckptcore.records import dataclass
 from ckptcore.tree.suggestions import NameSuggestions
 
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]

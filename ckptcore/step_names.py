@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Final
+
+from ckptcore.records import dataclass
 
 __all__ = ["StepNameFormat", "StepNames", "numbered"]
 

@@ -7,17 +7,15 @@ a value of that type. The type comes from the caller, never from the checkpoint.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import copy
 import datetime
 import enum
 import io
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -38,6 +36,7 @@ from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, ValueR
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore.records import NamedTuple
 
 _INLINE_BYTES: Final = 1 << 14
 """Largest str or bytes that is stored in the root, in bytes. A larger value is stored as an array of uint8."""
@@ -374,7 +373,7 @@ def _encode_value(leaf: Any) -> JSON:
         return float_to_json(leaf)
     if isinstance(leaf, complex):
         return [_encode_value(leaf.real), _encode_value(leaf.imag)]
-    return base64.b64encode(leaf).decode("ascii")
+    return binascii.b2a_base64(leaf, newline=False).decode("ascii")
 
 
 _JSON_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
@@ -403,7 +402,7 @@ def _decode_value(record: ValueRecord) -> object:
             case "complex", [real, imaginary]:
                 return complex(float_from_json(real), float_from_json(imaginary))
             case "bytes", str():
-                return base64.b64decode(value, validate=True)
+                return binascii.a2b_base64(value, strict_mode=True)
             case (("list" | "tuple" | "dict"), _):
                 return column_value(record)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
@@ -464,7 +463,7 @@ def form_handler(leaf_type: type) -> LeafHandler | None:
     form = _EXACT.get(f"{leaf_type.__module__}.{leaf_type.__qualname__}")
     if form is None and issubclass(leaf_type, enum.Enum):
         form = _FLAG if issubclass(leaf_type, enum.Flag) else _MEMBER
-    elif form is None and issubclass(leaf_type, pathlib.PurePath):
+    elif form is None and (paths := sys.modules.get("pathlib")) and issubclass(leaf_type, paths.PurePath):
         form = _PATH
     elif form is None and issubclass(leaf_type, np.dtype):
         form = _DTYPE

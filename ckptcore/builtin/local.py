@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
-from urllib.parse import quote, unquote
 
 import xxhash
 
@@ -73,6 +72,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
+from ckptcore.protocols.storage import quoted_path
 
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
 """Name prefix of the temporary files of `put`. No object may have such a name."""
@@ -91,6 +91,8 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
             raise InvalidLocationError(
                 f"the URL {url!r} names the host {host!r}; expected a local path such as file:///directory/checkpoint"
             )
+        from urllib.parse import unquote  # slow, and most locations are paths
+
         path = "/" + unquote(rest, errors="surrogateescape")
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is not a path of a directory: it is empty or has a NUL character")
@@ -135,7 +137,7 @@ class LocalStorage(StorageBackend):
     @property
     def address(self) -> StorageAddress:
         """The directory as a ``file://`` URL."""
-        return StorageAddress("file://" + quote(os.fsencode(self._root)).rstrip("/") + "/")
+        return StorageAddress("file://" + quoted_path(os.fsencode(self._root)).rstrip("/") + "/")
 
     def close(self) -> None:
         """Close cached files. The storage can still be used."""

@@ -8,9 +8,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from ckptcore.builtin.local_calls import ABSENT, ignoring
+from ckptcore.records import NamedTuple
 
 _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,

@@ -20,9 +20,10 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import BinaryIO, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
+from ckptcore.records import NamedTuple
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import unquote
 
 import numpy as np
@@ -21,6 +21,7 @@ from ckptcore.errors import (
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageBackend, StorageOptions
+from ckptcore.records import NamedTuple
 
 _SCHEME: Final = "memory://"
 

@@ -25,10 +25,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ckptcore.builtin.safetensors_files import (
     METADATA,
@@ -56,6 +56,7 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
+from ckptcore.records import NamedTuple, dataclass
 
 _STEM: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ckptcore.builtin.safetensors_files import (
     PART,
@@ -46,6 +46,7 @@ from ckptcore.errors import (
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, unreadable_leaf
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.protocols import InspectedComposite, Inspection, ReadStore
+from ckptcore.records import NamedTuple
 
 _FILE: Final = ".safetensors"
 _ADAPTER: Final = "adapter_model"

@@ -10,13 +10,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
+from ckptcore.records import NamedTuple
 
 _DTYPES: Final = (
     ("BOOL", 8, "bool"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +13,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemor
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

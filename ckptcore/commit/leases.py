@@ -21,14 +21,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Final, Literal, NamedTuple
+from dataclasses import asdict, fields, replace
+from typing import Final, Literal
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import reset_in_children
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import IfTag, PutCondition, StorageBackend
+from ckptcore.records import NamedTuple, dataclass
 
 logger = logger_named("ckptcore.commit")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from dataclasses import field, replace
+from typing import Any, Final, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.method import CommitMethod, StorageSupport
@@ -22,6 +21,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
+from ckptcore.records import NamedTuple, dataclass
 from ckptcore.redaction import redacted_location
 
 LocationLike: TypeAlias = str | os.PathLike[str]
@@ -397,13 +397,15 @@ def _address(location: AnyLocation) -> tuple[str, str]:
 
 
 def _local_path(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
+    from urllib.parse import unquote, urlsplit  # slow, and most locations are paths
+
+    parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise InvalidLocationError(
             f"{redacted_location(url)!r} is not the URL of a local file; write file:///path, with ? and # as "
             "%3F and %23"
         )
-    return urllib.parse.unquote(parts.path)
+    return unquote(parts.path)
 
 
 SAFETENSORS: Final = ".safetensors"

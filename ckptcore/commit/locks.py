@@ -31,7 +31,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Final, Literal, Self, TypeAlias
 
 from ckptcore.commit.leases import (
@@ -60,6 +59,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.threads import call_within, reset_in_children
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import dataclass
 
 logger = logger_named("ckptcore.commit")
 

@@ -21,7 +21,7 @@ import errno
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
@@ -43,6 +43,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.records import NamedTuple
 
 if TYPE_CHECKING:
     from ckptcore.commit.rename import RenameMethod

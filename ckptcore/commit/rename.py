@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.names import (
@@ -54,6 +54,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.background import wait_for_saves_to
 from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, PlaceLimits, StorageBackend, Transaction
+from ckptcore.records import NamedTuple
 
 if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock

@@ -7,13 +7,14 @@ import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias
+from dataclasses import field
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, check_key
 from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath
+from ckptcore.records import NamedTuple, dataclass
 
 NO_LEAVES: Final = TreeMetadata(Node("dict", (), ()), ())
 """The tree of a checkpoint of files that an object wrote itself. It has no leaves."""

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
 
@@ -52,6 +52,7 @@ from ckptcore.model.metadata import (
 )
 from ckptcore.model.transfer import list_of_column
 from ckptcore.model.tree import JSON
+from ckptcore.records import NamedTuple
 
 FORMAT_VERSION: Final = 1
 """The format version that is written, and the newest that can be read."""

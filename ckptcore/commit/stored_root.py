@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeAlias, TypeVar
 
 from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root, SaveOrder
@@ -21,6 +21,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import NamedTuple
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location

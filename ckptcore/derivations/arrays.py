@@ -6,7 +6,7 @@ import bisect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ckptcore.derivations.dtypes import accepts_kind_of, copy_rounded, is_comple
 from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
+from ckptcore.records import dataclass
 
 
 class WithoutInputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
 
@@ -14,6 +13,7 @@ import numpy as np
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype, sort_of_numbers
 from ckptcore.planning.partition import cut_box
 from ckptcore.protocols import DerivedArray, Part
+from ckptcore.records import dataclass
 
 PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
 """An index of an array whose result is always an array, also for an array without axes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -15,6 +14,7 @@ from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.planning import boxes_of_range
 from ckptcore.protocols import DerivedArray, Part
+from ckptcore.records import dataclass
 
 _MAX_PARTS: Final = 1024
 """Maximum number of input boxes for one box. If there are more, their bounding box is read instead."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
@@ -24,6 +23,7 @@ from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents
 from ckptcore.opening.members import MemberOpener, existing_members, lost_members, member_opener, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import NamedTuple, dataclass
 from ckptcore.runtime import runtime_of
 
 OpenedMember: TypeAlias = Checkpoint | CheckpointError

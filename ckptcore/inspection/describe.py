@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptcore.commit.location import AnyLocation
@@ -29,6 +29,7 @@ from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.members import MemberOpener, existing_members, is_deleted, member_opener
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree, tree_attempts
 from ckptcore.protocols import Transforms
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 
 

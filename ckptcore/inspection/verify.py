@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Final, Literal
 
 from ckptcore.builtin.files import empty_directories
@@ -48,6 +48,7 @@ from ckptcore.opening.members import open_directory
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 
 _READ_BYTES: Final = 1 << 24

@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ckptcore.model import (
 )
 from ckptcore.planning.chunk_table import ChunkTable
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
+from ckptcore.records import NamedTuple
 
 _FETCHED_BYTES: Final = 32 << 20
 """Maximum bytes that one request fetches for several encoded chunks."""

@@ -7,7 +7,6 @@ import contextlib
 import mmap
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +15,7 @@ from ckptcore.errors import InsufficientMemoryError
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.io.threads import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
+from ckptcore.records import dataclass
 
 PAGE_BYTES: Final = 4096
 """Minimum alignment of the memory of `map_pages`."""

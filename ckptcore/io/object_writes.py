@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import field
+from typing import Final
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
@@ -14,6 +14,7 @@ from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
 from ckptcore.io.threads import SIZES, IOThreads, Sizes, requests_of
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
+from ckptcore.records import NamedTuple, dataclass
 
 
 class ObjectWrites:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Final, TypeAlias
@@ -18,6 +18,7 @@ from ckptcore.io.elements import bytes_of, c_strides, is_little, little_dtype, r
 from ckptcore.io.threads import ObjectShape
 from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
+from ckptcore.records import dataclass
 
 _SPARE_BLOCKS: Final = 2
 """Number of unneeded blocks of an object that may always be read to verify it by blocks. If there are more, inline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,6 +14,7 @@ from ckptcore.io.elements import bytes_of, flat_range, is_little, little_dtype, 
 from ckptcore.io.threads import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 from ckptcore.planning.partition import boxes_of_range
+from ckptcore.records import dataclass
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to this size, copying the bytes of an array is faster than keeping a reference to it."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NoReturn, Protocol
+from dataclasses import field
+from typing import Final, NoReturn, Protocol
 
 from ckptcore.errors import SaveLostError
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler, Snapshot
+from ckptcore.records import NamedTuple, dataclass
 
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""

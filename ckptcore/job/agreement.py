@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import xxhash
@@ -19,6 +19,7 @@ from ckptcore.errors import CommitUnknownError, CoordinationTimeoutError, Plugin
 from ckptcore.events import Recording
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
+from ckptcore.records import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.job.gathering import Gathering

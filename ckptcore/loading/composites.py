@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
@@ -32,6 +31,7 @@ from ckptcore.opening.members import is_deleted, open_member, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_names
 from ckptcore.plugins import Plugins
 from ckptcore.protocols.values import FilesHandler
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions

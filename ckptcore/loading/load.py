@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 from ckptcore.commit.location import AnyLocation, shown_location
@@ -18,6 +18,7 @@ from ckptcore.opening.checkpoint import Checkpoint, Source, check_additional
 from ckptcore.opening.open_checkpoints import tree_attempts
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
+from ckptcore.records import dataclass
 from ckptcore.runtime import Runtime, refuse_in_signal_handler, runtime_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.context import Context
@@ -19,6 +18,7 @@ from ckptcore.opening.checkpoint import Checkpoint, naming_additional
 from ckptcore.plugins import Plugins
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import format_path
+from ckptcore.records import NamedTuple, dataclass
 
 _SHOWN: Final = 30
 """Maximum number of differences in the text of an error. `TreeMismatchError.differences` has all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, VALUE_KINDS, HostValueHandler
@@ -15,6 +15,7 @@ from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord, unreadable_error
 from ckptcore.model.tree import Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
+from ckptcore.records import dataclass
 from ckptcore.tree.flattening import Flat
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
+from ckptcore.records import dataclass
 
 _CANDIDATES: Final = 50
 """Maximum number of stored leaves with the same last keys that are compared with one requested leaf."""

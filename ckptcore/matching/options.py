@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal, SupportsComplex, SupportsFloat, get_args
 
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.tree import LEAF, Skeleton, TreePath
 from ckptcore.protocols import LeafHandler
+from ckptcore.records import dataclass
 
 Unexpected = Literal["error", "ignore"]
 """Treatment of stored leaves that the abstract tree does not request."""

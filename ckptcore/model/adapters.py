@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from ckptcore.model.tree import JSON
+from ckptcore.records import NamedTuple
 
 _PROMPTS: Final = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE"
 _NAMED_AFTER_METHOD: Final = (

@@ -8,13 +8,14 @@ import operator
 import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ckptcore.errors import UnsupportedLeafError
+from ckptcore.records import NamedTuple, dataclass
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Mapping
-from typing import Final, NamedTuple
+from typing import Final
+
+from ckptcore.records import NamedTuple
 
 FILE_HEAD_BYTES: Final = 512
 """Number of bytes at the start of a file by which its kind is recognised."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
@@ -21,6 +21,7 @@ from ckptcore.model.tree import (
     skeleton_from_json,
     skeleton_to_json,
 )
+from ckptcore.records import NamedTuple, dataclass
 
 PLAIN_ARRAY: Final = "array"
 """The kind of a plain array."""

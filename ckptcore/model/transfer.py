@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
+from ckptcore.records import NamedTuple
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from ckptcore.model.tree import TreePath, format_path
 from ckptcore.on_demand.indexing import AxisIndex, BasicIndex, index_box, rows_of
 from ckptcore.on_demand.open_state import OpenState, find_plain_extent, map_array
 from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 
 _RUN_BYTES: Final = 8 << 20

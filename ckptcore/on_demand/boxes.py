@@ -6,7 +6,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -26,6 +25,7 @@ from ckptcore.on_demand.open_state import OpenState
 from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.planning import plan_read
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 

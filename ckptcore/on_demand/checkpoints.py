@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
@@ -23,6 +22,7 @@ from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_tree
 from ckptcore.other_libraries import ExplainsAttributes
+from ckptcore.records import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.matching.options import LoadReport

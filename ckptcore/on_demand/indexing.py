@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Final, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from ckptcore.model.arrays import Box
+from ckptcore.records import dataclass
 
 BasicIndex: TypeAlias = (
     "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"

@@ -6,8 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -26,6 +25,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.opening.checkpoint import Checkpoint, naming_arrays
 from ckptcore.opening.open_checkpoints import tree_attempts
 from ckptcore.planning import plan_read
+from ckptcore.records import NamedTuple, dataclass
 from ckptcore.runtime import runtime_of
 
 T = TypeVar("T")

@@ -6,13 +6,13 @@ import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.io.elements import c_strides, flat_range
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import Chunk
 from ckptcore.planning.partition import boxes_of_range, cut_box
+from ckptcore.records import dataclass
 
 ALIGNMENT: Final = 64
 """Alignment of elements in a message, in bytes: enough for any dtype and for vector instructions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import xxhash
@@ -28,6 +28,7 @@ from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough, StorageBackend
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias
+from dataclasses import field
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.derivations import ChangedArray, Stored, WholeArray, walk
 from ckptcore.errors import CorruptCheckpointError, MissingDistributionError, StorageError, TransformError
@@ -22,6 +22,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray, Part
+from ckptcore.records import NamedTuple, dataclass
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to the memory of the computed arrays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY
@@ -20,6 +20,7 @@ from ckptcore.errors import (
 )
 from ckptcore.io.reader import ObjectReader
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import NamedTuple
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 

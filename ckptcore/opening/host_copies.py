@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.opening.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.planning.partition import subtract
+from ckptcore.records import NamedTuple, dataclass
 
 logger = logger_named("ckptcore.loading")
 

@@ -6,13 +6,12 @@ Plans have the boxes that each process writes and reads. The replicas of a box d
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, ReadItem, ReadPlan, Receipt, WriteItem, WritePlan
 from ckptcore.model.tree import format_path
+from ckptcore.records import NamedTuple, dataclass
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
@@ -449,6 +449,8 @@ def owners_of(split: SplitTree, *, rank: int, size: int) -> Mapping[int, Owners]
             numbers[leaf] = [0] * box_split.count
             entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, box_split))]
             groups.setdefault((held_by, replicas, _boxes(record, box_split)), []).extend(entries)
+    import heapq  # only jobs need it
+
     for (_, replicas, _), entries in groups.items():
         loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # further replicas would get no piece
         for nbytes, leaf, piece in sorted(entries):

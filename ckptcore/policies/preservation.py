@@ -6,10 +6,11 @@ import heapq
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from ckptcore.policies.saving import check_policies, seconds, step_numbers, whole_number
+from ckptcore.records import dataclass
 
 _NEWEST: Final = "the newest step, which is never deleted"
 

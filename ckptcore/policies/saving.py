@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
+
+from ckptcore.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.records import NamedTuple
 
 
 class Part(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -13,6 +13,7 @@ from ckptcore.model.transfer import Chunk, ChunkLocations, ChunkRead, Pending, R
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.derived import DerivedArray
 from ckptcore.protocols.storage import StorageAddress
+from ckptcore.records import NamedTuple
 
 
 class Snapshot(Protocol):

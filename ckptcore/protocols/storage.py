@@ -5,16 +5,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
+from ckptcore.records import NamedTuple, dataclass
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes. A `memoryview` is one-dimensional with format ``B``."""
 
 _EMPTY: Final[Mapping[str, JSON]] = {}
+
+
+def quoted_path(path: bytes) -> str:
+    """Return a path as part of a URL, with other bytes than letters, digits and ``/._-~`` escaped."""
+    if path.translate(None, b"/._-~").isalnum():
+        return path.decode("ascii")
+    from urllib.parse import quote  # slow, and few paths need it
+
+    return quote(path)
 
 
 class StorageAddress(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptcore.commit.root import NO_LEAVES, Member, cut_containers, pruned
 from ckptcore.errors import (
@@ -24,6 +24,7 @@ from ckptcore.planning import plan_write
 from ckptcore.planning.partition import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Continuation, FilesHandler, Layout, WriteStore
+from ckptcore.records import NamedTuple
 from ckptcore.tree.flattening import (
     Flat,
     PerProcess,

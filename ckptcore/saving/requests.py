@@ -7,8 +7,7 @@ import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
@@ -23,6 +22,7 @@ from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy, Snapshot, WriteStore
+from ckptcore.records import NamedTuple, dataclass
 from ckptcore.saving.descriptions import FilesDescription, PartDescription
 
 if TYPE_CHECKING:

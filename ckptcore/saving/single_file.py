@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Final, cast
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -16,6 +16,7 @@ from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import SaveCommit, StorageBackend
+from ckptcore.records import dataclass
 from ckptcore.saving.descriptions import PartDescription, TreeDescription
 from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, failing_before_claim
 from ckptcore.saving.writing import PlainSave

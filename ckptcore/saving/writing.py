@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import ClassVar, Protocol
 
@@ -34,6 +34,7 @@ from ckptcore.protocols import (
     Transaction,
     WriteStore,
 )
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import (
     NOTHING_COMMITTED,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Final
@@ -34,6 +33,7 @@ from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 

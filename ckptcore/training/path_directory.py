@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from ckptcore.job.visibility import expect_one_directory
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
+from ckptcore.records import dataclass
 from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
 from ckptcore.training.deletion import DeletionQueue, PendingDeletion, StepDeleter, policy_infos

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.commit.location import AnyLocation
@@ -26,6 +26,7 @@ from ckptcore.loading.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import hint_of_step
+from ckptcore.records import dataclass
 from ckptcore.saving.requests import as_integer
 from ckptcore.training.run_directory import RunSteps
 

@@ -7,7 +7,7 @@ Other distributions add more, such as a fast and a slow directory for one run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol, runtime_checkable
 
 from ckptcore.commit.location import AnyLocation, LocationLike, SubPath
@@ -17,6 +17,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy
 from ckptcore.protocols import Coordinator, SaveStrategy
+from ckptcore.records import dataclass
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import Save, SaveDraft
 from ckptcore.saving.writing import PlainSave

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from ckptcore.io.threads import reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy
+from ckptcore.records import dataclass
 
 PreemptionNotice: TypeAlias = Callable[[int], bool]
 """Returns True if this process will be preempted. Called with each step, on the training thread."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Literal
@@ -19,6 +18,7 @@ from ckptcore.io.background import SaveHandle
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator, Layout, SaveStrategy, StepStrategy
+from ckptcore.records import dataclass
 from ckptcore.runtime import refuse_in_signal_handler
 from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveDraft, SaveHooks, SaveNotes, SaveRequest
 from ckptcore.saving.save import begin_save, perform_save

@@ -11,8 +11,7 @@ import enum
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -47,6 +46,7 @@ from ckptcore.protocols import (
     LeafHandler,
     Priority,
 )
+from ckptcore.records import NamedTuple, dataclass
 from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, rank_of_key
 
 

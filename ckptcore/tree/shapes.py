@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from ckptcore.errors import CheckpointError
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.protocols import CheckpointableHandler, ContainerHandler
+from ckptcore.records import NamedTuple
 
 
 class Container(NamedTuple):
