@@ -17,8 +17,6 @@ from reprlib import recursive_repr
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-__all__ = ["NamedTuple", "dataclass"]
-
 
 @cache
 def _compiled(statement: str, last: str, count: int) -> CodeType:
