@@ -263,8 +263,8 @@ def _setstate(self: Any, state: Iterable[object]) -> None:
 
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass
-    from typing import NamedTuple
+    from dataclasses import dataclass as dataclass  # noqa: PLC0414  # exports it
+    from typing import NamedTuple as NamedTuple  # noqa: PLC0414  # exports it
 else:
     dataclass = _dataclass
     NamedTuple = type.__new__(_TupleType, "NamedTuple", (), {})
