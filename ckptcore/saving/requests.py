@@ -350,7 +350,7 @@ class SaveDraft(NamedTuple):
             plan, own = description.plan(rank, size, info.save_id), member.processes is not None
             part = SavePart(directory, description.layout, plan, own, description, is_files=member.kind == "files")
             parts.append(part)
-        return Save(*self.save[:2], parts, strategy, *self.save[4:])
+        return Save(self.save.target, info, parts, strategy, *self.save[4:])
 
 
 @converts_errors
