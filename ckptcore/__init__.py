@@ -14,7 +14,6 @@ missing, the error has the command that installs it.
 """
 
 import importlib
-import logging
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
@@ -135,10 +134,6 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
             if name in lazy_names():
                 return import_name(name)
         raise _unknown_name(name)
-
-
-# If a program does not configure logging, Python prints the warnings of libraries. This handler prevents it.
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def _imported(module: str, name: str) -> ModuleType:

@@ -48,20 +48,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import re
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ByteProgress
 from ckptcore.redaction import redacted, redacted_location
+
+if TYPE_CHECKING:
+    import logging
 
 __all__ = [
     "ERROR_CHARACTERS",
@@ -94,7 +96,30 @@ ERROR_CHARACTERS: Final = 500
 
 
 def logger_named(name: str) -> logging.Logger:
-    """Return a logger that removes the secrets of URLs from its records, including the errors of other libraries."""
+    """Return a logger that removes the secrets of URLs from its records, including the errors of other libraries.
+
+    If the program has not imported `logging`, which takes as long as a small save, the logger does so when it is used.
+    """
+    return _logger(name) if "logging" in sys.modules else cast("logging.Logger", _LaterLogger(name))
+
+
+class _LaterLogger:
+    """A logger that is not created before it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> object:
+        return getattr(_logger(self._name), attribute)
+
+
+def _logger(name: str) -> logging.Logger:
+    import logging  # slow: see `logger_named`
+
+    package = logging.getLogger("ckptcore")
+    if not package.handlers:
+        # If a program does not configure logging, Python prints the warnings of libraries. This handler prevents it.
+        package.addHandler(logging.NullHandler())
     logger = logging.getLogger(name)
     logger.addFilter(_hide_secrets)  # does nothing the second time
     return logger
@@ -106,6 +131,8 @@ def _hide_secrets(record: logging.LogRecord) -> bool:
     if (hidden := redacted(message)) != message:
         record.msg, record.args = hidden, ()
     if record.exc_info and record.exc_info[1] is not None:
+        import traceback  # only errors need it
+
         printed = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
         if (hidden := redacted(printed)) != printed:
             record.exc_info, record.exc_text = None, hidden
@@ -113,6 +140,9 @@ def _hide_secrets(record: logging.LogRecord) -> bool:
 
 
 _LOGGER: Final = logger_named("ckptcore.events")
+
+_DEBUG: Final = 10
+"""The level `logging.DEBUG`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +312,7 @@ class Recording:
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
         row = (name, began, time.perf_counter() - began, nbytes, None if error is None else _describe(error))
         self._rows.append(row)
-        debugging = _LOGGER.isEnabledFor(logging.DEBUG)
+        debugging = "logging" in sys.modules and _LOGGER.isEnabledFor(_DEBUG)
         if self._observers or debugging:
             event = self._event(row)
             if debugging:

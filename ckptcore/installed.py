@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
-from functools import cache, reduce
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache, reduce
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ def entry_points(group: str) -> list[EntryPoint]:
         ]
     return [
         EntryPoint(name, value, " ".join(_name_and_version(directory)))
-        for directory in _metadata_directories().values()
+        for directory in _metadata_directories(*_paths()).values()
         for name, value in _points(os.path.join(directory, "entry_points.txt"), group)
     ]
 
@@ -58,7 +58,7 @@ def version_of(distribution: str) -> str:
 
     Return "unknown" if there are no metadata, as in a frozen program or in a copy of the sources in another project.
     """
-    if _are_directories() and (directory := _metadata_directories().get(distribution)) is not None:
+    if _are_directories() and (directory := _metadata_directories(*_paths()).get(distribution)) is not None:
         return _name_and_version(directory)[1] or "unknown"
     from importlib import metadata  # slow: see the docstring of this module
 
@@ -79,17 +79,18 @@ def _paths() -> list[str]:
     return [path for path in sys.path if isinstance(path, str)]  # Python ignores other types
 
 
-def _metadata_directories() -> dict[str, str]:
+@lru_cache(maxsize=1)
+def _metadata_directories(*paths: str) -> Mapping[str, str]:
     """Return the directory with the metadata of each distribution, by normalized name."""
     directories: dict[str, str] = {}
-    for path in _paths():
+    for path in paths:
         try:
             names = os.listdir(path or ".")
         except OSError:  # missing or unreadable: nothing can be imported from it
             continue
         for name in names:
-            stem, suffix = os.path.splitext(name)
-            if suffix.lower() in (".dist-info", ".egg-info"):
+            stem, point, suffix = name.rpartition(".")
+            if point and suffix.lower() in ("dist-info", "egg-info"):
                 normalized = stem.partition("-")[0].replace("_", "-").replace(".", "-").lower()
                 directories.setdefault(normalized, os.path.join(path, name))
     return directories
@@ -97,24 +98,27 @@ def _metadata_directories() -> dict[str, str]:
 
 def _name_and_version(directory: str) -> tuple[str, str]:
     """Return the name and the version of a distribution. A missing field is an empty string."""
-    lines = _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO"))
-    head = dict(line.split(": ", 1) for line in lines[: lines.index("") if "" in lines else None] if ": " in line)
-    return head.get("Name", "").strip(), head.get("Version", "").strip()
+    text = _text(os.path.join(directory, "METADATA")) or _text(os.path.join(directory, "PKG-INFO"))
+    fields = dict([line.partition(": ")[::2] for line in text.partition("\n\n")[0].splitlines()])
+    return fields.get("Name", "").strip(), fields.get("Version", "").strip()
 
 
-def _lines(path: str) -> list[str]:
-    """Return the lines of a file; none if it cannot be read, for example because it does not exist."""
+def _text(path: str) -> str:
+    """Return the text of a file; an empty one if it cannot be read, for example because it does not exist."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().splitlines()
+        with open(path, "rb", buffering=0) as file:  # a buffer and a decoder cost more than the read
+            return file.read().decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError:
-        return []
+        return ""
 
 
 def _points(path: str, group: str) -> Iterator[tuple[str, str]]:
     """Yield the names and values of a group in a file ``entry_points.txt``. The file need not exist."""
+    text = _text(path)
+    if group not in text:  # so it is in most files
+        return
     section = ""
-    for line in map(str.strip, _lines(path)):
+    for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             section = line[1:-1].strip()
         elif section == group and "=" in line and not line.startswith("#"):

@@ -515,8 +515,18 @@ def _type_name(value_type: type) -> str:
     return f"{value_type.__module__}.{value_type.__qualname__}"
 
 
+class _Manager(pluggy.PluginManager):
+    """A manager of plugins that does not examine special methods: pluggy takes 10 us for each attribute."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        return None if name.startswith("__") else super().parse_hookspec_opts(module_or_class, name)
+
+
 def _new_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager = _Manager(PROJECT_NAME)
     manager.add_hookspecs(HookSpecs)
     return manager
 

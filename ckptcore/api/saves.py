@@ -66,9 +66,9 @@ def save(
         StorageError: the storage failed. An earlier checkpoint is unchanged, unless its replacement was not atomic.
     """
     context = context or default_context()
-    request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
     with runtime_of(context).show_progress(progress, "saving") as report:
-        perform_save(request._replace(hooks=SaveHooks(progress=report)), context)
+        hooks = SaveHooks(progress=report)
+        perform_save(_request(location, OneTree(state), layout, overwrite, metadata, strategy, hooks), context)
 
 
 @explains_arguments
@@ -89,7 +89,7 @@ def save_async(
 
     Arguments and errors are as for `save`; the handle raises errors that occur while files are written.
     """
-    request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)
+    request = _request(location, OneTree(state), layout, overwrite, metadata, strategy, SaveHooks())
     return begin_save(request, context or default_context())
 
 
@@ -119,9 +119,9 @@ def save_checkpointables(
         Errors of `save`, and errors that the objects raise. Nothing was committed.
     """
     context = context or default_context()
-    request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
     with runtime_of(context).show_progress(progress, "saving") as report:
-        perform_save(request._replace(hooks=SaveHooks(progress=report)), context)
+        hooks = SaveHooks(progress=report)
+        perform_save(_request(location, checkpointables, layout, overwrite, metadata, strategy, hooks), context)
 
 
 @explains_arguments
@@ -139,7 +139,7 @@ def save_checkpointables_async(
 
     Arguments and errors are as for `save_checkpointables`; the handle raises errors that occur while files are written.
     """
-    request = _request(location, checkpointables, layout, overwrite, metadata, strategy)
+    request = _request(location, checkpointables, layout, overwrite, metadata, strategy, SaveHooks())
     return begin_save(request, context or default_context())
 
 
@@ -150,6 +150,7 @@ def _request(
     overwrite: Overwrite,
     metadata: Mapping[str, JSON] | None,
     strategy: SaveStrategy[SaveDraft, Save] | None,
+    hooks: SaveHooks,
 ) -> SaveRequest:
     if strategy is not None and not hasattr(strategy, "prepare"):
         raise TypeError(f"strategy={strategy!r}: expected a SaveStrategy, such as ckptcore.Update(base=...)")
@@ -159,6 +160,7 @@ def _request(
         layout=layout,
         strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
+        hooks=hooks,
     )
     if "." not in str(location).rpartition("/")[2]:
         return request  # fast path: no suffix

@@ -7,14 +7,12 @@ a value of that type. The type comes from the caller, never from the checkpoint.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import copy
 import datetime
 import enum
 import io
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -374,7 +372,7 @@ def _encode_value(leaf: Any) -> JSON:
         return float_to_json(leaf)
     if isinstance(leaf, complex):
         return [_encode_value(leaf.real), _encode_value(leaf.imag)]
-    return base64.b64encode(leaf).decode("ascii")
+    return binascii.b2a_base64(leaf, newline=False).decode("ascii")
 
 
 _JSON_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float, "bool": bool}
@@ -403,7 +401,7 @@ def _decode_value(record: ValueRecord) -> object:
             case "complex", [real, imaginary]:
                 return complex(float_from_json(real), float_from_json(imaginary))
             case "bytes", str():
-                return base64.b64decode(value, validate=True)
+                return binascii.a2b_base64(value, strict_mode=True)
             case (("list" | "tuple" | "dict"), _):
                 return column_value(record)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
@@ -464,7 +462,7 @@ def form_handler(leaf_type: type) -> LeafHandler | None:
     form = _EXACT.get(f"{leaf_type.__module__}.{leaf_type.__qualname__}")
     if form is None and issubclass(leaf_type, enum.Enum):
         form = _FLAG if issubclass(leaf_type, enum.Flag) else _MEMBER
-    elif form is None and issubclass(leaf_type, pathlib.PurePath):
+    elif form is None and (paths := sys.modules.get("pathlib")) and issubclass(leaf_type, paths.PurePath):
         form = _PATH
     elif form is None and issubclass(leaf_type, np.dtype):
         form = _DTYPE

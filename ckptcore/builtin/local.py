@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
-from urllib.parse import quote, unquote
 
 import xxhash
 
@@ -74,6 +73,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
+from ckptcore.protocols.storage import quoted_path
 
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
 """Name prefix of the temporary files of `put`. No object may have such a name."""
@@ -92,6 +92,8 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
             raise InvalidLocationError(
                 f"the URL {url!r} names the host {host!r}; expected a local path such as file:///directory/checkpoint"
             )
+        from urllib.parse import unquote  # slow, and most locations are paths
+
         path = "/" + unquote(rest, errors="surrogateescape")
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is not a path of a directory: it is empty or has a NUL character")
@@ -136,7 +138,7 @@ class LocalStorage(StorageBackend):
     @property
     def address(self) -> StorageAddress:
         """The directory as a ``file://`` URL."""
-        return StorageAddress("file://" + quote(os.fsencode(self._root)).rstrip("/") + "/")
+        return StorageAddress("file://" + quoted_path(os.fsencode(self._root)).rstrip("/") + "/")
 
     @functools.cached_property
     def _files(self) -> LocalFiles:

@@ -403,7 +403,7 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     for number in items:
         item = snapshot.plan.items[number]
         if item.spec.size:
-            box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
+            box = item.boxes[0] if len(items) > 1 or len(item.boxes) == 1 else Box.whole(item.spec.shape)
             open_arrays = partial(_boxes_with_arrays, snapshot, number, range(len(item.boxes)))
             release = partial(snapshot.release, number)
             segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))

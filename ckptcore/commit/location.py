@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -399,13 +398,15 @@ def _address(location: AnyLocation) -> tuple[str, str]:
 
 
 def _local_path(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
+    from urllib.parse import unquote, urlsplit  # slow, and most locations are paths
+
+    parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise InvalidLocationError(
             f"{redacted_location(url)!r} is not the URL of a local file; write file:///path, with ? and # as "
             "%3F and %23"
         )
-    return urllib.parse.unquote(parts.path)
+    return unquote(parts.path)
 
 
 SAFETENSORS: Final = ".safetensors"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
@@ -23,6 +22,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageCapabilities,
 )
+from ckptcore.protocols.storage import quoted_path
 
 
 class Subdirectory(StorageBackend):
@@ -41,7 +41,7 @@ class Subdirectory(StorageBackend):
     def address(self) -> StorageAddress | None:
         """The address of the directory. Names are escaped, because a name may look like a URL escape (``%41``)."""
         address = self._parent.address
-        quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
+        quoted = quoted_path(self._prefix.encode("utf-8", "surrogateescape"))
         return address and StorageAddress(address.url + quoted, address.options)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:

@@ -6,15 +6,13 @@ import atexit
 import functools
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
-from ckptcore.io.threads import BackgroundThreads, reset_in_children
+from ckptcore.io.threads import BackgroundThreads, new_future, reset_in_children
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.progress import ByteProgress, Progress, ProgressCallback
 from ckptcore.redaction import redacted_location
@@ -27,7 +25,7 @@ class SaveHandle(ExplainsAttributes):
 
     def __init__(self, location: str, progress: ByteProgress) -> None:
         self.location = redacted_location(location)
-        self._future: Future[None] = Future()
+        self._future = new_future()
         self._claimed = threading.Event()
         self._progress = progress
         self._noticed = False
@@ -304,6 +302,8 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
 
 def _clear_frames(error: BaseException) -> None:
     """Clear the frames of an error. They refer to the state, and the caller may keep the error for a long time."""
+    import traceback  # only errors need it
+
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

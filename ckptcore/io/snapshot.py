@@ -128,7 +128,7 @@ class ViewedSnapshot:
         self.plan = plan
         self._start = start
         self._release = release
-        self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
+        self._pending: dict[int, tuple[Sequence[Pending[HostArray]], int]] = {}  # and their bytes
         self._next = 0
         self._outstanding = 0
         self._lock = threading.Lock()
@@ -142,19 +142,20 @@ class ViewedSnapshot:
                 if self._next not in self._pending:
                     self._start_item(self._next)
                 self._next += 1
-            pending = self._pending[item]
+            pending, _ = self._pending[item]
         return [array.result() for array in pending]
 
     def _start_item(self, item: int) -> None:
-        self._pending[item] = self._start(item)
-        self._outstanding += self.plan.items[item].nbytes
+        nbytes = self.plan.items[item].nbytes
+        self._pending[item] = self._start(item), nbytes
+        self._outstanding += nbytes
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
-            if self._pending.get(item):  # otherwise the writer failed before it took the item
-                self._pending[item] = ()
-                self._outstanding -= self.plan.items[item].nbytes
+            if item in self._pending:  # otherwise the writer failed before it took the item
+                self._outstanding -= self._pending[item][1]
+                self._pending[item] = (), 0
         self._release(item)
 
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from ckptcore.model import BLOCK_BYTES, WritePlan
 from ckptcore.model.metadata import block_bytes_for
 from ckptcore.protocols import StorageBackend, StorageCapabilities
+
+if TYPE_CHECKING:
+    import queue
+    from concurrent.futures import Future
 
 _MAX_CONCURRENCY: Final = 64
 """Maximum number of concurrent requests, because each takes a thread and memory."""
@@ -200,7 +202,7 @@ class IOThreads:
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Call `function` on one of the threads, or on this thread if no thread can be started."""
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         work = functools.partial(call_into, future, function)
         if not self._local.submit(work, self.count):
             work()
@@ -254,9 +256,14 @@ class _ThreadGroup:
         """End threads after `idle_seconds` without work; None: never."""
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._waiting = 0  # idle threads minus queued work
+
+    @functools.cached_property
+    def _work(self) -> queue.SimpleQueue[Callable[[], None] | None]:
+        import queue  # a small save starts no thread
+
+        return queue.SimpleQueue()
 
     def submit(self, work: Callable[[], None], most: int) -> bool:
         """Queue work for at most `most` threads. Return False if no thread can do it."""
@@ -304,10 +311,12 @@ class _ThreadGroup:
 def _serve(
     work: queue.SimpleQueue[Callable[[], None] | None], owner: weakref.ref[_ThreadGroup], idle_seconds: float | None
 ) -> None:
+    from queue import Empty  # see `_ThreadGroup`
+
     while True:
         try:
             function = work.get(timeout=idle_seconds)
-        except queue.Empty:
+        except Empty:
             group = owner()
             # Work may be queued for this thread right after the timeout, so the group decides under its lock.
             if group is None or group.may_end():
@@ -446,7 +455,7 @@ class BackgroundThreads:
         Raises:
             RuntimeError: no thread can be started, and `inline` is False.
         """
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         work = future, function
         with self._lock:
             self._work.append(work)
@@ -526,6 +535,13 @@ def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
         pass  # no thread can be started: the program is ending, or the system has no more threads
     function()
     return True
+
+
+def new_future() -> Future[Any]:
+    """Return a future that is pending."""
+    from concurrent.futures import Future  # slow: imports `logging`
+
+    return Future()
 
 
 def call_into(future: Future[T], function: Callable[[], T]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -27,6 +27,9 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols.values import FilesHandler, LeafHandler
 from ckptcore.runtime import Runtime
 from ckptcore.tree.flattening import own_values, rebuild
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = logger_named("ckptcore.loading")
 

@@ -16,7 +16,7 @@ of containers per value is limited.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -156,7 +156,7 @@ def _width(number: int) -> int:
 
 
 def _text(data: bytes | memoryview) -> str:
-    return base64.b64encode(data).decode("ascii")
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def _decode_items(encoded: Any) -> list[Any]:
     if "types" not in encoded:
         (values,) = columns.values()
         return values
-    codes = base64.b64decode(encoded["types"], validate=True)
+    codes = binascii.a2b_base64(encoded["types"], strict_mode=True)
     of_code = [iter(columns.get(name, ())) for name in _NAMES]
     of_code[0] = itertools.repeat(None)
     if "long" in columns:
@@ -241,12 +241,12 @@ def _decode_type(name: str, column: Any) -> list[Any]:
         return [int(number, 16) for number in column]
     if name == "int":
         width, text = column
-        narrow = np.frombuffer(base64.b64decode(text, validate=True), np.uint8).reshape(-1, width)
+        narrow = np.frombuffer(binascii.a2b_base64(text, strict_mode=True), np.uint8).reshape(-1, width)
         wide = np.zeros((len(narrow), 8), np.uint8)
         wide[:, 8 - width :] = narrow
         numbers: HostArray = wide.view("<i8")[:, 0] >> 8 * (8 - width)  # a shift extends the sign
         return list(numbers.tolist())
-    data = base64.b64decode(column, validate=True)
+    data = binascii.a2b_base64(column, strict_mode=True)
     if name == "bool":
         return list(map(bool, data))
     if name != "float":

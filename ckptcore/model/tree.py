@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import math
 import struct
 from collections import Counter
@@ -25,11 +25,14 @@ MAX_KEY_PARTS: Final = 10_000
 """Maximum number of parts of a tuple in a key. The sampler NUTS has a key with the names of all parameters."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Attribute:
     """The key of a field of an object, in contrast to a str key of a mapping."""
 
     name: str
+
+    def __lt__(self, other: Attribute) -> bool:
+        return self.name < other.name
 
     def __str__(self) -> str:
         return self.name
@@ -227,7 +230,7 @@ def text_to_json(text: str) -> JSON:
     """Encode text so that JSON preserves it: ``{"utf8": base64}`` if it has surrogates, which JSON joins or refuses."""
     if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
         return text
-    return {"utf8": base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")}
+    return {"utf8": binascii.b2a_base64(text.encode("utf-8", "surrogatepass"), newline=False).decode("ascii")}
 
 
 def text_from_json(encoded: JSON) -> str:
@@ -240,7 +243,7 @@ def text_from_json(encoded: JSON) -> str:
         return encoded
     try:
         if isinstance(encoded, dict) and len(encoded) == 1:
-            return base64.b64decode(encoded["utf8"], validate=True).decode("utf-8", "surrogatepass")
+            return binascii.a2b_base64(encoded["utf8"], strict_mode=True).decode("utf-8", "surrogatepass")
     except (KeyError, TypeError, ValueError) as error:
         raise _bad_skeleton(encoded) from error
     raise _bad_skeleton(encoded)

@@ -6,7 +6,6 @@ Plans have the boxes that each process writes and reads. The replicas of a box d
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
 import operator
@@ -449,6 +448,8 @@ def owners_of(split: SplitTree, *, rank: int, size: int) -> Mapping[int, Owners]
             numbers[leaf] = [0] * box_split.count
             entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, box_split))]
             groups.setdefault((held_by, replicas, _boxes(record, box_split)), []).extend(entries)
+    import heapq  # only jobs need it
+
     for (_, replicas, _), entries in groups.items():
         loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # further replicas would get no piece
         for nbytes, leaf, piece in sorted(entries):

@@ -17,6 +17,15 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _EMPTY: Final[Mapping[str, JSON]] = {}
 
 
+def quoted_path(path: bytes) -> str:
+    """Return a path as part of a URL, with other bytes than letters, digits and ``/._-~`` escaped."""
+    if path.translate(None, b"/._-~").isalnum():
+        return path.decode("ascii")
+    from urllib.parse import quote  # slow, and few paths need it
+
+    return quote(path)
+
+
 class StorageAddress(NamedTuple):
     """The address of the objects of a storage, for native I/O.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import (
@@ -25,6 +24,9 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, Key, NodeKind
 from ckptcore.protocols.derived import DerivedArray
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Priority:
