@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from ckptcore_dcp.metadata import DcpMetadata, read_metadata
-from ckptcore_dcp.metadata.fast import FastObjectReader
-from ckptcore_dcp.metadata.reading import MetadataDecoder, read_fast, read_opcodes
-from ckptcore_dcp.pickles import Global, read_pickle
+from ckptcore_dcp.metadata.fast import CHUNKS, ITEM_RANGES, TENSORS, FastObjectReader
+from ckptcore_dcp.metadata.reading import read_fast, read_opcodes
+from ckptcore_dcp.pickles import CompactObject, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as theirs
@@ -68,17 +68,30 @@ def _plain(data: bytes) -> DcpMetadata:
 
 def _fast(data: bytes) -> tuple[DcpMetadata, int]:
     """Read without falling back to the plain reader. Also return how many objects the fast reader read."""
-    reader = FastObjectReader(data, MetadataDecoder(".metadata", len(data)).size)
+    reader = FastObjectReader(data)
     objects = 0
 
-    def read(function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:
+    def read(stack: list[Any], position: int, memo: list[Any]) -> int | None:
         nonlocal objects
-        result = reader.read(function, position, memo)
-        objects += 0 if result is None else len(result[0])
-        return result
+        before = stack[:-1]
+        stop = reader.read(stack, position, memo)
+        if stop is not None:
+            objects += _count([value for value in stack if value not in before])
+        return stop
 
     read_pickle(data, key=".metadata", objects=read)
     return read_fast(data, key=".metadata"), objects
+
+
+def _count(values: Sequence[Any]) -> int:
+    """Return the number of objects that values of the fast reader stand for. Columns of a dict are key and value."""
+    objects = [value for value in values if isinstance(value, CompactObject)]
+    names = [value[0] for value in objects]
+    if names == [CHUNKS]:
+        return len(objects[0][1][0])
+    if names and names[0] in (ITEM_RANGES, TENSORS):
+        return len(objects[0][1]) * (2 if names[0] == ITEM_RANGES else 1)
+    return len(objects)
 
 
 def _outcome(read: Callable[[], DcpMetadata]) -> DcpMetadata | tuple[type, str]:
@@ -244,3 +257,36 @@ def test_a_size_shared_by_a_tensor_and_its_chunk() -> None:
             entry.chunks[0].offsets = torch.Size((0, 0))
     data = pickle.dumps(metadata, protocol=4)
     assert read_metadata(data, key=".metadata") == _plain(data)
+
+
+def test_batches_of_a_large_pickle_become_columns() -> None:
+    metadata, total = _tensors(3, 2000, 2, shared=True)
+    data = pickle.dumps(metadata, protocol=4)
+    reader = FastObjectReader(data)
+    values = 0
+
+    def read(stack: list[Any], position: int, memo: list[Any]) -> int | None:
+        nonlocal values
+        stop = reader.read(stack, position, memo)
+        values += stop is not None
+        return stop
+
+    read_pickle(data, key=".metadata", objects=read)
+    assert data.count(b"\x95") > 5, "frames begin within objects"
+    assert values <= total / 1000 * 2 + 2, "each batch of 1000 chunks or places is one value"
+
+
+def test_bytes_that_contain_rows_are_no_rows() -> None:
+    metadata, _ = _tensors(40, 5, 2, shared=True)
+    metadata.mcore_data = {"own": pickle.dumps(metadata, protocol=4)}  # type: ignore[attr-defined]  # Megatron sets it
+    data = pickle.dumps(metadata, protocol=4)
+    assert _fast(data)[0] == _plain(data)
+
+
+def test_rows_that_refer_to_a_later_memo_entry_are_refused() -> None:
+    metadata, _ = _tensors(6, 50, 2, shared=True)
+    data = pickle.dumps(metadata, protocol=4)
+    at = data.rindex(b"j", 0, data.rindex(b"storage_meta") - 200)
+    changed = data[: at + 1] + b"\xff\xff\x00\x00" + data[at + 5 :]
+    outcome = _outcome(lambda: read_metadata(changed, key=".metadata"))
+    assert outcome == _outcome(lambda: _plain(changed)) and isinstance(outcome, tuple)

@@ -16,6 +16,8 @@ DcpPath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: str for a key of a mapping, int for an index of a list."""
 ItemRange: TypeAlias = tuple[str, int, int, tuple[str, ...]]
 """The relative path, offset, length and transforms of a `DcpChunk` or `DcpValue`."""
+Sizes: TypeAlias = tuple[HostArray, HostArray]
+"""The number of axes of each row, and its extents, padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +152,18 @@ class DcpChunkColumns:
     @classmethod
     def of(cls, chunks: Sequence[DcpChunk]) -> DcpChunkColumns:
         """Return the columns of chunks."""
-        return cls.from_parts(
-            [chunk.offsets for chunk in chunks],
-            [chunk.sizes for chunk in chunks],
-            [(chunk.relative_path, chunk.offset, chunk.length, chunk.transforms) for chunk in chunks],
-        )
-
-    @classmethod
-    def from_parts(
-        cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], item_ranges: Sequence[ItemRange]
-    ) -> DcpChunkColumns:
-        """Return the columns of chunks with these offsets, sizes and locations."""
-        count = len(item_ranges)
-        axes: HostArray = np.fromiter(map(len, offsets), np.int64, count)
+        count = len(chunks)
         files: dict[str, int] = {}
+        axes, offsets = padded_sizes([chunk.offsets for chunk in chunks])
         return cls(
             axes,
-            _padded_rows(offsets, axes),
-            _padded_rows(sizes, axes),
-            np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in item_ranges], np.int64, count),
-            np.fromiter([offset for _, offset, _, _ in item_ranges], np.int64, count),
-            np.fromiter([length for _, _, length, _ in item_ranges], np.int64, count),
+            offsets,
+            padded_sizes([chunk.sizes for chunk in chunks])[1],
+            np.fromiter([files.setdefault(chunk.relative_path, len(files)) for chunk in chunks], np.int64, count),
+            np.fromiter([chunk.offset for chunk in chunks], np.int64, count),
+            np.fromiter([chunk.length for chunk in chunks], np.int64, count),
             list(files),
-            {row: transforms for row, (_, _, _, transforms) in enumerate(item_ranges) if transforms},
+            {row: chunk.transforms for row, chunk in enumerate(chunks) if chunk.transforms},
         )
 
     def take(self, rows: HostArray) -> DcpChunkColumns:
@@ -257,9 +248,10 @@ def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
     return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
 
 
-def _padded_rows(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
-    """Return one row per tuple, padded with zeros."""
-    numbers: HostArray = np.zeros((len(rows), int(axes.max(initial=0))), np.int64)
-    within = np.arange(numbers.shape[1]) < axes[:, None]
-    numbers[within] = np.fromiter(chain.from_iterable(rows), np.int64, int(axes.sum()))
-    return numbers
+def padded_sizes(sizes: Sequence[tuple[int, ...]]) -> Sizes:
+    """Return sizes as columns."""
+    axes: HostArray = np.fromiter(map(len, sizes), np.int64, len(sizes))
+    extents: HostArray = np.zeros((len(sizes), int(axes.max(initial=0))), np.int64)
+    within = np.arange(extents.shape[1]) < axes[:, None]
+    extents[within] = np.fromiter(chain.from_iterable(sizes), np.int64, int(axes.sum()))
+    return axes, extents

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeGuard
+
+import numpy as np
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ValueRecord, unreadable_leaf
 from ckptcore_dcp.metadata.entries import (
     ChunkRows,
-    DcpChunkColumns,
     DcpMetadata,
     DcpPath,
     DcpTensor,
     DcpValue,
-    ItemRange,
+    Sizes,
     torch_class_name,
 )
-from ckptcore_dcp.metadata.fast import FastObjectReader
+from ckptcore_dcp.metadata.fast import CHUNKS, ITEM_RANGES, TENSORS, FastObjectReader
+from ckptcore_dcp.metadata.joining import ListedItems, ListedTensors, find_outside, join, row_keys
 from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
 from ckptcore_dcp.stored_tensors import known_dtype, spec_and_kind
-
-_ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
-"""Byte ranges of items by name and offsets of a chunk; None for a value."""
 
 _MAX_COUNT: Final = 1 << 62
 _MAX_AXES: Final = 64
@@ -31,15 +30,6 @@ _PATH_DEPTH: Final = 48
 """Maximum length of a path, in keys. A value may add 150 containers, and the core's limit is 200."""
 _SIZE: Final = Global("torch", "Size")
 _TEXT: Final = frozenset({str})
-
-
-@dataclass(slots=True)
-class _ListedChunks:
-    """Chunks of all tensors, concatenated."""
-
-    offsets: list[tuple[int, ...]] = field(default_factory=list)
-    sizes: list[tuple[int, ...]] = field(default_factory=list)
-    item_ranges: list[ItemRange] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,17 +56,23 @@ class MetadataDecoder:
             CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
         """
         state = self.attributes_of(value, "Metadata")
-        item_ranges = self.item_ranges(state.get("storage_data"))
-        tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
-        bounds = [0]
-        chunks = _ListedChunks()
+        items = self.items(state.get("storage_data"))
+        tensors = ListedTensors()
         values: dict[str, DcpValue] = {}
         unreadable: dict[str, ValueRecord] = {}
+        count = 0
         for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
+            if _is_rows(name, TENSORS):
+                self.expect_rows(name, entry)
+                _, names, *attributes = name
+                count += len(names)
+                self.tensors(tensors, names, *attributes)
+                continue
+            count += 1
             if type(name) is not str:
                 self.fail(f"the name of an entry is {brief(name)}; expected a string")
             if self.is_instance(entry, "BytesStorageMetadata"):
-                item_range = item_ranges.get((name, None))
+                item_range = items.values.get(name)
                 if item_range is None:
                     error = CorruptCheckpointError(
                         f"{self.key} lists no file for the value {name!r}; its save was not finished. Load another "
@@ -88,36 +84,48 @@ class MetadataDecoder:
                     values[name] = DcpValue(*item_range)
                 continue
             try:
-                tensors[name] = self.tensor(name, entry, item_ranges, chunks)
-                bounds.append(len(chunks.item_ranges))
+                self.tensor(name, entry, tensors)
             except UnsupportedLeafError as unsupported:
                 unreadable[name] = unreadable_leaf(unsupported)
+        if count != len({*tensors.heads, *values, *unreadable}) or count != len(tensors.counts) + len(values) + len(
+            unreadable
+        ):
+            self.fail("it lists a name twice")
+        if (outside := find_outside(tensors)) is not None:
+            name = list(tensors.heads)[outside[1]]
+            self.fail(f"chunk {outside[0]} exceeds its tensor {name!r} of {tensors.heads[name][1]}")
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
-        columns = DcpChunkColumns.from_parts(chunks.offsets, chunks.sizes, chunks.item_ranges)
+        columns, bounds, unknown = join(tensors, items)
         stored_tensors = {
             name: DcpTensor(dtype, shape, ChunkRows(columns, start, stop), requires_grad)
             for (name, (dtype, shape, requires_grad)), start, stop in zip(
-                tensors.items(), bounds, bounds[1:], strict=False
+                tensors.heads.items(), bounds, bounds[1:], strict=False
             )
         }
         unlisted: dict[str, list[str]] = {}
-        known = stored_tensors.keys() | values.keys() | unreadable.keys()
-        for (name, _), (file, *_) in item_ranges.items():
-            if name not in known:
+        files = list(items.files)
+        others = [(name, file) for name, (file, *_) in items.values.items() if name not in tensors.heads]
+        others += dict.fromkeys((items.names[row], files[items.file[row]]) for row in unknown)
+        for name, file in others:
+            if name not in values and name not in unreadable:
                 unlisted.setdefault(file, []).append(name)
-        files = frozenset([file for file, *_ in item_ranges.values()])
-        return DcpMetadata(stored_tensors, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
+        return DcpMetadata(
+            stored_tensors, values, paths, save_id, checkpoint_id, unreadable, frozenset(files), unlisted
+        )
 
-    def item_ranges(self, value: Value) -> _ItemRanges:
+    def items(self, value: Value) -> ListedItems:
         """Return the byte ranges of all items."""
-        listed = self.mapping(value, "storage_data")
-        return {(name, offset): item_range for name, offset, item_range in self.iter_item_ranges(listed)}
-
-    def iter_item_ranges(self, listed: Mapping[Any, Value]) -> Iterator[tuple[str, tuple[int, ...] | None, ItemRange]]:
-        """Yield the name, the offsets (None for a value) and the byte range of each item."""
+        items = ListedItems()
         paths: dict[str, str] = {}
-        for index, info in listed.items():
+        for index, info in self.mapping(value, "storage_data").items():
+            if _is_rows(index, ITEM_RANGES):
+                self.expect_rows(index, info)
+                _, names, offsets, files, start, length = index
+                for path in {*files}:
+                    self.plain_path(path)
+                items.extend(names, offsets, files, start, length)
+                continue
             if index.__class__ is CompactObject and index[0] == "MetadataIndex":
                 _, name, offset = index
             else:
@@ -135,7 +143,7 @@ class MetadataDecoder:
                 transforms = state.get("transform_descriptors")
             if type(path) is not str:
                 self.fail(f"the file name of {name!r} is {brief(path)}; expected a string")
-            yield (
+            items.append(
                 name,
                 offset,
                 (
@@ -145,9 +153,10 @@ class MetadataDecoder:
                     () if transforms is None else self.texts(transforms),
                 ),
             )
+        return items
 
-    def tensor_header(self, name: str, entry: Value) -> tuple[str, bool, tuple[int, ...], list[Value]]:
-        """Return dtype, requires_grad and shape of a tensor, and its chunks as listed."""
+    def tensor(self, name: str, entry: Value, tensors: ListedTensors) -> None:
+        """Add a tensor and its chunks."""
         listed: Value
         if entry.__class__ is CompactObject and entry[0] == "TensorStorageMetadata":
             _, properties, size, offsets, sizes = entry
@@ -155,15 +164,55 @@ class MetadataDecoder:
         else:
             state = self.attributes_of(entry, "TensorStorageMetadata")
             properties, size, listed = state.get("properties"), state.get("size"), state.get("chunks")
+        head = self.head(name, properties, size)
+        if type(listed) is not list:
+            self.fail(f"the chunks of {name!r} are {brief(listed)}; expected a list")
+        count = len(listed)
+        self.count_parts(count)
+        for chunk in listed:
+            if _is_rows(chunk, CHUNKS):
+                more = len(chunk[1][0]) - 1
+                self.count_parts(more)
+                count += more
+                tensors.offsets.extend(chunk[1])
+                tensors.sizes.extend(chunk[2])
+            else:
+                offsets, sizes = self.box(chunk)
+                tensors.offsets.append(offsets)
+                tensors.sizes.append(sizes)
+        tensors.heads[name] = head
+        tensors.shapes.append(head[1])
+        tensors.counts.append(count)
+
+    def head(self, name: str, properties: Value, size: Value) -> tuple[str, tuple[int, ...], bool]:
+        """Return dtype, shape and requires_grad of a tensor."""
         dtype, requires_grad = self.properties(name, properties)
         shape = self.size(size)
         spec, _ = spec_and_kind(dtype, shape)
         if not spec.is_possible:
             self.fail(f"the tensor {name!r} is {spec}, which exceeds the address space")
-        if type(listed) is not list:
-            self.fail(f"the chunks of {name!r} are {brief(listed)}; expected a list")
-        self.count_parts(len(listed))
-        return dtype, requires_grad, shape, listed
+        return dtype, shape, requires_grad
+
+    def tensors(
+        self,
+        tensors: ListedTensors,
+        names: Sequence[str],
+        properties: Sequence[Value],
+        shapes: Sizes,
+        offsets: Sizes,
+        sizes: Sizes,
+    ) -> None:
+        """Add tensors of one chunk. One of an unknown dtype is reported by the machine."""
+        keys = row_keys(np.array([*map(id, properties)]), *shapes)
+        heads: dict[bytes, tuple[str, tuple[int, ...], bool]] = {}
+        for key, number in dict(zip(keys, range(len(keys)), strict=True)).items():
+            shape = tuple(shapes[1][number, : shapes[0][number]].tolist())
+            heads[key] = self.head(names[number], properties[number], shape)
+        tensors.heads.update(zip(names, map(heads.__getitem__, keys), strict=True))
+        tensors.shapes.extend(shapes)
+        tensors.offsets.extend(offsets)
+        tensors.sizes.extend(sizes)
+        tensors.counts += [1] * len(names)
 
     def box(self, chunk: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the offsets and sizes of a chunk."""
@@ -172,28 +221,6 @@ class MetadataDecoder:
             return offsets, sizes
         state = self.attributes_of(chunk, "ChunkStorageMetadata")
         return self.size(state.get("offsets")), self.size(state.get("sizes"))
-
-    def tensor(
-        self, name: str, entry: Value, item_ranges: _ItemRanges, chunks: _ListedChunks
-    ) -> tuple[str, tuple[int, ...], bool]:
-        """Return dtype, shape and requires_grad of a tensor. Add its chunks that have a location."""
-        dtype, requires_grad, shape, listed = self.tensor_header(name, entry)
-        boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        for chunk in listed:
-            offsets, sizes = self.box(chunk)
-            if not len(offsets) == len(sizes) == len(shape) or not all(
-                map(int.__le__, map(int.__add__, offsets, sizes), shape)
-            ):
-                self.fail(f"a chunk of {sizes} at {offsets} exceeds the tensor {name!r} of {shape}")
-            item_range = item_ranges.get((name, offsets))
-            if item_range is None and len(listed) == 1:
-                item_range = item_ranges.get((name, None))
-            if item_range is not None and (offsets, sizes) not in boxes:
-                boxes.add((offsets, sizes))
-                chunks.offsets.append(offsets)
-                chunks.sizes.append(sizes)
-                chunks.item_ranges.append(item_range)
-        return dtype, shape, requires_grad
 
     def properties(self, name: str, value: Value) -> tuple[str, bool]:
         """Return dtype and requires_grad of a tensor."""
@@ -304,6 +331,11 @@ class MetadataDecoder:
             self.fail(f"expected a {name} of torch.distributed.checkpoint, found {brief(value)}")
         return value.state  # type: ignore[union-attr]  # checked above
 
+    def expect_rows(self, name: Value, value: Value) -> None:
+        """Check that objects which were read in one step are a whole dict item."""
+        if value is not name:
+            self.fail("it uses objects in an unusual way")
+
     def count_parts(self, count: int) -> None:
         """Count chunks and transforms. Fail if the file lists more of them than it has bytes."""
         self.remaining -= count
@@ -319,6 +351,11 @@ class MetadataDecoder:
         raise CorruptCheckpointError(
             f"{self.key} cannot be read: {reason}; restore it from a copy, or load another checkpoint", key=self.key
         )
+
+
+def _is_rows(value: Value, name: str) -> TypeGuard[CompactObject]:
+    """Return whether a value stands for several objects. See `ckptcore_dcp.metadata.fast`."""
+    return value.__class__ is CompactObject and value[0] == name
 
 
 def _are_texts(value: Sequence[Value]) -> bool:
@@ -348,7 +385,7 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
 def read_fast(data: bytes, *, key: str) -> DcpMetadata:
     """Read ``.metadata`` with `FastObjectReader`. Rejects pickles that use objects differently from torch."""
     reader = MetadataDecoder(key, len(data))
-    return _read(data, key, reader, FastObjectReader(data, reader.size).read)
+    return _read(data, key, reader, FastObjectReader(data).read)
 
 
 def read_opcodes(data: bytes, *, key: str) -> DcpMetadata:

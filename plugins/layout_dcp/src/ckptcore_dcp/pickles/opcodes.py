@@ -19,6 +19,7 @@ Opcode: TypeAlias = Callable[[State, int], int]
 _HIGHEST_PROTOCOL: Final = 5
 _BUILD: Final = 0x62
 _MEMOIZE: Final = 0x94
+_SHORT_TEXT: Final = 0x8C
 _NEW_WITH_DICT: Final = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow.
 Executed in one step.
@@ -47,19 +48,24 @@ def _signed_integer(state: State, position: int) -> int:
 
 def _short_text(state: State, position: int) -> int:
     data = state.data
-    begins = position + 1
-    stop = state.position = begins + data[position]
-    if stop > len(data):
-        raise truncated(state.key, begins, stop)
-    text = data[begins:stop].decode("utf-8", "surrogatepass")
-    if state.places is not None:
-        state.places.add(text, begins, stop)
-    state.stack.append(text)
-    # Execute MEMOIZE too: it follows most short texts, and this saves a step of the machine.
-    if data[stop] == _MEMOIZE:
+    while True:
+        begins = position + 1
+        stop = state.position = begins + data[position]
+        if stop > len(data):
+            raise truncated(state.key, begins, stop)
+        text = data[begins:stop].decode("utf-8", "surrogatepass")
+        if state.places is not None:
+            state.places.add(text, begins, stop)
+        state.stack.append(text)
+        # Execute MEMOIZE too: it follows most short texts, and this saves a step of the machine. The keys that lead to
+        # an entry follow one another, and so save another step each.
+        if data[stop] != _MEMOIZE:
+            return stop
         state.memo.append(text)
-        return stop + 1
-    return stop
+        state.position = stop + 1  # for errors
+        if data[stop + 1] != _SHORT_TEXT:
+            return stop + 1
+        position = stop + 2
 
 
 def _text(state: State, position: int) -> int:
@@ -140,10 +146,7 @@ def _empty_tuple(state: State, position: int) -> int:
         stack.append(())
         return position
     memo = state.memo
-    if state.objects is not None and (objects := state.objects(stack[-1], position - 1, memo)) is not None:
-        values, stop = objects
-        stack.pop()
-        stack += values
+    if state.objects is not None and (stop := state.objects(stack, position - 1, memo)) is not None:
         return stop
     item = stack[-1] = Call(stack[-1])
     item.new = True

@@ -7,7 +7,7 @@ from struct import Struct
 from typing import Any, Final, TypeAlias
 
 from ckptcore_dcp.pickles.literals import Window, line
-from ckptcore_dcp.pickles.values import Call, Global, KeyCheck, Places, Value
+from ckptcore_dcp.pickles.values import Call, KeyCheck, Places, Value
 
 
 class _Unset:
@@ -17,13 +17,13 @@ class _Unset:
 
 
 UNSET: Final = _Unset()
-ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
-"""Reads objects in one step, and adds the memo entries that their opcodes set.
+ObjectReader: TypeAlias = Callable[[list[Any], int, list[Any]], int | None]
+"""Reads objects in one step: replaces their class on the stack by values, and adds the memo entries of their opcodes.
 
-Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE,
-MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the offset after them, or
-None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a pickle that refers to one is
-rejected.
+Receives the values above the last MARK, of which the class of the first object is the last; the offset of EMPTY_TUPLE,
+NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK in the pickle; and the memo, in which no entry was ever replaced. Returns the
+offset after the objects, or None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a
+pickle that refers to one is rejected.
 """
 RawReader: TypeAlias = Callable[[Call, int], tuple[Value, int] | None]
 """Finds bytes between the opcodes of a pickle, as joblib writes them. Returns None if there are no such bytes.
