@@ -105,12 +105,23 @@ def _amount(value: float, unit: str) -> str:
     return f"{value:g} {unit}"
 
 
-def write_report(path: Path, setting: Setting, rows: Mapping[str, Sequence[Row]]) -> None:
-    """Write a report as JSON: the machine, the versions, the setting, and the rows of each benchmark."""
+def write_report(
+    path: Path, setting: Setting, rows: Mapping[str, Sequence[Row]], seconds: Mapping[str, float], device: str = ""
+) -> None:
+    """Write a report as JSON: the machine, the versions, the setting, and the rows and the time of each benchmark.
+
+    Args:
+        path: the file.
+        setting: the setting of the run.
+        rows: the rows of each benchmark.
+        seconds: how long each benchmark took.
+        device: the name of the device, if one is measured.
+    """
     report = {
-        "machine": _machine(setting.directory),
+        "machine": {**_machine(setting.directory), **({"device": device} if device else {})},
         "versions": {"python": platform.python_version(), **_versions()},
         "setting": {"rounds": setting.rounds, "scale": setting.scale},
+        "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
         "benchmarks": {name: [asdict(row) for row in of_one] for name, of_one in rows.items()},
     }
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
