@@ -15,7 +15,7 @@ import pytest
 from benchmarks.alternating import Case, Contender, measure
 from benchmarks.gpu import TESTS, Budget
 from tests.architecture.sources import ROOT
-from tests.isolated import copied_checkout, environment_without_metadata, packages_without_metadata
+from tools.isolated import copied_checkout, environment_without_metadata, packages_without_metadata
 
 _FAKES: Final = Path(__file__).with_name("fake_cuda.py")
 

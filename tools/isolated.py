@@ -6,18 +6,25 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Final
 
-from tests.architecture.sources import ROOT
+ROOT: Final = Path(__file__).parents[1]
 
-_METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
+_METADATA: Final = (".dist-info", ".egg-info", ".egg-link", ".pth")
 
 
-def packages_without_metadata(directory: Path) -> Path:
-    """Fill a directory with links to all installed packages, except this project's and all metadata. Return it.
+def packages_without_metadata(directory: Path, *names: str) -> Path:
+    """Fill a new directory with links to installed packages, without this project's and without metadata. Return it.
 
     A process that ``python -S`` starts with it as PYTHONPATH has no installed distributions.
+
+    Args:
+        directory: the directory to create.
+        names: packages and modules of this checkout that are linked, too.
     """
     directory.mkdir()
+    for name in names:
+        (directory / name).symlink_to(ROOT / name)
     for site in [Path(path) for path in sys.path if path.endswith("-packages")]:
         for entry in site.iterdir():
             link = directory / entry.name
@@ -29,7 +36,7 @@ def packages_without_metadata(directory: Path) -> Path:
 def copied_checkout(directory: Path) -> Path:
     """Copy the modules of this checkout, without the metadata that an editable installation leaves. Return the copy."""
     ignored = shutil.ignore_patterns("*.egg-info", "tests")
-    for name in ("ckptcore", "benchmarks", "tools"):
+    for name in ("ckptcore", "benchmarks"):
         shutil.copytree(ROOT / name, directory / name, ignore=ignored)
     for project in ROOT.glob("plugins/*/pyproject.toml"):
         plugin = directory / "plugins" / project.parent.name
