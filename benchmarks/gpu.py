@@ -2,7 +2,7 @@
 
 It runs in a checkout of which nothing is installed, and without a network. It needs PyTorch with CUDA, and what
 ``pyproject.toml`` of the core requires; without CUDA it writes nothing. Peers that are not installed are left out, and
-the report says so. The sizes and the number of rounds are chosen so that everything ends within ``--seconds``.
+a message says so. The sizes and the number of rounds are chosen so that everything ends within ``--seconds``.
 
 - tests: those of the test suite that wait for a device.
 - copies: memory of the host to the device and back. The limit is one asynchronous copy of pinned memory. Other rows use
@@ -61,8 +61,8 @@ _SHARES: Final = {"tests": 0.25, "copies": 0.25, "stall": 0.5, "load": 0.9}
 """The sections in their order, with the part of the time that is left then which each may take."""
 
 _WRITES: Final = 8
-"""Number of times that the state is written, at least: by two contenders of the stall in three passes, and for two loads. Half of
-the time is for that."""
+"""Number of times that the state is written, at least: by two contenders of the stall in three passes, and for two
+loads. Half of the time is for that."""
 
 Tensors = dict[str, Any]
 
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     gc.collect()
     gc.freeze()  # the collection before each run, which is not timed, need not visit all of PyTorch again
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*added, os.environ.get("PYTHONPATH", "")])}
-    sections: dict[str, Sequence[Row]] = {}
+    sections: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}
     failed = 0
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
@@ -367,20 +367,21 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
             directory = Path(scratch, name)
             directory.mkdir()
             bench = Bench(directory, budget, _SHARES[name], nbytes, environment)
-            start = clock()
+            start, sections[name] = clock(), []
             try:
-                sections[name] = list(_SECTIONS[name](bench))
+                for row in _SECTIONS[name](bench):
+                    sections[name].append(row)
+                    print(row.line(), flush=True)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # noqa: BLE001  # the other sections still run; DCP's errors are no Exceptions
                 say(f"{name} failed: {type(error).__name__}: {error}")
                 failed += 1
             seconds[name] = clock() - start
-            for row in sections.get(name, ()):
-                print(row.line(), flush=True)
             shutil.rmtree(directory)
             torch.cuda.empty_cache()
-            write_report(options.out, setting, sections, seconds, torch.cuda.get_device_name())
+            budgets = {name: options.seconds * share for name, share in _SHARES.items()}
+            write_report(options.out, setting, sections, seconds, budgets, torch.cuda.get_device_name())
     missed = sum(not row.reached for rows in sections.values() for row in rows)
     print(f"{missed} targets missed, {failed} sections failed or left out, {sum(seconds.values()):.0f} s")
     return 1 if missed or failed else 0

@@ -47,7 +47,7 @@ _BEGIN, _END = "/ckptcore-counts-begin", "/ckptcore-counts-end"
 """Files that do not exist. Their names enclose the operation in the output of strace."""
 
 Trace = Mapping[str, Mapping[str, int]]
-"""How often functions were called, by file, relative to the package. Both are in the order of first calls."""
+"""Numbers of calls of functions, by file, relative to the package. Both are in the order of first calls."""
 
 Contexts = Callable[[], "Context"]
 """Returns the same Context each time. The first call creates it."""
