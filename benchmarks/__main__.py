@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:  # what was measured is printed also after an error
         rows = [row for of_one in sections.values() for row in of_one]
         print("\n".join(lines(rows)))
-        print(f"{sum(seconds.values()):.0f} s", file=sys.stderr)
+        slow = [name for name, taken in seconds.items() if taken > BUDGET.get(name, taken)]
+        over = f"; over budget: {', '.join(slow)}" if slow else ""
+        print(f"{sum(seconds.values()):.0f} s{over}", file=sys.stderr)
     if options.chart:
         from benchmarks import chart  # imports every library that it shows
 
