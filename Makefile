@@ -193,7 +193,7 @@ bench-recovery: $(PEERS)/.installed  ## compare recovery from memory with torchf
 bench-versions: $(PEERS)/.installed  ## compare versions of weights with SkyRL and slime, too
 	$(PEERS)/bin/python -m benchmarks --only versions --out benchmarks/versions.json
 
-bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instead, and draw the chart of the README
+bench: $(STAMP)  ## compare ckptcore with other libraries, in half an hour; writes the chart of the README, and docs/reference/speed.md
 	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart
 
 # All pages are written, because Sphinx forgets the index entries of others (observed with 9.0).

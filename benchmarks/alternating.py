@@ -98,18 +98,26 @@ def compare(case: Case, rounds: int) -> Sequence[Row]:
     return timed_rows(case, measure(case, rounds))
 
 
-def measure(case: Case, rounds: int, barrier: Callable[[], object] = lambda: None) -> Mapping[str, Times]:
+def measure(
+    case: Case,
+    rounds: int,
+    barrier: Callable[[], object] = lambda: None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Mapping[str, Times]:
     """Run every contender once per round, after a warm-up round. Each round begins with another contender.
 
     Args:
         case: the comparison.
         rounds: number of timed rounds.
         barrier: called before and after each run; waits for the other processes of a job, which call this too.
+        go_on: called before each timed round but the first; False ends the measurement.
     """
     contenders = case.contenders
     memory = case.nbytes * (2 if case.writes else 1) if case.memory is None else case.memory
     times = {contender.name: Times() for contender in contenders}
     for number in range(-1, rounds):
+        if number > 0 and not go_on():
+            break
         shift = number % len(contenders)
         for contender in [*contenders[shift:], *contenders[:shift]]:
             into = times[contender.name] if number >= 0 else Times()

@@ -1,6 +1,6 @@
 """Loads of one whole state by four processes of torchrun, compared with methods of PyTorch.
 
-The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB, saved as ``dcp`` by one process. A round takes as long as the
+The state is 16 matrices of 4096 x 4096 bfloat16, 0.5 GB, saved as ``dcp`` by one process. A round takes as long as the
 slowest process. All processes are on one host, and the checkpoint is in its page cache: reading it four times is cheap,
 and messages use the same memory and processors. So this measures the cost of sending, not the time saved if the storage
 is slower than the network.
@@ -24,7 +24,7 @@ from benchmarks.setting import Setting
 from ckptcore.builtin import SingleProcess
 
 _PROCESSES: Final = 4
-_MATRICES: Final = 32
+_MATRICES: Final = 16
 _SIDE: Final = 4096
 
 

@@ -1,7 +1,7 @@
-"""Draw the chart of the README from a report: ``python -m benchmarks.chart [--results FILE] [--readme FILE]``.
+"""Draw the chart of the README and write the table of the documentation: ``python -m benchmarks.chart``.
 
-The chart is an SVG image in ``docs/images``. Its caption, with the machine and the versions, is text in the README,
-between two comments.
+Both are made of one report. The chart is an SVG image in ``docs/images``. Its caption, with the machine and the
+versions, is text in the README, between two comments. The table is the page ``docs/reference/speed.md``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,24 @@ from typing import Any, Final
 from xml.sax.saxutils import escape
 
 from benchmarks.peers import LOAD, SAVE
+from benchmarks.report import Row
 
 BEGIN: Final = "<!-- caption of the chart: written by python -m benchmarks.chart -->"
 END: Final = "<!-- end of the caption -->"
+
+_PAGE: Final = """# Speed
+
+ckptcore compared with other libraries, by `make bench`: medians of {rounds} rounds, in which the contenders take turns.
+The ratio is the time of the other library divided by that of ckptcore, as the median over the rounds. Above 1, ckptcore
+is faster. The rows in which it is slower come first. Each library has its defaults, unless its name says otherwise;
+ckptcore also writes and verifies checksums.
+
+{machine}
+
+| measured | ckptcore | other library | its time | ratio |
+|---|---|---|---|---|
+{rows}
+"""
 
 _TITLES: Final = {SAVE: "Save, synced to disk", LOAD: "Load into new memory"}
 _VERSIONS: Final = ("safetensors", "torch", "orbax-checkpoint", "jax")
@@ -98,17 +113,41 @@ def _panel(left: int, title: str, panel: Sequence[Bar]) -> Iterator[str]:
 
 def caption(report: Mapping[str, Any]) -> str:
     """Return what was measured, on which machine, with which versions."""
-    machine, versions, setting = report["machine"], report["versions"], report["setting"]
     nbytes = max(row["nbytes"] for row in report["benchmarks"]["peers"])
-    used = ", ".join([f"{name} {versions[name]}" for name in _VERSIONS if name in versions])
-    text = (
-        f"{nbytes / 1e9:.2g} GB of bfloat16 in 75 arrays; median of {setting['rounds']} rounds. "
+    return _filled(
+        f"{nbytes / 1e9:.2g} GB of bfloat16 in 75 arrays; median of {report['setting']['rounds']} rounds. "
         f"Each library uses its own format and its defaults; ckptcore also writes and verifies checksums. "
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, "
-        f"{machine['file_system']}, {machine['system']}; Python {versions['python']}, {used}. "
-        f"`make bench` repeats it."
+        f"{_machine(report)} `make bench` repeats it."
     )
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    machine, versions = report["machine"], report["versions"]
+    used = ", ".join([f"{name} {versions[name]}" for name in _VERSIONS if name in versions])
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, "
+        f"{machine['file_system']}, {machine['system']}; Python {versions['python']}, {used}."
+    )
+
+
+def _filled(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return the page with a row for each peer of each case: those that are faster than ckptcore first."""
+    found: list[tuple[Row, Row]] = []
+    for stored in report["benchmarks"].values():
+        rows = [Row(**{**row, "page_cache": None}) for row in stored]
+        ours = {row.case: row for row in reversed(rows)}  # the first row of each case
+        found += [(ours[row.case], row) for row in rows if row.ratio is not None and row.is_of_a_peer]
+    ordered = sorted(
+        found, key=lambda pair: (not pair[1].is_ahead_of_us, pair[1].ratio if pair[1].is_ahead_of_us else 0)
+    )
+    lines = [
+        f"| {row.case} | {own.amount()} | {row.contender} | {row.amount()} | {row.ratio:.2f} |" for own, row in ordered
+    ]
+    return _PAGE.format(rounds=report["setting"]["rounds"], machine=_filled(_machine(report)), rows="\n".join(lines))
 
 
 def with_caption(page: str, text: str) -> str:
@@ -125,16 +164,20 @@ def with_caption(page: str, text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the chart and write the caption."""
+    """Draw the chart, and write the caption and the table."""
     root = Path(__file__).parents[1]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chart", description=__doc__)
     parser.add_argument("--results", type=Path, default=root / "benchmarks" / "results.json", help="a report")
     parser.add_argument("--chart", type=Path, default=root / "docs" / "images" / "speed.svg", help="the image to write")
     parser.add_argument("--readme", type=Path, default=root / "README.md", help="the page with the caption")
+    parser.add_argument(
+        "--page", type=Path, default=root / "docs" / "reference" / "speed.md", help="the table to write"
+    )
     options = parser.parse_args(arguments)
     report = json.loads(options.results.read_text(encoding="utf-8"))
     options.chart.parent.mkdir(parents=True, exist_ok=True)
     options.chart.write_text(draw(report), encoding="utf-8")
+    options.page.write_text(table(report), encoding="utf-8")
     page = options.readme.read_text(encoding="utf-8")
     options.readme.write_text(with_caption(page, caption(report)), encoding="utf-8")
     return 0

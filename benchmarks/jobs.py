@@ -1,6 +1,6 @@
 """Saves by a job of four processes, compared with torch.distributed.checkpoint and Orbax.
 
-The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB whose elements do not compress. Each process holds a quarter of
+The state is 16 matrices of 4096 x 4096 bfloat16, 0.5 GB whose elements do not compress. Each process holds a quarter of
 the rows. All saves are durable, and write to a directory that does not exist. A round takes as long as the slowest
 process.
 """
@@ -24,7 +24,7 @@ from benchmarks.setting import Setting
 from ckptcore.model import HostArray
 
 _PROCESSES: Final = 4
-_MATRICES: Final = 32
+_MATRICES: Final = 16
 _SIDE: Final = 4096
 _TARGETS: Final = {"dcp.save": 1.0, "orbax PyTreeCheckpointer.save": 1.0}
 

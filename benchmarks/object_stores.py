@@ -34,8 +34,8 @@ from ckptcore.model import HostArray
 _ARRAYS: Final = 32
 _AT_ONCE: Final = 16
 _PART_BYTES: Final = 8 << 20
-_ROUNDS: Final = 3
-"""Maximum number of rounds, because each moves gigabytes through servers in Python."""
+_GIBIBYTES: Final = 0.25
+"""Size of the state. Servers in Python move it several times in each round."""
 _SMALL_ARRAYS: Final = 1000
 _LEAST_OF_FSSPEC: Final = 1.5
 _LEAST_OF_OBSTORE: Final = 0.9
@@ -50,12 +50,12 @@ def rows(setting: Setting) -> Iterator[Row]:
     with s3_server(setting.directory) as server:
         bucket = server.create_bucket()
         yield from _requests(server, bucket, setting.count(_SMALL_ARRAYS))
-    state = _state(setting.scale)
+    state = _state(_GIBIBYTES * setting.scale)
     for run in (s3, gs):
         with run(setting.directory) as service:
             for cases in (_uploads, _downloads):
                 for case in cases(service, state):
-                    yield from compare(case, min(setting.rounds, _ROUNDS))
+                    yield from compare(case, setting.rounds)
 
 
 def _state(gibibytes: float) -> State:

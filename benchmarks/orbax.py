@@ -33,7 +33,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     orbax = Orbax()
     small = jax_state(small_state(setting.count(1000)))
     yield from _cases(setting, "small", orbax, small, _small_cases)
-    large = jax_state(large_state(1.5 * setting.scale))
+    large = jax_state(large_state(0.75 * setting.scale))
     yield from _cases(setting, "large", orbax, large, _large_cases)
 
 

@@ -22,6 +22,13 @@ _DISTRIBUTIONS: Final = (
 )  # fmt: skip
 
 
+_NO_PEERS: Final = (
+    "ckptcore", "replacement", "raw ", "memcpy", "memory copy", "copy, hash", "hash and write", "pinned", "pageable",
+    "staged", "a TCP socket", "no saves", "XXH3", "SHA",
+)  # fmt: skip
+"""Beginnings of the names of contenders that are ours, or limits of the machine. All others are peers."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageCache:
     """The memory of the system before a run that writes, in bytes, from ``/proc/meminfo``.
@@ -83,6 +90,20 @@ class Row:
     page_cache: PageCache | None = None
     note: str = ""
 
+    @property
+    def is_of_a_peer(self) -> bool:
+        """True if the contender is another library: neither ours, nor a limit of the machine."""
+        return not self.contender.startswith(_NO_PEERS)
+
+    @property
+    def is_ahead_of_us(self) -> bool:
+        """True if this is the row of a peer that is faster than ckptcore."""
+        return self.ratio is not None and self.ratio < 1 and self.is_of_a_peer
+
+    def amount(self) -> str:
+        """Return the median with its unit."""
+        return _amount(self.median, self.unit)
+
     def line(self) -> str:
         """Return the row of the table."""
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
@@ -90,8 +111,15 @@ class Row:
         verdict = f"{self.target}: {'reached' if self.reached else 'MISSED'}" if self.target else ""
         speed = f"{self.nbytes / self.median / 1e9:.2f} GB/s" if self.nbytes and self.unit == "s" else ""
         remarks = [verdict, speed, self.note, str(self.page_cache or "")]
-        numbers = f"{_amount(self.median, self.unit):>11} {ratio:>7} {spread:>6}"
+        numbers = f"{self.amount():>11} {ratio:>7} {spread:>6}"
         return f"{self.case:44} {self.contender:38} {numbers}  {'; '.join(filter(None, remarks))}".rstrip()
+
+
+def lines(rows: Sequence[Row]) -> Sequence[str]:
+    """Return the table: first the peers that are ahead, the farthest first, then all rows in their order."""
+    ahead = sorted([row for row in rows if row.is_ahead_of_us], key=lambda row: row.ratio or 0.0)
+    first = ["ahead of ckptcore:", *[row.line() for row in ahead]] if ahead else ["no peer is ahead of ckptcore"]
+    return [TABLE_HEAD, *first, "all rows:", *[row.line() for row in rows]]
 
 
 def _amount(value: float, unit: str) -> str:
@@ -105,12 +133,30 @@ def _amount(value: float, unit: str) -> str:
     return f"{value:g} {unit}"
 
 
-def write_report(path: Path, setting: Setting, rows: Mapping[str, Sequence[Row]]) -> None:
-    """Write a report as JSON: the machine, the versions, the setting, and the rows of each benchmark."""
+def write_report(
+    path: Path,
+    setting: Setting,
+    rows: Mapping[str, Sequence[Row]],
+    seconds: Mapping[str, float],
+    budget: Mapping[str, float],
+    device: str = "",
+) -> None:
+    """Write a report as JSON: the machine, the versions, the setting, and the rows and the time of each benchmark.
+
+    Args:
+        path: the file.
+        setting: the setting of the run.
+        rows: the rows of each benchmark.
+        seconds: the time that each benchmark took.
+        budget: the time that each may take.
+        device: the name of the device, if one is measured.
+    """
     report = {
-        "machine": _machine(setting.directory),
+        "machine": {**_machine(setting.directory), **({"device": device} if device else {})},
         "versions": {"python": platform.python_version(), **_versions()},
         "setting": {"rounds": setting.rounds, "scale": setting.scale},
+        "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
+        "budget": {name: budget[name] for name in seconds if name in budget},
         "benchmarks": {name: [asdict(row) for row in of_one] for name, of_one in rows.items()},
     }
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")

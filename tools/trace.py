@@ -12,25 +12,20 @@ import argparse
 import ast
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import numpy as np
 
 import ckptcore
 from tools.count import count_source
+from tools.counts import Trace, trace
 
 _CORE: Final = Path(ckptcore.__file__).parent
 NOTE: Final = Path(__file__).parents[1] / "docs" / "design" / "read-the-core.md"
 _BEGIN: Final = "<!-- written by python -m tools.trace --write -->\n\n"
 _END: Final = "<!-- end -->"
-
-Trace = Mapping[str, list[str]]
-"""The functions that ran, by file, relative to the package. Files and functions are in the order of first calls."""
-
 
 SPINE: Final[Mapping[str, Mapping[str, str]]] = {
     "save": {
@@ -67,29 +62,6 @@ def spine_table(traces: Mapping[str, Trace]) -> str:
                 raise ValueError(f"{name} of SPINE ran in {files} during a plain {operation}: name one that runs once")
             rows.append(f"| {operation} | `{name}` | `{files[0]}` | {text} |")
     return "\n".join(rows) + "\n"
-
-
-def trace(run: Callable[[], object]) -> Trace:
-    """Run a function, and return the functions of the core that ran on this thread and on threads that it started."""
-    calls: dict[str, list[str]] = {}
-    prefix = f"{_CORE}/"
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(prefix):
-            return
-        functions = calls.setdefault(code.co_filename.removeprefix(prefix), [])
-        if not code.co_name.startswith("<") and code.co_qualname not in functions:
-            functions.append(code.co_qualname)
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return calls
 
 
 def trace_plain_save(directory: Path) -> Trace:

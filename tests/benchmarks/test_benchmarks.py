@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, BUDGET, SEPARATE
 from benchmarks.__main__ import main, measure
 from benchmarks.alternating import Case, Contender, compare
-from benchmarks.report import Row
+from benchmarks.report import Row, lines
 from benchmarks.setting import Setting
 
 _SLOW: Final = {
@@ -63,12 +64,55 @@ def test_a_report_has_the_machine_the_versions_and_the_rows(
     monkeypatch.setattr("benchmarks.__main__.measure", lambda name, setting: iter(measured))
     assert main(["--only", "local", "--scale", "0.1", "--directory", str(tmp_path), "--out", str(report_file)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1:] == [*(row.line() for row in measured), "1 targets missed"]
+    ours, peer = [row.line() for row in measured]
+    assert printed[1:] == ["ahead of ckptcore:", peer, "all rows:", ours, peer, "1 targets missed"]
     report = json.loads(report_file.read_text("utf-8"))
     assert report["machine"]["cores"] >= 1 and report["machine"]["memory"] > 0
     assert {"python", "ckptcore", "numpy", "ckptcore-dcp"} <= report["versions"].keys()
     assert report["setting"] == {"rounds": 7, "scale": 0.1}
     assert report["benchmarks"] == {"local": [asdict(row) for row in measured]}
+    assert report["seconds"].keys() == {"local"} and report["budget"]["local"] == BUDGET["local"]
+
+
+def test_rows_of_faster_peers_are_printed_first() -> None:
+    ours = Row("load", "ckptcore.load", 2.0, ratio=1.0)
+    slower, near, far = [Row("load", name, ratio, ratio=ratio) for name, ratio in (("a", 1.5), ("b", 0.9), ("c", 0.5))]
+    limit, variant = Row("load", "raw preadv, 2 threads", 1.0, ratio=0.5), Row("load", "ckptcore.open", 1.0, ratio=0.4)
+    rows = [ours, slower, near, limit, far, variant]
+    assert lines(rows)[1:] == [
+        "ahead of ckptcore:",
+        far.line(),
+        near.line(),
+        "all rows:",
+        *[row.line() for row in rows],
+    ]
+    assert lines([ours, slower, limit, variant])[1] == "no peer is ahead of ckptcore"
+
+
+def test_what_was_measured_before_an_error_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(name: str, setting: Setting) -> Iterator[Row]:
+        yield Row("save", "ckptcore.save", 0.5, ratio=1.0)
+        if name == "stall":
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr("benchmarks.__main__.measure", measured)
+    with pytest.raises(RuntimeError, match="no memory"):
+        main(["--only", "local", "stall", "--directory", str(tmp_path)])
+    assert capsys.readouterr().out.count("ckptcore.save") == 2
+
+
+def test_make_bench_has_a_budget_of_half_an_hour() -> None:
+    assert (*BUDGET, *SEPARATE) == BENCHMARKS
+    assert sum(BUDGET.values()) <= 1800
+
+
+def test_every_case_has_seven_rounds() -> None:
+    """No benchmark of ``make bench`` reduces the number of rounds."""
+    package = Path(__file__).parents[2] / "benchmarks"
+    fewer = {name for name in BENCHMARKS if "min(setting.rounds" in (package / f"{name}.py").read_text("utf-8")}
+    assert fewer <= set(SEPARATE)
 
 
 def _contender(name: str, seconds: list[float], calls: list[str], *, target: float | None = None) -> Contender:

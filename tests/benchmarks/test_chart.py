@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.chart import BEGIN, END, Bar, bars, caption, draw, main, with_caption
+from benchmarks.chart import BEGIN, END, Bar, bars, caption, draw, main, table, with_caption
 from benchmarks.peers import LOAD, SAVE
+from benchmarks.report import Row
 from tests.architecture.sources import ROOT
 
-SPEEDS = {SAVE: {"ckptcore": 2.0, "Orbax v1": 0.5}, LOAD: {"safetensors": 4.0, "ckptcore": 3.0}}
+SPEEDS = {SAVE: {"ckptcore": 2.0, "Orbax v1": 0.5}, LOAD: {"ckptcore": 3.0, "safetensors": 4.0}}
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def a_report() -> dict[str, Any]:
     rows = [
-        {"case": case, "contender": library, "nbytes": 1_500_000_000, "median": 1.5 / speed}
+        asdict(Row(case, library, 1.5 / speed, ratio=speeds["ckptcore"] / speed, nbytes=1_500_000_000))
         for case, speeds in SPEEDS.items()
         for library, speed in speeds.items()
     ]
@@ -58,11 +60,24 @@ def test_the_caption_names_the_machine_and_the_versions() -> None:
     assert "Python 3.11.7, safetensors 0.6, torch 2.9" in text and "median of 5 rounds" in text
 
 
+def test_the_table_has_a_row_for_each_peer_with_faster_ones_first() -> None:
+    text = table(a_report())
+    assert "medians of 5 rounds" in text and "A & B, 2 cores" in text
+    rows = [line for line in text.splitlines() if line.startswith("| peers")]
+    assert rows == [
+        f"| {LOAD} | 500.00 ms | safetensors | 375.00 ms | 0.75 |",
+        f"| {SAVE} | 750.00 ms | Orbax v1 | 3.00 s | 4.00 |",
+    ]
+
+
 def test_the_command_writes_the_image_and_the_caption(tmp_path: Path) -> None:
     results, chart, readme = tmp_path / "results.json", tmp_path / "images" / "speed.svg", tmp_path / "README.md"
+    page = tmp_path / "speed.md"
     results.write_text(json.dumps(a_report()), encoding="utf-8")
     readme.write_text(f"# Title\n\n{with_caption_marks('old')}\n\nend\n", encoding="utf-8")
-    assert main(["--results", str(results), "--chart", str(chart), "--readme", str(readme)]) == 0
+    files = ["--results", str(results), "--chart", str(chart), "--readme", str(readme), "--page", str(page)]
+    assert main(files) == 0
+    assert page.read_text("utf-8") == table(a_report())
     assert chart.read_text("utf-8") == draw(a_report())
     assert readme.read_text("utf-8") == f"# Title\n\n{with_caption_marks(caption(a_report()))}\n\nend\n"
     with pytest.raises(ValueError, match="the page has no lines"):
@@ -77,5 +92,6 @@ def test_the_readme_shows_the_recorded_report() -> None:
     report = json.loads((ROOT / "benchmarks" / "results.json").read_text("utf-8"))
     assert (ROOT / "docs" / "images" / "speed.svg").read_text("utf-8") == draw(report)
     assert caption(report) in (ROOT / "README.md").read_text("utf-8")
+    assert (ROOT / "docs" / "reference" / "speed.md").read_text("utf-8") == table(report)
     assert {bar.library for bar in bars(report, SAVE)} == {bar.library for bar in bars(report, LOAD)}
     assert len(bars(report, SAVE)) == 5

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.trace import NOTE, SPINE, Trace, listing, spine_table, trace_plain_load, trace_plain_save
+from tools.counts import Trace
+from tools.trace import NOTE, SPINE, listing, spine_table, trace_plain_load, trace_plain_save
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Ten operations make few calls, system calls and requests, move few bytes, and need little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ckptcore.redaction import redacted_location
+from tools.counts import OPERATIONS, Counts, count, has_strace, trace
+
+pytestmark = pytest.mark.system
+
+LIMITS: Final[Mapping[str, Counts]] = {
+    # written by python -m tools.counts --write
+    "first save": Counts(calls=1612, system_calls=2194, requests=14, nbytes=1060589, memory=13),
+    "first load": Counts(calls=811, system_calls=1567, requests=5, nbytes=1061141, memory=13),
+    "save 1000 small arrays": Counts(calls=51900, system_calls=133, requests=11, nbytes=184242, memory=4),
+    "load 1000 small arrays": Counts(calls=30905, system_calls=20, requests=4, nbytes=224612, memory=4),
+    "save one large array": Counts(calls=1415, system_calls=175, requests=45, nbytes=33895846, memory=4),
+    "load one large array": Counts(calls=832, system_calls=64, requests=36, nbytes=33896748, memory=37),
+    "open 1000 arrays": Counts(calls=94, system_calls=9, requests=1, nbytes=40827, memory=4),
+    "one slice": Counts(calls=25, system_calls=5, requests=5, nbytes=1062955, memory=4),
+    "metadata of 1000 arrays": Counts(calls=4292, system_calls=13, requests=2, nbytes=81556, memory=4),
+    "resume": Counts(calls=2035, system_calls=273, requests=54, nbytes=33900382, memory=4),
+    # end
+}
+"""A little above what was counted. Lower them with ``python -m tools.counts --write``, and say why if one rises."""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_stays_within_its_limits(name: str, tmp_path: Path) -> None:
+    counts = count(name, tmp_path)
+    assert not counts.exceeds(LIMITS[name])
+    if not has_strace():
+        pytest.skip("strace cannot trace here: system calls were not counted, and the other numbers are within limits")
+
+
+def test_every_operation_has_limits() -> None:
+    assert list(LIMITS) == list(OPERATIONS)
+
+
+def test_numbers_above_a_limit_are_named() -> None:
+    limits = Counts(calls=10, system_calls=5, requests=2, nbytes=100, memory=4)
+    assert not limits.exceeds(limits)
+    assert not limits._replace(system_calls=None, memory=None).exceeds(limits)
+    above = Counts(calls=11, system_calls=6, requests=3, nbytes=101, memory=5)
+    assert [text.partition(":")[0] for text in above.exceeds(limits)] == list(Counts._fields)
+    assert above.exceeds(limits)[3] == "nbytes: 101, and the limit is 100"
+
+
+def test_calls_of_a_function_of_the_core_are_counted() -> None:
+    calls = trace(lambda: [redacted_location(name) for name in ("a", "b", "c")])
+    assert calls["redaction.py"]["redacted_location"] == 3
