@@ -244,10 +244,12 @@ class _LeaderAgreement(Agreement):
         super().__init__(coordinator, key)
         self._job = job
 
-    def _exchange(self, name: str, outcome: bytes, token: str | None, stage: Stage) -> Any:
+    def _exchange(
+        self, name: str, outcome: bytes, token: str | None, stage: Stage, decide: Callable[[], JSON] | None
+    ) -> Any:
         with self._job.elsewhere(time.process_time):  # it starts threads, and nothing else runs
             self._job.say(f"{self._key}/{name}", name, tokens=token is not None)
-        return super()._exchange(name, outcome, token, stage)
+        return super()._exchange(name, outcome, token, stage, decide)
 
 
 def _member(number: int) -> Member:

@@ -336,7 +336,7 @@ class _Verification:
             self._add(error)
 
     def _read(self, key: str, start: int, stop: int) -> None:
-        data = self._store.get(key, start, stop)
+        data = self._store.get_blocks(key, start, stop)
         if len(data) != stop - start:
             raise CorruptCheckpointError(
                 f"{key} ends at byte {start + len(data)} instead of {stop}",

@@ -216,6 +216,11 @@ class ObjectReader:
         data = read if head is None and foot is None else b"".join((head or b"", read, foot or b""))
         return data if begin == start and end == stop else data[start - begin : stop - begin]
 
+    def get_blocks(self, key: str, begin: int, end: int) -> bytes:
+        """Return whole blocks of an object, and read only these. It raises what `get` raises."""
+        sums = self._checksums(key)
+        return self.get(key, begin, end) if sums is None else self._read_blocks(key, begin, end, sums)
+
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """Return the result of `get` for each range, or None if there is no such object. Coalesces close ranges.
 

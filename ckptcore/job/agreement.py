@@ -96,7 +96,8 @@ class Stage:
             failed itself.
         decide: called on the leader once all ranks succeeded, and `payloads` has their payloads. Its error is that of
             rank 0. None: there is nothing to decide.
-        decision: after the stage, what `decide` returned, on every rank. It costs no exchange.
+        decision: after the stage, what `decide` returned, on every rank. It costs no exchange, except after the first
+            stage of a job of several blocks of ranks.
     """
 
     payload: JSON | bytes = None
@@ -244,12 +245,21 @@ class Agreement:
                 verdict = _Verdict(failed[:_SHOWN], max(0, len(failed) - _SHOWN), unknown)
                 if decide is not None and not failed:
                     verdict, undecided = _decide(decide)
-            return self._verdict(key, token, verdict, tokens), undecided
+            # Each block gets its own verdict of the first stage. A decision, which may be large, is sent once for all.
+            if decide is None or token is None or len(self._gathering.blocks) == 1:
+                return self._verdict(key, token, verdict, tokens), undecided
+            received = self._verdict(key, token, verdict and replace(verdict, decision=None), tokens)
+            if not received.failed:
+                decision = None if verdict is None else _encode(verdict.decision)
+                received = replace(
+                    received, decision=json.loads(self._gathering.broadcast(f"{key}/decision", decision))
+                )
+            return received, undecided
 
     def _verdict(self, key: str, token: str | None, verdict: _Verdict | None, tokens: Sequence[str]) -> _Verdict:
         """Send the verdict from the leader to all ranks, and return it on each of them.
 
-        The size of the verdict does not depend on the size of the job.
+        Apart from a decision, its size does not depend on the size of the job.
 
         Args:
             key: the key of the exchange.

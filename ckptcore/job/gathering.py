@@ -69,7 +69,8 @@ class _Timers:
                 was_idle = not self._waiting
                 pause = min([_LATE_SECONDS, *[timer.due - now for timer in self._waiting]])
             for timer in due:
-                threading.Thread(target=timer.fire, name="ckptcore-timer", daemon=True).start()
+                with suppress(RuntimeError):  # as for `Timer.start`: this call is lost, and later ones are not
+                    threading.Thread(target=timer.fire, name="ckptcore-timer", daemon=True).start()
             time.sleep(pause)
 
 

@@ -128,7 +128,6 @@ class Box(NamedTuple):
     stop: tuple[int, ...]
 
     @staticmethod
-    @functools.lru_cache(maxsize=512)  # an array is looked up several times, and many arrays have one shape
     def whole(shape: tuple[int, ...]) -> Box:
         """Return the box of a whole array."""
         return Box((0,) * len(shape), shape)

@@ -32,7 +32,7 @@ class Attribute:
     name: str
 
     def __lt__(self, other: Attribute) -> bool:
-        return self.name < other.name
+        return self.name < other.name if isinstance(other, Attribute) else NotImplemented
 
     def __str__(self) -> str:
         return self.name

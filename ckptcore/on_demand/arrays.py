@@ -15,6 +15,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype, new_bytes
 from ckptcore.loading.reading import allocate_for, check_sizes
+from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.on_demand.indexing import AxisIndex, BasicIndex, index_box, rows_of
@@ -225,10 +226,12 @@ class StoredArray(ShownInNotebooks):
             view = self._mapped(held) if self._view is None else self._view
             if view is not None:
                 return self._copy(view[indexed.elements])
-        if span > (_RUN_BYTES if follow else held.block_bytes if held.is_verified else _NEAR_BYTES):
-            return None if follow else self._pick(held, indexed, strides)
         if follow:
-            return self._read_run(held, begin, indexed.counts)
+            return None if span > _RUN_BYTES else self._read_run(held, begin, indexed.counts)
+        if span > (held.block_bytes if held.is_verified else _NEAR_BYTES):
+            picked = self._pick(held, indexed, strides)
+            if picked is not None or span > BLOCK_BYTES:
+                return picked
         memory = new_bytes(span)
         self._read_into(held, begin, memory)
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.far_storage import FarStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore.context import Context
+from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.context import Context, PluginOptions
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.hookspecs import hookimpl
 from ckptcore.io.checksums import RecordedChecksums
-from ckptcore.model import BLOCK_BYTES, ObjectRecord
+from ckptcore.model import BLOCK_BYTES, Box, ObjectRecord
 from ckptcore.model import metadata as model_metadata
 from ckptcore.model.metadata import CHECKSUM_BYTES, block_bytes_for, block_bytes_of
+from ckptcore.protocols import StorageOpener
 
 FAST = Context(durability="none")
 GIB = 1 << 30
@@ -66,3 +72,44 @@ def test_checkpoints_with_blocks_of_any_size_are_read(tmp_path: Path, monkeypatc
         block = SIZES[4 - number]
         assert (problem.start, problem.stop) == (1_500_000 // block * block, 1_500_000 // block * block + block)
     assert read == SIZES[::-1]
+
+
+class _Far:
+    """A plugin with a remote storage for URLs ``far://``."""
+
+    def __init__(self) -> None:
+        self.storage = FarStorage()
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"far": lambda url, options: subdirectory(self.storage, url.removeprefix("far://"))}
+
+
+def test_each_damaged_block_on_a_remote_storage_is_reported_once() -> None:
+    far = _Far()
+    context = Context(plugins=PluginOptions(extra=(far,)))
+    ckptcore.save("far://runs/one", {"w": np.arange(3 << 18, dtype=np.int32)}, context=context)
+    (key,) = [key for key in far.storage.list("runs/") if key.endswith(".safetensors")]
+    content = bytearray(far.storage.get(key))
+    damaged = [1_500_000, 1_600_000]
+    for position in damaged:
+        content[position] ^= 1
+    far.storage.put(key, bytes(content))
+    block = SIZES[-1]
+    problems = ckptcore.verify("far://runs/one", context=context).problems
+    assert [problem.start for problem in problems] == [position // block * block for position in damaged]
+
+
+def test_the_types_of_a_shape_do_not_reach_other_boxes() -> None:
+    Box.whole((np.int64(7), np.int64(3)))  # type: ignore[arg-type]  # a handler of a plugin may pass it
+    assert [type(extent) for extent in Box.whole((7, 3)).stop] == [int, int]
+
+
+def test_columns_of_an_array_share_the_blocks_that_were_read(tmp_path: Path) -> None:
+    array = np.arange(256_000, dtype=np.int32).reshape(1000, 256)
+    ckptcore.save(tmp_path / "a", {"w": array}, context=FAST)
+    with ckptcore.open(tmp_path / "a", context=FAST) as checkpoint:
+        rows, before = checkpoint["w"], checkpoint.bytes_read
+        for column in range(30):
+            np.testing.assert_array_equal(rows[0:200, column], array[0:200, column])
+        assert checkpoint.bytes_read - before < 600_000

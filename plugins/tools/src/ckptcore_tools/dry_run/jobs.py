@@ -113,6 +113,8 @@ class SimulatedAgreement(Agreement):
         yield stage
         stage.done = True
         stage.payloads = self._job.exchange(name, self.rank, stage.payload)
+        decide, stage.decide = stage.decide, None
+        stage.decision = None if decide is None else self._job.decide(name, self.rank, decide)
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
         decision: T = self._job.decide(name, self.rank, decide)
