@@ -24,7 +24,8 @@ END: Final = "<!-- end of the caption -->"
 
 _PAGE: Final = """# Speed
 
-ckptcore compared with other libraries, by `make bench`: medians of {rounds} rounds, in which the contenders take turns.
+{run}
+
 The ratio is the time of the other library divided by that of ckptcore, as the median over the rounds. Above 1, ckptcore
 is faster. The rows in which it is slower come first. Each library has its defaults, unless its name says otherwise;
 ckptcore also writes and verifies checksums.
@@ -147,7 +148,13 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         f"| {row.case} | {own.amount()} | {row.contender} | {row.amount()} | {row.ratio:.2f} |" for own, row in ordered
     ]
-    return _PAGE.format(rounds=report["setting"]["rounds"], machine=_filled(_machine(report)), rows="\n".join(lines))
+    setting = report["setting"]
+    run = _filled(
+        f"ckptcore compared with other libraries, by `python -m benchmarks --only {' '.join(report['benchmarks'])}`: "
+        f"medians of {setting['rounds']} rounds, in which the contenders take turns, with {setting['scale']:.0%} of the "
+        f"full sizes. `make bench` runs all benchmarks, and writes this page again."
+    )
+    return _PAGE.format(run=run, machine=_filled(_machine(report)), rows="\n".join(lines))
 
 
 def with_caption(page: str, text: str) -> str:

@@ -354,6 +354,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*added, os.environ.get("PYTHONPATH", "")])}
     sections: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}
+    budgets: dict[str, float] = {}
     failed = 0
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
         nbytes = fitting_bytes(options.seconds, Path(scratch), clock)
@@ -367,7 +368,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
             directory = Path(scratch, name)
             directory.mkdir()
             bench = Bench(directory, budget, _SHARES[name], nbytes, environment)
-            start, sections[name] = clock(), []
+            start, sections[name], budgets[name] = clock(), [], budget.left() * _SHARES[name]
             try:
                 for row in _SECTIONS[name](bench):
                     sections[name].append(row)
@@ -380,7 +381,6 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
             seconds[name] = clock() - start
             shutil.rmtree(directory)
             torch.cuda.empty_cache()
-            budgets = {name: options.seconds * share for name, share in _SHARES.items()}
             write_report(options.out, setting, sections, seconds, budgets, torch.cuda.get_device_name())
     missed = sum(not row.reached for rows in sections.values() for row in rows)
     print(f"{missed} targets missed, {failed} sections failed or left out, {sum(seconds.values()):.0f} s")
