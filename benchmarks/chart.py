@@ -151,8 +151,8 @@ def table(report: Mapping[str, Any]) -> str:
     setting = report["setting"]
     run = _filled(
         f"ckptcore compared with other libraries, by `python -m benchmarks --only {' '.join(report['benchmarks'])}`: "
-        f"medians of {setting['rounds']} rounds, in which the contenders take turns, with {setting['scale']:.0%} of the "
-        f"full sizes. `make bench` runs all benchmarks, and writes this page again."
+        f"medians of {setting['rounds']} rounds, in which the contenders take turns, with {setting['scale']:.0%} of "
+        f"the full sizes. `make bench` runs all benchmarks, and writes this page again."
     )
     return _PAGE.format(run=run, machine=_filled(_machine(report)), rows="\n".join(lines))
 

@@ -5,7 +5,8 @@
 the core alone, and with no distribution installed, so that numbers do not depend on what else is there. One thread
 moves bytes, so that they do not depend on the order of several.
 
-- calls: of functions of the core, on the calling thread and on threads that begin meanwhile. Comprehensions and lambdas are parts of the function around them.
+- calls: of functions of the core, on the calling thread and on threads that begin meanwhile. Comprehensions and
+  lambdas are parts of the function around them.
 - system calls: on files and descriptors, as strace reports them. Others depend on the allocator and on the order of
   threads.
 - requests and bytes: to an object store in memory, and what it read and wrote.
