@@ -102,7 +102,7 @@ _COMBINATIONS: Final = frozenset(
 _EVERY: Final = 3
 """One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
-_LONGEST_SECONDS: Final = 330
+_LONGEST_SECONDS: Final = 1200
 """A quick test that runs longer hangs. The longest ones take 30, and most end their processes after at most 300."""
 
 _STDERR = pytest.StashKey[int]()
