@@ -220,6 +220,7 @@ def test_no_bytes_may_follow_a_frame(tmp_path: Path) -> None:
         ("float32", [_LITTLE, {"name": "zstd", "configuration": {"level": 1, "dictionary": 7}}], False),
         ("float32", [_LITTLE, {"name": "gzip", "configuration": {"level": 1}}], False),
         ("float32", [_LITTLE], False),
+        ("float32", [{"name": "transpose", "configuration": {"order": [0, 1]}}], False),  # damaged
         ("bool", [{"name": "bytes"}, _ZSTD], False),  # tensorstore refuses bytes other than 0 and 1
         ("int4", [{"name": "bytes"}, _ZSTD], False),  # tensorstore extends the sign
     ],
