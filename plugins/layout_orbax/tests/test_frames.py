@@ -201,10 +201,23 @@ def test_no_bytes_may_follow_a_frame(tmp_path: Path) -> None:
     stored = _array(tmp_path, (1000,), (1000,), "float32", [_LITTLE, _ZSTD])
     chunk = tmp_path / "array" / "c" / "0"
     chunk.parent.mkdir()
-    for after in (b"abc", _FRAME, bytes(100)):
+    for after in (b"abc", _FRAME, bytes(100), zstandard.compress(b"end of the chunk")):
         chunk.write_bytes(_FRAME + after)
         with pytest.raises(CorruptCheckpointError, match="'array' cannot be decoded: .*in its chunk at"):
             _read(_CountingStore(tmp_path), stored, Box.whole((1000,)))
+
+
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_windows_of_all_sizes_are_read_as_by_tensorstore(window_log: int, tmp_path: Path) -> None:
+    stored = _array(tmp_path, (1000,), (1000,), "float32", [_LITTLE, _ZSTD])
+    chunk = tmp_path / "array" / "c" / "0"
+    chunk.parent.mkdir()
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, write_content_size=False)
+    encoder = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    chunk.write_bytes(encoder.compress(_RAW) + encoder.flush())
+    assert zstandard.get_frame_parameters(chunk.read_bytes()).window_size == 1 << window_log
+    assert _tensorstore(tmp_path).read().result().tobytes() == _RAW
+    assert _read(_CountingStore(tmp_path), stored, Box.whole((1000,)))[0].tobytes() == _RAW
 
 
 @pytest.mark.parametrize(

@@ -208,14 +208,21 @@ class _Bytes:
         return data
 
 
+_MAX_WINDOW: Final = 1 << 31
+"""The largest window of a frame, in bytes, which `zstd --long=31` writes. The decoder reserves address space for the
+window, but uses no more pages of it than the frame has elements."""
+
+
 def _decompress(encoded: _Bytes, memory: memoryview) -> str:
     """Decode frames into memory. Return what is wrong with them, or nothing if they have exactly as many bytes."""
     filled = 0
     try:
-        reader = zstandard.ZstdDecompressor().stream_reader(cast(IO[bytes], encoded), read_size=_PIECE_BYTES)
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        reader = decoder.stream_reader(cast(IO[bytes], encoded), read_size=_PIECE_BYTES)
         while filled < len(memory) and (count := reader.readinto(memory[filled:])):
             filled += count
-        rest = reader.read(len(_MARK) + 1) if filled == len(memory) else b""
+        # A read returns bytes of one frame only.
+        is_exact = filled == len(memory) and reader.read(len(_MARK) + 1) == _MARK and not reader.read(1)
     except zstandard.ZstdError as error:
         return f"{error} after {filled} of {len(memory)} bytes"
-    return "" if rest == _MARK else f"its zstd frames do not have {len(memory)} bytes"
+    return "" if is_exact else f"its zstd frames do not have {len(memory)} bytes"
