@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 import zstandard
 from ckptcore_orbax import Zarr3Layout
-from ckptcore_orbax.zarr import chunk_decoding
+from ckptcore_orbax.zarr import chunk_decoding, chunk_index
 from ckptcore_orbax.zarr.array_files import inner_array, parse_zarr2, parse_zarr3
 from ckptcore_orbax.zarr.codecs import is_framed
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
@@ -123,6 +123,16 @@ def test_boxes_of_one_chunk_decode_it_once(tmp_path: Path) -> None:
     for box, read in zip(boxes, _read(store, stored, *boxes), strict=True):
         assert np.array_equal(read, elements[box.slices])
     assert len(store.ranges) == 1
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+def test_codecs_are_examined_once_per_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = _array(tmp_path, (8, 8), (8, 8), "float32", [_LITTLE, _ZSTD])
+    _write(tmp_path, np.ones((8, 8), np.float32))
+    examined: list[Any] = []
+    monkeypatch.setattr(chunk_index, "is_framed", lambda inner: not examined.append(inner))
+    _read(_CountingStore(tmp_path), stored, *[Box((row, 0), (row + 1, 8)) for row in range(8)])
+    assert len(examined) == 1
 
 
 @pytest.mark.usefixtures("_without_tensorstore")
