@@ -282,7 +282,11 @@ class ZarrIndex(ChunkIndex):
         return decoder.decode(chunk, data)
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
-        """See `NativeReader.reads`. Excludes large chunks and blosc, which are validated before they are decoded."""
+        """See `NativeReader.reads`.
+
+        Includes zstd frames of any size in local files, because `read_frames` limits the memory. Of other chunks,
+        excludes large ones and blosc, which are validated before they are decoded.
+        """
         state = self._state
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
