@@ -196,7 +196,8 @@ def test_frames_that_are_copied_have_a_limit_of_memory(
     stored = _array(tmp_path, (6, 8), (1, 8), "float32", [_LITTLE, _ZSTD])  # chunks of 32 bytes
     _write(tmp_path, np.ones((6, 8), np.float32))
     monkeypatch.setattr(frame_reading, "_COPIED_BYTES", limit)
-    store, started = _WaitingStore(tmp_path), []
+    store = _WaitingStore(tmp_path)
+    started: list[int] = []
     decompress = frame_reading._decompress
 
     def note(*arguments: Any) -> str:
@@ -217,7 +218,12 @@ def test_codecs_are_examined_once_per_array(tmp_path: Path, monkeypatch: pytest.
     stored = _array(tmp_path, (8, 8), (8, 8), "float32", [_LITTLE, _ZSTD])
     _write(tmp_path, np.ones((8, 8), np.float32))
     examined: list[Any] = []
-    monkeypatch.setattr(chunk_index, "is_framed", lambda inner: not examined.append(inner))
+
+    def examine(inner: Any) -> bool:
+        examined.append(inner)
+        return True
+
+    monkeypatch.setattr(chunk_index, "is_framed", examine)
     _read(_CountingStore(tmp_path), stored, *[Box((row, 0), (row + 1, 8)) for row in range(8)])
     assert len(examined) == 1
 
