@@ -321,6 +321,10 @@ class ObjectReader:
             )
         return plan_object(shape, plain, reads, verify=self._verify)
 
+    def start(self, work: Callable[[], None]) -> None:
+        """See `ckptcore.protocols.ReadStore.start`."""
+        self._threads.submit(work)
+
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `ckptcore.io.chunk_reads.read_boxes`."""
         return read_boxes(index, items, buffers, self)

@@ -95,6 +95,16 @@ class ReadStore(Protocol):
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
 
+    def start(self, work: Callable[[], None]) -> None:
+        """Call a function later on one of the core's I/O threads, or now on this thread if none can be started.
+
+        All threads may be busy with work that waits for the caller. So the caller must not wait for a call that has not
+        begun, but do its work itself.
+
+        Args:
+            work: must not raise.
+        """
+
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         """Fill targets on the core's I/O threads. Yields the number of a target once its chunks in `reads` are read.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import pytest
 import tensorstore
 import zstandard
 from ckptcore_orbax import Zarr3Layout
-from ckptcore_orbax.zarr import chunk_decoding
+from ckptcore_orbax.zarr import chunk_decoding, chunk_index, frame_reading
 from ckptcore_orbax.zarr.array_files import inner_array, parse_zarr2, parse_zarr3
 from ckptcore_orbax.zarr.codecs import is_framed
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
-from ckptcore_testing.layout_stores import DirectoryReadStore
+from ckptcore_testing.layout_stores import DirectoryReadStore, local_directory
 
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import LEAF, ArrayRecord, Box, HostArray, Node, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex
 
@@ -125,6 +128,106 @@ def test_boxes_of_one_chunk_decode_it_once(tmp_path: Path) -> None:
     assert len(store.ranges) == 1
 
 
+class _WaitingStore(_CountingStore):
+    """Its threads are busy: they begin work only when the test asks for it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.waiting: list[Callable[[], None]] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+def test_a_frame_is_decoded_once_although_its_thread_is_late(tmp_path: Path) -> None:
+    stored = _array(tmp_path, (3, 8), (1, 8), "float32", [_LITTLE, _ZSTD])
+    elements = np.arange(24, dtype=np.float32).reshape(3, 8)
+    _write(tmp_path, elements)
+    store = _WaitingStore(tmp_path)
+    (read,) = _read(store, stored, Box.whole((3, 8)))
+    assert np.array_equal(read, elements)
+    assert len(store.waiting) == len(store.ranges) == 3
+    read[:] = 0  # the caller owns it now
+    for work in store.waiting:
+        work()
+    assert len(store.ranges) == 3
+    assert not read.any()
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+def test_no_frame_is_decoded_after_an_error(tmp_path: Path) -> None:
+    stored = _array(tmp_path, (3, 8), (1, 8), "float32", [_LITTLE, _ZSTD])
+    _write(tmp_path, np.ones((3, 8), np.float32))
+    (tmp_path / "array" / "c" / "0" / "0").write_bytes(b"damaged")
+    store, buffer = _WaitingStore(tmp_path), np.zeros((3, 8), np.float32)
+    with pytest.raises(CorruptCheckpointError, match="array"):
+        list(store.read_boxes(_index(stored), [ReadItem(0, Box.whole((3, 8)))], [buffer]))
+    for work in store.waiting:
+        work()
+    assert not buffer.any()
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+def test_the_threads_of_the_context_decode_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = _array(tmp_path, (64, 8), (1, 8), "float32", [_LITTLE, _ZSTD])
+    _write(tmp_path, np.ones((64, 8), np.float32))
+    threads: set[threading.Thread] = set()
+    decompress = frame_reading._decompress
+
+    def note(*arguments: Any) -> str:
+        threads.add(threading.current_thread())
+        return decompress(*arguments)
+
+    monkeypatch.setattr(frame_reading, "_decompress", note)
+    reader = ObjectReader(local_directory(tmp_path), {}, IOThreads(1))
+    buffer = np.zeros((64, 8), np.float32)
+    assert list(reader.read_boxes(_index(stored), [ReadItem(0, Box.whole((64, 8)))], [buffer])) == [0]
+    assert buffer.all()
+    assert len(threads - {threading.current_thread()}) <= 1
+    assert {thread.name for thread in threads} <= {threading.current_thread().name, "ckptcore-io"}
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+@pytest.mark.parametrize(("limit", "most"), [(0, 1), (79, 2), (96, 3)])
+def test_frames_that_are_copied_have_a_limit_of_memory(
+    limit: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = _array(tmp_path, (6, 8), (1, 8), "float32", [_LITTLE, _ZSTD])  # chunks of 32 bytes
+    _write(tmp_path, np.ones((6, 8), np.float32))
+    monkeypatch.setattr(frame_reading, "_COPIED_BYTES", limit)
+    store = _WaitingStore(tmp_path)
+    started: list[int] = []
+    decompress = frame_reading._decompress
+
+    def note(*arguments: Any) -> str:
+        started.append(len(store.waiting) - len(started))
+        return decompress(*arguments)
+
+    monkeypatch.setattr(frame_reading, "_decompress", note)
+    assert _read(store, stored, Box((0, 0), (6, 4)))[0].all()
+    assert max(started) == most
+    started.clear()
+    store.waiting.clear()
+    assert _read(store, stored, Box.whole((6, 8)))[0].all()
+    assert max(started) == 6, "frames that are decoded into place need no memory"
+
+
+@pytest.mark.usefixtures("_without_tensorstore")
+def test_codecs_are_examined_once_per_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = _array(tmp_path, (8, 8), (8, 8), "float32", [_LITTLE, _ZSTD])
+    _write(tmp_path, np.ones((8, 8), np.float32))
+    examined: list[Any] = []
+
+    def examine(inner: Any) -> bool:
+        examined.append(inner)
+        return True
+
+    monkeypatch.setattr(chunk_index, "is_framed", examine)
+    _read(_CountingStore(tmp_path), stored, *[Box((row, 0), (row + 1, 8)) for row in range(8)])
+    assert len(examined) == 1
+
+
 @pytest.mark.usefixtures("_without_tensorstore")
 @pytest.mark.parametrize(
     ("shape", "chunk", "codecs"),
@@ -201,10 +304,23 @@ def test_no_bytes_may_follow_a_frame(tmp_path: Path) -> None:
     stored = _array(tmp_path, (1000,), (1000,), "float32", [_LITTLE, _ZSTD])
     chunk = tmp_path / "array" / "c" / "0"
     chunk.parent.mkdir()
-    for after in (b"abc", _FRAME, bytes(100)):
+    for after in (b"abc", _FRAME, bytes(100), zstandard.compress(b"end of the chunk")):
         chunk.write_bytes(_FRAME + after)
         with pytest.raises(CorruptCheckpointError, match="'array' cannot be decoded: .*in its chunk at"):
             _read(_CountingStore(tmp_path), stored, Box.whole((1000,)))
+
+
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_windows_of_all_sizes_are_read_as_by_tensorstore(window_log: int, tmp_path: Path) -> None:
+    stored = _array(tmp_path, (1000,), (1000,), "float32", [_LITTLE, _ZSTD])
+    chunk = tmp_path / "array" / "c" / "0"
+    chunk.parent.mkdir()
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, write_content_size=False)
+    encoder = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    chunk.write_bytes(encoder.compress(_RAW) + encoder.flush())
+    assert zstandard.get_frame_parameters(chunk.read_bytes()).window_size == 1 << window_log
+    assert _tensorstore(tmp_path).read().result().tobytes() == _RAW
+    assert _read(_CountingStore(tmp_path), stored, Box.whole((1000,)))[0].tobytes() == _RAW
 
 
 @pytest.mark.parametrize(
@@ -220,6 +336,7 @@ def test_no_bytes_may_follow_a_frame(tmp_path: Path) -> None:
         ("float32", [_LITTLE, {"name": "zstd", "configuration": {"level": 1, "dictionary": 7}}], False),
         ("float32", [_LITTLE, {"name": "gzip", "configuration": {"level": 1}}], False),
         ("float32", [_LITTLE], False),
+        ("float32", [{"name": "transpose", "configuration": {"order": [0, 1]}}], False),  # damaged
         ("bool", [{"name": "bytes"}, _ZSTD], False),  # tensorstore refuses bytes other than 0 and 1
         ("int4", [{"name": "bytes"}, _ZSTD], False),  # tensorstore extends the sign
     ],

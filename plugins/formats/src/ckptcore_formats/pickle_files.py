@@ -13,7 +13,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -319,6 +319,10 @@ class _Decompressed(ReadStore):
                 to: tuple[Any, ...] = (*own.within(box), ...)
                 of: tuple[Any, ...] = (*own.within(band), ...)
                 buffer[to] = elements[of]
+
+    def start(self, work: Callable[[], None]) -> None:
+        """See `ReadStore`."""
+        work()
 
     def read_boxes(self, index: ChunkIndex, items: Any, buffers: Sequence[HostArray]) -> Iterator[int]:
         """Not used: the index reads arrays itself."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptcore.errors import ChecksumError, ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.chunk_reads import read_boxes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import (
     ArraySegment,
     Box,
@@ -169,6 +170,7 @@ class StrictReadStore:
     def __init__(self, storage: StorageBackend, digests: Mapping[str, bytes] | None = None) -> None:
         self._storage = storage
         self._digests = digests
+        self._threads = IOThreads()
 
     @property
     def address(self) -> StorageAddress | None:
@@ -211,6 +213,10 @@ class StrictReadStore:
                 remaining[number] -= 1
                 if remaining[number] == 0:
                     yield number
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Call a function on another thread."""
+        self._threads.submit(work)
 
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
         """Read with an index, like the core."""

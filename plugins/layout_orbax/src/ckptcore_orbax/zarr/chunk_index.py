@@ -38,7 +38,6 @@ from ckptcore_orbax.zarr.chunk_locations import (
 from ckptcore_orbax.zarr.chunk_sizes import expect_reasonable
 from ckptcore_orbax.zarr.chunking import check_chunk_count, flatten_index, iter_chunks, unflatten_index
 from ckptcore_orbax.zarr.codecs import is_blosc, is_framed
-from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
 from ckptcore_orbax.zarr.state import ArraysState, BoxRead, ZarrArray
 
@@ -74,6 +73,7 @@ class ZarrIndex(ChunkIndex):
         self._prefix = state.prefix
         self._ends: dict[int, list[int]] = {}  # by leaf: cumulative number of write chunks per extent
         self._decoder: ChunkDecoder | None = None
+        self._framed: dict[int, bool] = {}  # by leaf
 
     @cached_property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
@@ -282,14 +282,18 @@ class ZarrIndex(ChunkIndex):
         return decoder.decode(chunk, data)
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
-        """See `NativeReader.reads`. Excludes large chunks and blosc, which are validated before they are decoded."""
+        """See `NativeReader.reads`.
+
+        Includes zstd frames of any size in local files, because `read_frames` limits the memory. Of other chunks,
+        excludes large ones and blosc, which are validated before they are decoded.
+        """
         state = self._state
         if state.source != "other" or state.missing != "error" or leaf not in state.arrays:
             return False
         format = state.arrays[leaf].format
         if format.direct or leaf in state.embedded:
             return False
-        if self._is_framed(format, store):
+        if self._is_framed(leaf, store):
             return True
         if max(format.inner_bytes, format.index_bytes) > _NATIVE_BYTES or is_blosc(inner_array(format)):
             return False
@@ -302,7 +306,7 @@ class ZarrIndex(ChunkIndex):
         frames: dict[int, list[BoxRead]] = {}
         others: dict[int, list[BoxRead]] = {}
         for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
-            into = frames if self._is_framed(self._state.arrays[item.leaf].format, store) else others
+            into = frames if self._is_framed(item.leaf, store) else others
             into.setdefault(item.leaf, []).append(BoxRead(number, item.box, buffer))
         if frames:
             from ckptcore_orbax.zarr.frame_reading import read_frames  # needs zstandard
@@ -313,9 +317,14 @@ class ZarrIndex(ChunkIndex):
 
             yield from read_natively(self._state, others, store, self._databases)
 
-    def _is_framed(self, format: ArrayFormat, store: ReadStore) -> bool:
+    def _is_framed(self, leaf: int, store: ReadStore) -> bool:
         """Return True if chunks are zstd frames in local files. tensorstore has more requests to a remote storage."""
-        return store.address is not None and store.address.url.startswith("file:") and is_framed(inner_array(format))
+        if store.address is None or not store.address.url.startswith("file:"):
+            return False
+        framed = self._framed.get(leaf)
+        if framed is None:  # 40 us, and there may be many boxes of an array
+            framed = self._framed[leaf] = is_framed(inner_array(self._state.arrays[leaf].format))
+        return framed
 
     def _stored(self, leaf: int) -> ZarrArray:
         stored = self._state.arrays.get(leaf)

@@ -212,7 +212,10 @@ def is_framed(inner: ArrayFormat) -> bool:
     if inner.spec.dtype in _PADDED or sys.byteorder != "little":
         return False
     if inner.zarr_format == 3:
-        *chain, last = _without_identities(_chain(document["codecs"]), len(inner.chunk))
+        chain = _without_identities(_chain(document["codecs"]), len(inner.chunk))
+        if not chain:
+            return False
+        *chain, last = chain
         is_zstd = last[0] == "zstd" and last[1] is not None and last[1].keys() <= {"level", "checksum"}
         return is_zstd and _raw(chain, inner.spec.numpy_dtype.itemsize) == "plain"
     compressor = document["compressor"]

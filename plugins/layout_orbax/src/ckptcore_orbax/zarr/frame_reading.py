@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -25,14 +24,11 @@ Pieces stay in the cache of the processor, and use the same memory again. To rea
 times the processor time, because the memory for it has 16,000 pages to fault in.
 """
 
-_MAX_THREADS: Final = 8
-
-_STARTED_BYTES: Final = 128 << 20
-"""Maximum bytes of elements that are being decoded, or are decoded and not yet taken by the caller, unless at most two
-chunks for each thread are."""
+_COPIED_BYTES: Final = 128 << 20
+"""Maximum bytes of the started chunks that are not decoded into place, unless there is only one."""
 
 _BATCH_CHUNKS: Final = 1 << 12
-"""Maximum number of chunks that are located, or decoded, at a time. A few hostile bytes may state millions."""
+"""Maximum number of chunks that are located, or started, at a time. A few hostile bytes may state millions."""
 
 
 def read_frames(
@@ -50,36 +46,79 @@ def read_frames(
         CorruptCheckpointError: bytes are missing or wrong.
         InsufficientMemoryError
     """
-    threads = min(_MAX_THREADS, max(2, os.cpu_count() or 2))
-    started: deque[tuple[Sequence[int], int, Future[None]]] = deque()
-    started_bytes = 0
-    pool = ThreadPoolExecutor(threads, "ckptcore-zstd")
+    started: deque[tuple[_Decoding, Sequence[int]]] = deque()
+    copied_bytes = 0  # of the started chunks
     try:
         for frame, numbers in _frames(state, wanted, index, store):
-            nbytes = frame.stored.format.inner_bytes
-            started.append((numbers, nbytes, _submit(pool, frame, store)))
-            started_bytes += nbytes
-            while len(started) > 2 * threads and (started_bytes > _STARTED_BYTES or len(started) > _BATCH_CHUNKS):
-                complete, taken, decoding = started.popleft()
+            copied = frame.copied_bytes
+            while started and (
+                started[0][0].is_complete
+                or len(started) == _BATCH_CHUNKS
+                or (copied and copied_bytes and copied_bytes + copied > _COPIED_BYTES)
+            ):
+                decoding, complete = started[0]
                 decoding.result()
-                started_bytes -= taken
+                started.popleft()  # only now: all started chunks are cancelled below, also after an interrupt
+                copied_bytes -= decoding.copied_bytes
                 yield from complete
-        for complete, _, decoding in started:
+            copied_bytes += copied
+            decoding = _Decoding(frame, store, copied)
+            started.append((decoding, numbers))
+            store.start(decoding.run)
+        for decoding, complete in started:
             decoding.result()
             yield from complete
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error, no thread writes into a destination
+        for decoding, _ in started:
+            decoding.cancel()  # after an error, no thread writes into a destination
 
 
-def _submit(pool: ThreadPoolExecutor, frame: _Frame, store: ReadStore) -> Future[None]:
-    """Decode a chunk in a thread, or in this one if no thread can be started."""
-    try:
-        return pool.submit(frame.decode, store)
-    except RuntimeError:  # the interpreter is ending, or the system has no more threads
-        frame.decode(store)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+class _Decoding:
+    """A chunk that is decoded once, by the first thread that asks for it.
+
+    Attributes:
+        copied_bytes: see `_Frame.copied_bytes`.
+        is_complete: True once it was decoded, or failed.
+    """
+
+    def __init__(self, frame: _Frame, store: ReadStore, copied_bytes: int) -> None:
+        self._frame: _Frame | None = frame
+        self._store = store
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self.copied_bytes = copied_bytes
+        self.is_complete = False
+
+    def run(self) -> None:
+        """Decode the chunk, or wait for the thread that does. Return at once if it was decoded or cancelled."""
+        with self._lock:
+            frame, self._frame = self._frame, None
+            if frame is None:
+                return
+            try:
+                frame.decode(self._store)
+            except BaseException as error:  # noqa: BLE001  # raised by `result`
+                self._error = error
+            self.is_complete = True
+
+    def result(self) -> None:
+        """Decode the chunk on this thread, unless another thread did. Never waits for a thread that is not decoding it.
+
+        Raises:
+            The error of `_Frame.decode`.
+        """
+        self.run()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # break the cycle between the error and this frame
+
+    def cancel(self) -> None:
+        """Wait for the thread that decodes the chunk. If there is none, the chunk is not decoded."""
+        with self._lock:
+            self._frame = None
 
 
 def _frames(
@@ -170,6 +209,11 @@ class _Frame(NamedTuple):
                 assert common is not None  # the index returned the chunk for this box
                 read.buffer[common.within(read.box)] = elements[common.within(self.chunk.box)]
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of memory for elements that `decode` copies to their destinations; 0 if it decodes into place."""
+        return 0 if self._place() is not None else self.stored.format.inner_bytes
+
     def _place(self) -> HostArray | None:
         """Return the only destination's part for the whole chunk, if it has one whose elements are in C order."""
         read, box = self.reads[0], self.chunk.box
@@ -208,14 +252,21 @@ class _Bytes:
         return data
 
 
+_MAX_WINDOW: Final = 1 << 31
+"""The largest window of a frame, in bytes, which `zstd --long=31` writes. The decoder reserves address space for the
+window, but uses no more pages of it than the frame has elements."""
+
+
 def _decompress(encoded: _Bytes, memory: memoryview) -> str:
     """Decode frames into memory. Return what is wrong with them, or nothing if they have exactly as many bytes."""
     filled = 0
     try:
-        reader = zstandard.ZstdDecompressor().stream_reader(cast(IO[bytes], encoded), read_size=_PIECE_BYTES)
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        reader = decoder.stream_reader(cast(IO[bytes], encoded), read_size=_PIECE_BYTES)
         while filled < len(memory) and (count := reader.readinto(memory[filled:])):
             filled += count
-        rest = reader.read(len(_MARK) + 1) if filled == len(memory) else b""
+        # A read returns bytes of one frame only.
+        is_exact = filled == len(memory) and reader.read(len(_MARK) + 1) == _MARK and not reader.read(1)
     except zstandard.ZstdError as error:
         return f"{error} after {filled} of {len(memory)} bytes"
-    return "" if rest == _MARK else f"its zstd frames do not have {len(memory)} bytes"
+    return "" if is_exact else f"its zstd frames do not have {len(memory)} bytes"
