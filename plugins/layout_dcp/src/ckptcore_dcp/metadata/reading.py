@@ -207,6 +207,7 @@ class MetadataDecoder:
         sizes: Sizes,
     ) -> None:
         """Add tensors of one chunk. One of an unknown dtype is reported by the machine."""
+        self.count_parts(len(names))
         keys = row_keys(np.array([*map(id, properties)]), *shapes)
         heads: dict[bytes, tuple[str, tuple[int, ...], bool]] = {}
         for key, number in dict(zip(keys, range(len(keys)), strict=True)).items():
