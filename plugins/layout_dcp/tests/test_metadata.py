@@ -312,7 +312,7 @@ def test_one_list_of_chunks_for_many_tensors_is_refused_early() -> None:
 def test_one_chunk_listed_often_takes_no_more_memory_next_to_a_tensor_of_many_axes() -> None:
     one = _tensor(torch.float32, (200,), ((0,), (1,)))
     one.chunks *= 20_000  # a reference to the chunk takes 2 bytes
-    entries = {"one": one, "deep": _tensor(torch.float32, (1,) * 64, ((0,) * 64, (1,) * 64))}
+    entries: dict[str, Any] = {"one": one, "deep": _tensor(torch.float32, (1,) * 64, ((0,) * 64, (1,) * 64))}
     data = pickle.dumps(theirs.Metadata(entries, None, {}), protocol=4)
     tracemalloc.start()
     try:
@@ -325,7 +325,7 @@ def test_one_chunk_listed_often_takes_no_more_memory_next_to_a_tensor_of_many_ax
 
 
 def test_a_tensor_of_many_axes_among_many_scalars_is_read() -> None:
-    entries = {f"{number:x}": _tensor(torch.float32, (), ((), ())) for number in range(1000)}
+    entries: dict[str, Any] = {f"{number:x}": _tensor(torch.float32, (), ((), ())) for number in range(1000)}
     entries["deep"] = _tensor(torch.float32, (1,) * 64, ((0,) * 64, (1,) * 64))
     storage = {
         theirs.MetadataIndex(name, entry.chunks[0].offsets, 0): _place("f", 0, 1) for name, entry in entries.items()
