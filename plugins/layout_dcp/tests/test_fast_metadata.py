@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from plugins.layout_dcp.tests.state_dicts import VERSION
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -290,3 +291,32 @@ def test_rows_that_refer_to_a_later_memo_entry_are_refused() -> None:
     changed = data[: at + 1] + b"\xff\xff\x00\x00" + data[at + 5 :]
     outcome = _outcome(lambda: read_metadata(changed, key=".metadata"))
     assert outcome == _outcome(lambda: _plain(changed)) and isinstance(outcome, tuple)
+
+
+def test_tensors_of_one_chunk_count_against_the_bytes_of_the_file() -> None:
+    metadata, _ = _tensors(63, 1, 1, shared=True)
+    for number in range(63):
+        del metadata.state_dict_metadata[f"value.{number}"]  # so that the last tensors become columns
+    first, second, third, *_ = metadata.state_dict_metadata.values()
+    chunk = first.chunks[0]  # type: ignore[union-attr]  # a tensor
+    counts = range(0, 100_000, 20)
+    for count in counts:
+        first.chunks = second.chunks = third.chunks = [chunk] * count  # type: ignore[union-attr]  # tensors
+        data = pickle.dumps(metadata, protocol=4)
+        if len(data) < 3 * count + 60:
+            break
+    assert 3 * count <= len(data) < 3 * count + 60, "the three tensors fit, and all 63 do not"
+    for read in (read_opcodes, read_fast):
+        with pytest.raises(CorruptCheckpointError, match="more chunks and transforms than it has bytes"):
+            read(data, key=".metadata")
+
+
+def test_opcodes_that_may_begin_rows_are_read_in_pieces() -> None:
+    data = b")" * (4 << 20)
+    tracemalloc.start()
+    try:
+        FastObjectReader(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(data)

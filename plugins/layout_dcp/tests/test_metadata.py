@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import random
 import time
+import tracemalloc
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,31 @@ def test_one_list_of_chunks_for_many_tensors_is_refused_early() -> None:
     with pytest.raises(CorruptCheckpointError, match="more chunks and transforms than it has bytes"):
         read_metadata(data, key=".metadata")
     assert time.monotonic() - began < 5
+
+
+def test_one_chunk_listed_often_takes_no_more_memory_next_to_a_tensor_of_many_axes() -> None:
+    one = _tensor(torch.float32, (200,), ((0,), (1,)))
+    one.chunks *= 20_000  # a reference to the chunk takes 2 bytes
+    entries: dict[str, Any] = {"one": one, "deep": _tensor(torch.float32, (1,) * 64, ((0,) * 64, (1,) * 64))}
+    data = pickle.dumps(theirs.Metadata(entries, None, {}), protocol=4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="times the axes of the largest, exceed its bytes"):
+            read_metadata(data, key=".metadata")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * len(data)
+
+
+def test_a_tensor_of_many_axes_among_many_scalars_is_read() -> None:
+    entries: dict[str, Any] = {f"{number:x}": _tensor(torch.float32, (), ((), ())) for number in range(1000)}
+    entries["deep"] = _tensor(torch.float32, (1,) * 64, ((0,) * 64, (1,) * 64))
+    storage = {
+        theirs.MetadataIndex(name, entry.chunks[0].offsets, 0): _place("f", 0, 1) for name, entry in entries.items()
+    }
+    data = pickle.dumps(theirs.Metadata(entries, None, storage), protocol=4)
+    assert len(read_metadata(data, key=".metadata").tensors["deep"].chunks) == 1
 
 
 def test_damage_raises_an_error_or_changes_a_value() -> None:

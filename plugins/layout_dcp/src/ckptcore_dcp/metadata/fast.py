@@ -37,6 +37,9 @@ _APPENDS, _SET_ITEMS = b"eu"
 _BOOLEANS: Final = {TRUE: True, FALSE: False}
 _BLOCK_ROWS: Final = 1 << 13
 """Rows read at a time, so that they stay in the cache."""
+_PIECE_BYTES: Final = 64 * _BLOCK_ROWS
+"""Bytes searched for rows at a time: about `_BLOCK_ROWS` objects of torch, and little memory if each byte may begin a
+row."""
 _FEW: Final = 4
 """Fewer rows that are no `CompactObject` of lists are read by the machine, which is faster."""
 
@@ -183,15 +186,20 @@ class FastObjectReader:
         """Create a reader of the pickle."""
         self._data = data
         self._padded = padded_bytes(data)
-        starts = np.flatnonzero(self._padded == _NEW[0])
-        rows = OpcodeRows(self._padded, starts)
-        rows.exactly(_NEW)
-        rows.drop_void()
-        self._starts, self._bodies = starts[rows.kept], rows.at
+        pieces = [self._begins_of_objects(first) for first in range(0, len(self._padded), _PIECE_BYTES)]
+        self._starts, self._bodies = map(np.concatenate, zip(*pieces, strict=True))
         self._tables: dict[str, _Table] = {}
         # By identity of the class. The tuple holds a reference, so that no other object gets this
         # identity.
         self._classes: dict[int, tuple[Global, str]] = {}
+
+    def _begins_of_objects(self, first: int) -> tuple[HostArray, HostArray]:
+        """Return the offsets of `_NEW` in the piece of the pickle at `first`, and the offsets after it."""
+        starts = first + np.flatnonzero(self._padded[first : first + _PIECE_BYTES] == _NEW[0])
+        rows = OpcodeRows(self._padded, starts)
+        rows.exactly(_NEW)
+        rows.drop_void()
+        return starts[rows.kept], rows.at
 
     def read(self, stack: list[Any], position: int, memo: list[Any]) -> int | None:
         """Read consecutive objects. See `ObjectReader`."""

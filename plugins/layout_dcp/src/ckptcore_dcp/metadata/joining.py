@@ -21,7 +21,7 @@ class SizeRows:
 
     def __init__(self) -> None:
         """Create rows without sizes."""
-        self._parts: list[Sizes] = []
+        self._parts: list[Sizes | list[tuple[int, ...]]] = []
         self._single: list[tuple[int, ...]] = []
 
     def append(self, size: tuple[int, ...]) -> None:
@@ -30,21 +30,24 @@ class SizeRows:
 
     def extend(self, sizes: Sizes) -> None:
         """Add columns."""
-        self._end_single()
-        self._parts.append(sizes)
+        self._parts += [self._single, sizes] if self._single else [sizes]
+        self._single = []
+
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the extents in `columns`, without creating them."""
+        count = width = 0
+        for part in (*self._parts, self._single):
+            rows, axes = (len(part), max(map(len, part), default=0)) if isinstance(part, list) else part[1].shape
+            count, width = count + rows, max(width, axes)
+        return count, width
 
     def columns(self) -> Sizes:
         """Return all sizes."""
-        self._end_single()
-        width = max([extents.shape[1] for _, extents in self._parts], default=0)
-        axes = np.concatenate([np.zeros(0, np.int64), *[axes for axes, _ in self._parts]])
-        extents = [widened(extents, width) for _, extents in self._parts]
-        return axes, np.concatenate([np.zeros((0, width), np.int64), *extents])
-
-    def _end_single(self) -> None:
-        if self._single:
-            self._parts.append(padded_sizes(self._single))
-            self._single = []
+        parts = [padded_sizes(part) if isinstance(part, list) else part for part in (*self._parts, self._single)]
+        self._parts, self._single = [*parts], []
+        width = max(extents.shape[1] for _, extents in parts)
+        axes = np.concatenate([axes for axes, _ in parts])
+        return axes, np.concatenate([widened(extents, width) for _, extents in parts])
 
 
 def widened(extents: HostArray, width: int) -> HostArray:
@@ -141,6 +144,12 @@ class Joined(NamedTuple):
     columns: DcpChunkColumns
     bounds: Sequence[int]
     unknown: Sequence[int]
+
+
+def padded_extents(tensors: ListedTensors, items: ListedItems) -> int:
+    """Return the number of extents in the largest columns that `find_outside` and `join` create."""
+    shapes = [rows.shape() for rows in (tensors.shapes, tensors.offsets, tensors.sizes, items.offsets)]
+    return max(count for count, _ in shapes) * max(width for _, width in shapes)
 
 
 def find_outside(tensors: ListedTensors) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ from ckptcore_dcp.metadata.entries import (
     torch_class_name,
 )
 from ckptcore_dcp.metadata.fast import CHUNKS, ITEM_RANGES, TENSORS, FastObjectReader
-from ckptcore_dcp.metadata.joining import ListedItems, ListedTensors, find_outside, join, row_keys
+from ckptcore_dcp.metadata.joining import ListedItems, ListedTensors, find_outside, join, padded_extents, row_keys
 from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
 from ckptcore_dcp.stored_tensors import known_dtype, spec_and_kind
 
@@ -55,6 +55,7 @@ class MetadataDecoder:
         Raises:
             CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
         """
+        nbytes = self.remaining
         state = self.attributes_of(value, "Metadata")
         items = self.items(state.get("storage_data"))
         tensors = ListedTensors()
@@ -91,6 +92,9 @@ class MetadataDecoder:
             unreadable
         ):
             self.fail("it lists a name twice")
+        if padded_extents(tensors, items) > nbytes:
+            # Each chunk and location of torch takes more bytes than a torch.Size has axes, at most 64.
+            self.fail("its tensors, chunks and locations, times the axes of the largest, exceed its bytes")
         if (outside := find_outside(tensors)) is not None:
             name = list(tensors.heads)[outside[1]]
             self.fail(f"chunk {outside[0]} exceeds its tensor {name!r} of {tensors.heads[name][1]}")
@@ -203,6 +207,7 @@ class MetadataDecoder:
         sizes: Sizes,
     ) -> None:
         """Add tensors of one chunk. One of an unknown dtype is reported by the machine."""
+        self.count_parts(len(names))
         keys = row_keys(np.array([*map(id, properties)]), *shapes)
         heads: dict[bytes, tuple[str, tuple[int, ...], bool]] = {}
         for key, number in dict(zip(keys, range(len(keys)), strict=True)).items():
