@@ -20,11 +20,13 @@ from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
 from ckptcore_versions.following import preparing
-from ckptcore_versions.following.cache import Cache
+from ckptcore_versions.following.cache import Cache, CachedVersion
+from ckptcore_versions.following.patching import FilePatching
 
 import ckptcore
 from ckptcore import ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box
 from ckptcore.plugins import installed_plugins
 from ckptcore.policies import LatestN
@@ -242,6 +244,32 @@ def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_
         publisher.publish(1, trained(1))
         read(follower.next_version(0), 1)
     assert present == [[], ["v000000"], ["v000000"]]  # the second attempt has the space of the first
+
+
+@pytest.mark.parametrize("reads", ["FilePatching.write", "CachedVersion.verify"])
+def test_a_base_that_is_truncated_while_it_is_read_is_an_error(
+    reads: str, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a mapped file instead kills the process. So does a failing disk."""
+    owner, name = reads.split(".")
+    kind = {"FilePatching": FilePatching, "CachedVersion": CachedVersion}[owner]
+    read_file, errors = getattr(kind, name), []
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, trained(0))
+        base = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
+
+        def truncated(*arguments: Any) -> None:
+            os.truncate(base, 4096)
+            try:
+                read_file(*arguments)
+            except CorruptCheckpointError as error:
+                errors.append(str(error))
+                raise
+
+        monkeypatch.setattr(kind, name, truncated)
+        publisher.publish(1, trained(1))
+        read(follower.next_version(0), 1)  # everything is read again
+    assert len(errors) == 1 and f"{base} ends before" in errors[0]
 
 
 def test_a_version_whose_base_was_deleted_is_read_if_the_cache_has_the_base(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from ckptcore_versions.deltas.checksums import CRC32
 from ckptcore_versions.deltas.chunks import EncodedChunk
 from ckptcore_versions.deltas.encoding import word_bytes
 from ckptcore_versions.deltas.patched_arrays import ChangedBox, PatchedArray, apply_chunks, runs_of
-from ckptcore_versions.following.local_files import FilePlan, Part
+from ckptcore_versions.following.local_files import FilePlan, Part, opened_to_read, read_into
 
 _WINDOW_BYTES: Final = 1 << 20
 """Bytes of a window: it stays in the cache of a processor."""
@@ -186,12 +185,11 @@ class FilePatching:
         self.changed = [(window.start, window.stop) for window in windows if window.is_changed]
         self.unverified = [(window.start, window.stop) for window in windows if not window.is_verified]
 
-    def write(self, base: mmap.mmap, path: str, descriptor: int) -> None:
+    def write(self, base: str, path: str, descriptor: int) -> None:
         """Copy the elements of a base, with the changes.
 
         Args:
-            base: the file of the base, with the same parts at the same positions. It is mapped, because to read a file
-                in memory takes three times as long.
+            base: the file of the base, with the same parts at the same positions.
             path, descriptor: the file to write.
 
         Raises:
@@ -201,7 +199,7 @@ class FilePatching:
 
         def copy(window: _Window) -> None:
             memory = np.empty(window.stop - window.start, np.uint8)
-            np.copyto(memory, np.frombuffer(base, np.uint8, memory.size, window.start))
+            read_into(source, base, window.start, bytes_of(memory))
             try:
                 for changes in window.changes(memory):
                     apply_chunks(memory, changes)
@@ -212,11 +210,12 @@ class FilePatching:
             with SystemCall("write", path):
                 write_all(descriptor, window.start, bytes_of(memory))
 
-        for patches, windows in self._batches:
-            _read_encoded(self._checkpoint, patches)
-            for_each(self._threads, windows, copy)
-            for patch in patches:
-                patch.encoded = []
+        with opened_to_read(base) as source:
+            for patches, windows in self._batches:
+                _read_encoded(self._checkpoint, patches)
+                for_each(self._threads, windows, copy)
+                for patch in patches:
+                    patch.encoded = []
 
 
 def write_all(descriptor: int, offset: int, data: bytes | memoryview) -> None:
