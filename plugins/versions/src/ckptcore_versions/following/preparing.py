@@ -34,7 +34,13 @@ from ckptcore_versions.following.local_files import (
     pieces,
 )
 from ckptcore_versions.following.local_version import LocalVersion, Origin
-from ckptcore_versions.following.patching import LARGEST_WINDOW_BYTES, FilePatching, patches_of, write_all
+from ckptcore_versions.following.patching import (
+    LARGEST_WINDOW_BYTES,
+    EncodedObjects,
+    FilePatching,
+    patches_of,
+    write_all,
+)
 from ckptcore_versions.held_version import BaseVersion
 
 
@@ -125,9 +131,10 @@ class Preparation:
             return False
         self._directory = self._cache.begin(self.version.number)
         self._create_files()
+        encoded = EncodedObjects(self._checkpoint, list(itertools.chain.from_iterable(patches.values())))
         for name, writer in writers.items():
             with self._opened(name) as descriptor:
-                writer.write(os.path.join(base.cached.directory, name), self._path(name), descriptor)
+                writer.write(os.path.join(base.cached.directory, name), self._path(name), descriptor, encoded)
             base.cached.verify(name, _blocks(writer.unverified), self._threads)
         check_additional(self._checkpoint)
         changed: dict[int, dict[Box, None]] = {}
