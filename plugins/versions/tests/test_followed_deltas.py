@@ -253,8 +253,9 @@ def test_a_base_that_is_truncated_while_it_is_read_is_an_error(
 ) -> None:
     """To read a mapped file instead kills the process. So does a failing disk."""
     owner, name = reads.split(".")
-    kind = {"FilePatching": FilePatching, "CachedVersion": CachedVersion}[owner]
-    read_file, errors = getattr(kind, name), []
+    kind: Any = {"FilePatching": FilePatching, "CachedVersion": CachedVersion}[owner]
+    read_file: Any = getattr(kind, name)
+    errors: list[str] = []
     with follow(publisher.directory, cache=tmp_path / "cache") as follower:
         publisher.publish(0, trained(0))
         base = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
@@ -468,6 +469,6 @@ def test_a_delta_of_several_local_files_is_read_once(
             version = follower.next_version(0)
             assert version is not None
             expect_equal(version, weights)
-    assert len(list(Path(version.directory).glob("*.safetensors"))) == files
+    assert version is not None and len(list(Path(version.directory).glob("*.safetensors"))) == files
     stored = sum([len(data) for data in objects_at(f"{counted.location}/v000001").values()])
     assert limits == "nothing is kept" or counted.bytes_read() <= 1.02 * stored
