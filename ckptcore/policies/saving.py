@@ -323,7 +323,7 @@ def seconds(owner: object, name: str, value: object, at_least: float | None = No
     try:
         # float raises TypeError for anything else
         number = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or (number <= 0 if at_least is None else number < at_least):
         bound = "above 0" if at_least is None else f"of at least {at_least:g}"

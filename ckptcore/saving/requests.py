@@ -454,13 +454,16 @@ def as_seconds(name: str, value: object) -> float:
 
     Raises:
         TypeError: it is a bool, or no real number.
-        ValueError: it is negative or not finite.
+        ValueError: it is negative or not finite, also as a float.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={repr(value)[:200]}: expected a number of seconds, as a float or an int")
-    seconds = float(value)
+    try:
+        seconds = float(value)
+    except OverflowError:  # Python refuses to print the largest ints
+        seconds = math.inf
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"{name}={value!r}: expected a finite number of seconds, not below 0")
+        raise ValueError(f"{name}={seconds:g}: expected a finite number of seconds, not below 0")
     return seconds
 
 

@@ -164,7 +164,9 @@ def test_intervals_must_be_whole_numbers(number: int) -> None:
         EpochInterval(number)
 
 
-@pytest.mark.parametrize("number", [-1.0, True, float("nan"), float("inf"), "3", None])
+@pytest.mark.parametrize(
+    "number", [-1.0, True, float("nan"), float("inf"), "3", None, pytest.param(10**400, id="huge")]
+)
 def test_seconds_must_be_finite(number: float) -> None:
     with pytest.raises(ValueError, match=r"TimeInterval\(seconds=.*\): give a finite number of seconds above 0"):
         TimeInterval(number)

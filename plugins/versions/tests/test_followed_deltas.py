@@ -19,12 +19,15 @@ from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
-from ckptcore_versions.following import preparing
-from ckptcore_versions.following.cache import Cache
+from ckptcore_versions.following import local_files, patching, preparing
+from ckptcore_versions.following.cache import Cache, CachedVersion
+from ckptcore_versions.following.patching import FilePatching
 
 import ckptcore
 from ckptcore import ShardedArray
+from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ArrayShard
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box
 from ckptcore.plugins import installed_plugins
 from ckptcore.policies import LatestN
@@ -59,7 +62,7 @@ def _counted(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBacke
 @pytest.fixture
 def counted(request: pytest.FixtureRequest) -> Counted:
     """Return an empty directory in memory."""
-    return Counted(request.node.name.replace("[", "-").replace("]", ""))
+    return Counted(request.node.name.translate(str.maketrans("[ ", "--", "]")))
 
 
 @pytest.fixture
@@ -244,6 +247,33 @@ def test_damaged_files_of_the_version_before_are_noticed_and_everything_is_read_
     assert present == [[], ["v000000"], ["v000000"]]  # the second attempt has the space of the first
 
 
+@pytest.mark.parametrize("reads", ["FilePatching.write", "CachedVersion.verify"])
+def test_a_base_that_is_truncated_while_it_is_read_is_an_error(
+    reads: str, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a mapped file instead kills the process. So does a failing disk."""
+    owner, name = reads.split(".")
+    kind: Any = {"FilePatching": FilePatching, "CachedVersion": CachedVersion}[owner]
+    read_file: Any = getattr(kind, name)
+    errors: list[str] = []
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, trained(0))
+        base = Path(read(follower.next_version(0), 0).directory) / "model.safetensors"
+
+        def truncated(*arguments: Any) -> None:
+            os.truncate(base, 4096)
+            try:
+                read_file(*arguments)
+            except CorruptCheckpointError as error:
+                errors.append(str(error))
+                raise
+
+        monkeypatch.setattr(kind, name, truncated)
+        publisher.publish(1, trained(1))
+        read(follower.next_version(0), 1)  # everything is read again
+    assert len(errors) == 1 and f"{base} ends before" in errors[0]
+
+
 def test_a_version_whose_base_was_deleted_is_read_if_the_cache_has_the_base(
     publisher: Publisher, tmp_path: Path
 ) -> None:
@@ -412,3 +442,33 @@ def test_the_deltas_of_many_arrays_are_read_once(counted: Counted, tmp_path: Pat
             expect_equal(version, weights)
     stored = sum([len(data) for data in objects_at(f"{counted.location}/v000001").values()])
     assert counted.bytes_read() <= 1.05 * stored
+
+
+@pytest.mark.parametrize("files", [1, 4, 10])
+@pytest.mark.parametrize("limits", ["usual", "several batches", "nothing is kept"])
+def test_a_delta_of_several_local_files_is_read_once(
+    files: int, limits: str, counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its objects have the arrays stripe by stripe. Without room to keep an object, it is read for each batch."""
+    rng = np.random.default_rng(0)
+    first = {f"matrix{number}": rng.normal(size=(768, 512)).astype(np.float32) for number in range(20)}
+    second = {name: np.where(rng.random(matrix.shape) < 0.1, -matrix, matrix) for name, matrix in first.items()}
+    nbytes = sum([matrix.nbytes for matrix in first.values()])
+    limited = functools.partial(SafetensorsLayout, max_file_bytes=nbytes // files)
+    monkeypatch.setattr(local_files, "SafetensorsLayout", limited)
+    if limits != "usual":
+        monkeypatch.setattr(patching, "_ENCODED_BYTES", 100_000)
+        monkeypatch.setattr(patching, "_KEPT_SHARE", 1 if limits == "several batches" else nbytes)
+    with (
+        Publisher(counted.location) as publisher,
+        follow(counted.location, cache=tmp_path / "cache", context=counted.context) as follower,
+    ):
+        for number, weights in enumerate((first, second)):
+            publisher.publish(number, weights)
+            counted.bytes_read()
+            version = follower.next_version(0)
+            assert version is not None
+            expect_equal(version, weights)
+    assert version is not None and len(list(Path(version.directory).glob("*.safetensors"))) == files
+    stored = sum([len(data) for data in objects_at(f"{counted.location}/v000001").values()])
+    assert limits == "nothing is kept" or counted.bytes_read() <= 1.02 * stored

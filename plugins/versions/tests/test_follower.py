@@ -429,6 +429,7 @@ def test_a_follower_needs_the_tree_that_its_abstract_tree_states(published: Publ
         ("timeout", True),
         ("timeout", -1),
         ("timeout", float("nan")),
+        pytest.param("timeout", 10**400, id="timeout-huge"),
         ("poll_seconds", "1"),
         ("poll_seconds", 0),
         ("poll_seconds", float("inf")),

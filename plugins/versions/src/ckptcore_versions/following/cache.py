@@ -9,13 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import mmap
 import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +24,7 @@ from ckptcore.errors import CorruptCheckpointError, DirectoryInUseError, Storage
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
-from ckptcore_versions.following.local_files import checksums_of_file, map_file
+from ckptcore_versions.following.local_files import checksums_of_file
 from ckptcore_versions.held_version import BaseVersion
 from ckptcore_versions.local_directory import local_directory
 
@@ -73,39 +71,23 @@ class CachedVersion:
             try:
                 if os.path.getsize(path) != file.nbytes:
                     return False
-                with map_file(path, file.nbytes) as memory:
-                    if checksums_of_file(memory, threads) != file.checksums:
-                        return False
-            except OSError as error:
+                if checksums_of_file(path, file.nbytes, threads) != file.checksums:
+                    return False
+            except (OSError, CorruptCheckpointError) as error:
                 logger.warning("%s cannot be read: %s", path, error)
                 return False
         return True
 
-    @contextmanager
-    def mapped(self, name: str) -> Iterator[mmap.mmap]:
-        """Map a file.
+    def verify(self, name: str, blocks: Collection[int], threads: IOThreads) -> None:
+        """Verify blocks of a file.
 
         Raises:
-            CorruptCheckpointError: it has another size than recorded.
+            CorruptCheckpointError: a block is damaged, or the file ends too early.
             StorageError
         """
-        path, nbytes = os.path.join(self.directory, name), self.files[name].nbytes
-        with SystemCall("read", path):
-            size = os.path.getsize(path)
-        if size != nbytes:  # memory beyond the end of a file must not be read
-            raise CorruptCheckpointError(f"{path}, in the cache, has {size} bytes, expected {nbytes}")
-        with map_file(path, nbytes) as memory:
-            yield memory
-
-    def verify(self, name: str, memory: mmap.mmap, blocks: Collection[int], threads: IOThreads) -> None:
-        """Verify blocks of a file that is mapped.
-
-        Raises:
-            CorruptCheckpointError: a block is damaged.
-        """
-        checksums = self.files[name].checksums
-        if checksums_of_file(memory, threads, blocks, checksums) != checksums:
-            raise CorruptCheckpointError(f"{os.path.join(self.directory, name)}, in the cache, is damaged")
+        path, (nbytes, checksums) = os.path.join(self.directory, name), self.files[name]
+        if checksums_of_file(path, nbytes, threads, blocks, checksums) != checksums:
+            raise CorruptCheckpointError(f"{path}, in the cache, is damaged")
 
 
 class Cache:

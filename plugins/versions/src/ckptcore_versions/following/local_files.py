@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,7 @@ import numpy as np
 from ckptcore.builtin.local_calls import SystemCall, close_descriptor
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.safetensors_files import SHARDING, encode_file, file_names, header_entry
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import checksums_of
 from ckptcore.io.elements import c_strides
 from ckptcore.io.threads import IOThreads, for_each
@@ -249,30 +251,64 @@ def pieces(box: Box, itemsize: int) -> Iterator[Box]:
         yield from pieces(band, itemsize)
 
 
+@contextmanager
+def opened_to_read(path: str) -> Iterator[int]:
+    """Open a file to read it.
+
+    Raises:
+        StorageError
+    """
+    with SystemCall("open", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        close_descriptor(descriptor, path)
+
+
+def read_into(descriptor: int, path: str, offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from a position of a file. If the file was mapped instead, a failing disk would kill the process.
+
+    Raises:
+        CorruptCheckpointError: the file ends too early.
+        StorageError
+    """
+    with SystemCall("read", path):
+        while buffer:
+            count = os.preadv(descriptor, (buffer,), offset)
+            if not count:
+                raise CorruptCheckpointError(f"{path} ends before {offset + len(buffer)} bytes: it was truncated")
+            buffer, offset = buffer[count:], offset + count
+
+
 def checksums_of_file(
-    memory: mmap.mmap, threads: IOThreads, blocks: Collection[int] | None = None, before: bytes = b""
+    path: str, nbytes: int, threads: IOThreads, blocks: Collection[int] | None = None, before: bytes = b""
 ) -> bytes:
     """Return the checksums of the blocks of a file, in the form of `ckptcore.model.metadata.ObjectRecord.checksums`.
 
     Args:
-        memory: the file, mapped.
-        threads: compute.
+        path: the file.
+        nbytes: its size in bytes.
+        threads: read and compute.
         blocks: the blocks to compute; None: all.
         before: the checksums of the other blocks, and of those to compute.
+
+    Raises:
+        CorruptCheckpointError: the file ends too early.
+        StorageError
     """
-    count = -(-len(memory) // BLOCK_BYTES)
+    count = -(-nbytes // BLOCK_BYTES)
     chosen = range(count) if blocks is None else sorted(blocks)
     checksums = bytearray(before or count * CHECKSUM_BYTES)
-    view = memoryview(memory)
 
     def compute(run: Sequence[int]) -> None:
+        memory = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
         for block in run:
-            data = view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            data = memory[: nbytes - block * BLOCK_BYTES]
+            read_into(descriptor, path, block * BLOCK_BYTES, data)
             checksums[block * CHECKSUM_BYTES : (block + 1) * CHECKSUM_BYTES] = checksums_of(data)
 
-    try:
+    with opened_to_read(path) as descriptor:
         runs_of_blocks = [chosen[first : first + _RUN_BLOCKS] for first in range(0, len(chosen), _RUN_BLOCKS)]
         for_each(threads, runs_of_blocks, compute)
-    finally:
-        view.release()
     return bytes(checksums)

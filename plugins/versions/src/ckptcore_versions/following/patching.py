@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import mmap
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from ckptcore_versions.deltas.checksums import CRC32
 from ckptcore_versions.deltas.chunks import EncodedChunk
 from ckptcore_versions.deltas.encoding import word_bytes
 from ckptcore_versions.deltas.patched_arrays import ChangedBox, PatchedArray, apply_chunks, runs_of
-from ckptcore_versions.following.local_files import FilePlan, Part
+from ckptcore_versions.following.local_files import FilePlan, Part, opened_to_read, read_into
 
 _WINDOW_BYTES: Final = 1 << 20
 """Bytes of a window: it stays in the cache of a processor."""
@@ -42,7 +41,11 @@ LARGEST_WINDOW_BYTES: Final = 64 << 20
 """Chunks that are columns of a large array would make a window of the whole array."""
 
 _ENCODED_BYTES: Final = 256 << 20
-"""Encoded bytes that are in memory at a time, unless one array has more."""
+"""Encoded bytes of the patches that are written together, unless one array has more."""
+
+_KEPT_SHARE: Final = 16
+"""Encoded bytes also stay in memory for later patches: `_ENCODED_BYTES`, or this part of the version if that is more. A
+delta of a step has about a fiftieth."""
 
 _REQUEST_BYTES: Final = 8 << 20
 """Bytes of a request for a part of an object. A remote storage answers several requests at a time."""
@@ -186,13 +189,13 @@ class FilePatching:
         self.changed = [(window.start, window.stop) for window in windows if window.is_changed]
         self.unverified = [(window.start, window.stop) for window in windows if not window.is_verified]
 
-    def write(self, base: mmap.mmap, path: str, descriptor: int) -> None:
+    def write(self, base: str, path: str, descriptor: int, encoded: EncodedObjects) -> None:
         """Copy the elements of a base, with the changes.
 
         Args:
-            base: the file of the base, with the same parts at the same positions. It is mapped, because to read a file
-                in memory takes three times as long.
+            base: the file of the base, with the same parts at the same positions.
             path, descriptor: the file to write.
+            encoded: the encoded bytes of the patches of all files.
 
         Raises:
             CorruptCheckpointError: a delta is damaged, or the base differs from that of the save.
@@ -201,7 +204,7 @@ class FilePatching:
 
         def copy(window: _Window) -> None:
             memory = np.empty(window.stop - window.start, np.uint8)
-            np.copyto(memory, np.frombuffer(base, np.uint8, memory.size, window.start))
+            read_into(source, base, window.start, bytes_of(memory))
             try:
                 for changes in window.changes(memory):
                     apply_chunks(memory, changes)
@@ -212,11 +215,12 @@ class FilePatching:
             with SystemCall("write", path):
                 write_all(descriptor, window.start, bytes_of(memory))
 
-        for patches, windows in self._batches:
-            _read_encoded(self._checkpoint, patches)
-            for_each(self._threads, windows, copy)
-            for patch in patches:
-                patch.encoded = []
+        with opened_to_read(base) as source:
+            for patches, windows in self._batches:
+                encoded.fill(patches)
+                for_each(self._threads, windows, copy)
+                for patch in patches:
+                    patch.encoded = []
 
 
 def write_all(descriptor: int, offset: int, data: bytes | memoryview) -> None:
@@ -297,8 +301,80 @@ def _bands(patch: Patch) -> Iterator[_Band]:
         start = end
 
 
-def _read_encoded(checkpoint: Checkpoint, patches: Sequence[Patch]) -> None:
-    """Read the encoded bytes of patches, those of each delta together.
+_Object: TypeAlias = tuple[int, str]
+"""An object of a delta: the number of the delta among the sources, and the key."""
+
+_Chunks: TypeAlias = dict[int, tuple[int, EncodedChunk]]
+"""Chunks by their position in an object, each with the leaf of its array of encoded bytes."""
+
+
+class EncodedObjects:
+    """The encoded bytes of the chunks of a version.
+
+    An object has the chunks of many arrays, stripe by stripe. So it is read once, for all files, and stays in memory
+    until the last patch that needs it: to read the chunks of each file apart would read nearly all of it each time.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, patches: Sequence[Patch]) -> None:
+        """Read nothing yet.
+
+        Args:
+            checkpoint: the version, derived from its base and deltas.
+            patches: the patches of all files.
+        """
+        self._checkpoint = checkpoint
+        self._most = max(_ENCODED_BYTES, sum([patch.part.nbytes for patch in patches]) // _KEPT_SHARE)
+        self._needed: dict[_Object, _Chunks] = {}
+        self._users = Counter[_Object]()
+        self._kept: dict[_Object, dict[int, memoryview]] = {}
+        for patch in patches:
+            by_object = _by_object([patch])
+            self._users.update(by_object.keys())
+            for key, chunks in by_object.items():
+                self._needed.setdefault(key, {}).update(chunks)
+
+    def fill(self, patches: Sequence[Patch]) -> None:
+        """Set the encoded bytes of patches. Each patch is given once.
+
+        Raises:
+            CorruptCheckpointError
+            StorageError
+        """
+        by_object = _by_object(patches)
+        held = sum([sum(map(len, kept.values())) for kept in self._kept.values()])
+        missing: dict[_Object, _Chunks] = {}
+        for key, chunks in by_object.items():
+            if key not in self._kept:
+                nbytes = sum([chunk.stop - chunk.start for _, chunk in self._needed[key].values()])
+                is_kept = held + nbytes <= self._most
+                held += nbytes if is_kept else 0
+                missing[key] = self._needed[key] if is_kept else chunks
+        found = {**self._kept, **_read_encoded(self._checkpoint, missing)}
+        for patch in patches:
+            patch.encoded = [
+                [found[stored.checkpoint, chunk.key][chunk.offset] for chunk in chunks]
+                for stored, chunks in patch.deltas
+            ]
+            self._users.subtract(_by_object([patch]).keys())
+        self._kept = {
+            key: views for key, views in found.items() if self._users[key] and len(views) == len(self._needed[key])
+        }
+
+
+def _by_object(patches: Sequence[Patch]) -> dict[_Object, _Chunks]:
+    """Return the chunks of patches by object."""
+    by_object: dict[_Object, _Chunks] = {}
+    for patch in patches:
+        for stored, chunks in patch.deltas:
+            for chunk in chunks:
+                by_object.setdefault((stored.checkpoint, chunk.key), {})[chunk.offset] = stored.leaf, chunk
+    return by_object
+
+
+def _read_encoded(
+    checkpoint: Checkpoint, objects: Mapping[_Object, _Chunks]
+) -> Mapping[_Object, dict[int, memoryview]]:
+    """Read the encoded bytes of chunks, those of each delta together. Returns them by object and position.
 
     Raises:
         CorruptCheckpointError
@@ -306,27 +382,26 @@ def _read_encoded(checkpoint: Checkpoint, patches: Sequence[Patch]) -> None:
     """
     derived = checkpoint.derived
     assert derived is not None
-    by_source: dict[int, list[tuple[int, EncodedChunk]]] = {}
-    for patch in patches:
-        for stored, chunks in patch.deltas:
-            by_source.setdefault(stored.checkpoint, []).extend([(stored.leaf, chunk) for chunk in chunks])
-    encoded: dict[int, Iterator[memoryview]] = {}
-    for number, of_source in sorted(by_source.items()):
+    by_source: dict[int, dict[str, _Chunks]] = {}
+    for (number, key), chunks in sorted(objects.items()):
+        by_source.setdefault(number, {})[key] = chunks
+    encoded: dict[_Object, dict[int, memoryview]] = {}
+    for number, of_source in by_source.items():
         source = derived.sources[number]
         with naming_additional(source) if number else naming_arrays(source):
-            encoded[number] = iter(_encoded_of(source, of_source))
-    for patch in patches:
-        patch.encoded = [[next(encoded[stored.checkpoint]) for _ in chunks] for stored, chunks in patch.deltas]
+            encoded.update({(number, key): views for key, views in _encoded_of(source, of_source).items()})
+    return encoded
 
 
-def _encoded_of(source: Checkpoint, chunks: Sequence[tuple[int, EncodedChunk]]) -> Sequence[memoryview]:
-    """Return the encoded bytes of chunks of a delta, each with the leaf of its array of encoded bytes.
+def _encoded_of(source: Checkpoint, objects: Mapping[str, _Chunks]) -> Mapping[str, dict[int, memoryview]]:
+    """Return the encoded bytes of chunks of a delta, by key and position.
 
     Reads objects of which every byte is needed as a whole: to read each chunk by itself takes longer than to decode it.
     """
-    needed = Counter[str]()
-    for _, chunk in chunks:
-        needed[chunk.key] += chunk.stop - chunk.start + CRC32.nbytes
+    needed = {
+        key: sum([chunk.stop - chunk.start + CRC32.nbytes for _, chunk in chunks.values()])
+        for key, chunks in objects.items()
+    }
     records = [(key, source.store.objects.get(key)) for key in needed]
     whole = [key for key, record in records if record is not None and record.checksums and record.size == needed[key]]
     pieces = [(key, start, min(start + _REQUEST_BYTES, needed[key]))
@@ -336,13 +411,16 @@ def _encoded_of(source: Checkpoint, chunks: Sequence[tuple[int, EncodedChunk]]) 
         if data is None:
             raise ObjectNotFoundError(f"{key} does not exist")
         read[key].append(data)
-    objects = {key: memoryview(of_key[0] if len(of_key) == 1 else b"".join(of_key)) for key, of_key in read.items()}
-    others = iter(_read_apart(source, [(leaf, chunk) for leaf, chunk in chunks if chunk.key not in objects]))
-    return [
-        objects[chunk.key][chunk.offset : chunk.offset + chunk.stop - chunk.start]
-        if chunk.key in objects else next(others)
-        for _, chunk in chunks
-    ]  # fmt: skip
+    encoded: dict[str, dict[int, memoryview]] = {}
+    for key, of_key in read.items():
+        content = memoryview(of_key[0] if len(of_key) == 1 else b"".join(of_key))
+        encoded[key] = {
+            offset: content[offset : offset + chunk.stop - chunk.start] for offset, (_, chunk) in objects[key].items()
+        }
+    apart = [of_leaf for key, chunks in objects.items() if key not in read for of_leaf in chunks.values()]
+    for (_, chunk), view in zip(apart, _read_apart(source, apart), strict=True):
+        encoded.setdefault(chunk.key, {})[chunk.offset] = view
+    return encoded
 
 
 def _read_apart(source: Checkpoint, chunks: Sequence[tuple[int, EncodedChunk]]) -> Sequence[memoryview]:

@@ -34,7 +34,13 @@ from ckptcore_versions.following.local_files import (
     pieces,
 )
 from ckptcore_versions.following.local_version import LocalVersion, Origin
-from ckptcore_versions.following.patching import LARGEST_WINDOW_BYTES, FilePatching, patches_of, write_all
+from ckptcore_versions.following.patching import (
+    LARGEST_WINDOW_BYTES,
+    EncodedObjects,
+    FilePatching,
+    patches_of,
+    write_all,
+)
 from ckptcore_versions.held_version import BaseVersion
 
 
@@ -125,10 +131,11 @@ class Preparation:
             return False
         self._directory = self._cache.begin(self.version.number)
         self._create_files()
+        encoded = EncodedObjects(self._checkpoint, list(itertools.chain.from_iterable(patches.values())))
         for name, writer in writers.items():
-            with base.cached.mapped(name) as memory, self._opened(name) as descriptor:
-                writer.write(memory, self._path(name), descriptor)
-                base.cached.verify(name, memory, _blocks(writer.unverified), self._threads)
+            with self._opened(name) as descriptor:
+                writer.write(os.path.join(base.cached.directory, name), self._path(name), descriptor, encoded)
+            base.cached.verify(name, _blocks(writer.unverified), self._threads)
         check_additional(self._checkpoint)
         changed: dict[int, dict[Box, None]] = {}
         for patch in itertools.chain.from_iterable(patches.values()):
@@ -247,13 +254,14 @@ class Preparation:
             changed: by file, the blocks that differ from those of the base; None: those of `_changed`.
         """
         for file in self._plan.files:
-            memory = self._memory[file.name] = map_file(self._path(file.name), file.nbytes)
+            path = self._path(file.name)
+            self._memory[file.name] = map_file(path, file.nbytes)
             if base is None:
-                checksums = checksums_of_file(memory, self._threads)
+                checksums = checksums_of_file(path, file.nbytes, self._threads)
             else:
                 before = base.cached.files[file.name].checksums
                 blocks = _changed_blocks(file.parts, self._changed) if changed is None else changed[file.name]
-                checksums = checksums_of_file(memory, self._threads, blocks, before)
+                checksums = checksums_of_file(path, file.nbytes, self._threads, blocks, before)
             self._files[file.name] = CachedFile(file.nbytes, checksums)
 
 
