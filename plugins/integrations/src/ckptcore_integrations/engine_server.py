@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ckptcore.redaction import redacted_location
-from ckptcore.saving.requests import as_seconds
 from ckptcore_integrations.engines import Engine, EngineError, EngineRefusedError
 
 _MAX_ANSWER_BYTES: Final = 256 << 20
@@ -143,7 +144,12 @@ def seconds_of(name: str, value: object) -> float:
     Raises:
         TypeError, ValueError: it is not a finite number above 0.
     """
-    seconds = as_seconds(name, value)
-    if not seconds:
-        raise ValueError(f"{name}={value!r}: expected a finite number of seconds above 0")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={repr(value)[:200]}: expected a number of seconds, as a float or an int")
+    try:
+        seconds = float(value)
+    except OverflowError:  # Python refuses to print the largest ints
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}={seconds:g}: expected a finite number of seconds above 0")
     return seconds
