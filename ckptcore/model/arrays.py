@@ -128,9 +128,10 @@ class Box(NamedTuple):
     stop: tuple[int, ...]
 
     @staticmethod
+    @functools.lru_cache(maxsize=512)  # an array is looked up several times, and many arrays have one shape
     def whole(shape: tuple[int, ...]) -> Box:
-        """Return the box of a whole array."""
-        return Box((0,) * len(shape), shape)
+        """Return the box of a whole array. Equal shapes of other types, as a `torch.Size`, share the box of plain ints."""
+        return Box((0,) * len(shape), tuple(map(int, shape)))
 
     @property
     def shape(self) -> tuple[int, ...]:
