@@ -130,7 +130,7 @@ class Box(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=512)  # an array is looked up several times, and many arrays have one shape
     def whole(shape: tuple[int, ...]) -> Box:
-        """Return the box of a whole array, with extents as plain ints: equal shapes of other types have the same box."""
+        """Return the box of a whole array, with extents as plain ints; equal shapes of other types have the same."""
         return Box((0,) * len(shape), tuple(map(int, shape)))
 
     @property
