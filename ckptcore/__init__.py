@@ -15,6 +15,7 @@ missing, the error has the command that installs it.
 
 import importlib
 import sys
+import threading  # noqa: F401  # if it is first imported at exit, the interpreter does not wait for threads
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
