@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
-from ckptcore.events import logger_named
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -43,7 +43,7 @@ from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
 if TYPE_CHECKING:
     from ckptcore.model.tree import JSON
 
-logger = logger_named("ckptcore.recovery")
+logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
 _TOKEN_BYTES: Final = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 import time
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, Final, Self
 
 from ckptcore.errors import StorageError
-from ckptcore.events import logger_named
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.memory_files import Blob
@@ -18,7 +18,8 @@ from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.starting import LocalServer
 from ckptcore_recovery.peers.views import Member, View
 
-logger = logger_named("ckptcore.recovery")
+logger = logging.getLogger("ckptcore.recovery")
+logger.addHandler(logging.NullHandler())  # as `logger_named` of the core, whose module imports NumPy
 
 INLINE_BYTES: Final = 1 << 19
 """Objects up to this size are stored with their entry."""
