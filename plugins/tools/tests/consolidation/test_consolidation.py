@@ -228,7 +228,7 @@ def test_damage_is_reported_and_not_copied(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "source" / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (tmp_path / "source" / "model.safetensors").write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="this is in .*layers"):
+    with pytest.raises(CorruptCheckpointError, match="this is in model/half"):
         ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="model", context=FAST)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
