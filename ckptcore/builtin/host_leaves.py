@@ -462,6 +462,7 @@ def form_handler(leaf_type: type) -> LeafHandler | None:
     form = _EXACT.get(f"{leaf_type.__module__}.{leaf_type.__qualname__}")
     if form is None and issubclass(leaf_type, enum.Enum):
         form = _FLAG if issubclass(leaf_type, enum.Flag) else _MEMBER
+    # No value is a path if nothing has imported the module.
     elif form is None and (paths := sys.modules.get("pathlib")) and issubclass(leaf_type, paths.PurePath):
         form = _PATH
     elif form is None and issubclass(leaf_type, np.dtype):

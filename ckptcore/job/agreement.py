@@ -206,9 +206,7 @@ class Agreement:
             except Exception as failure:
                 if error is None:
                     raise
-                error.add_note(
-                    f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}"
-                )
+                _note_unsent(error, failure)
         if error is not None:
             others = [failure for failure in verdict.failed if failure[0] != self.rank]
             if others:
@@ -246,10 +244,16 @@ class Agreement:
                 if decide is not None and not failed:
                     verdict, undecided = _decide(decide)
             # Each block gets its own verdict of the first stage. A decision, which may be large, is sent once for all.
-            if decide is None or token is None or len(self._gathering.blocks) == 1:
-                return self._verdict(key, token, verdict, tokens), undecided
-            received = self._verdict(key, token, verdict and replace(verdict, decision=None), tokens)
-            if not received.failed:
+            is_apart = decide is not None and token is not None and len(self._gathering.blocks) > 1
+            sent = replace(verdict, decision=None) if verdict is not None and is_apart else verdict
+            try:
+                received = self._verdict(key, token, sent, tokens)
+            except Exception as failure:
+                if verdict is None or undecided is None:
+                    raise
+                _note_unsent(undecided, failure)
+                return verdict, undecided
+            if is_apart and not received.failed:
                 decision = None if verdict is None else _encode(verdict.decision)
                 received = replace(
                     received, decision=json.loads(self._gathering.broadcast(f"{key}/decision", decision))
@@ -304,7 +308,7 @@ class Agreement:
         try:
             self._verdict(key, token, _Verdict(failed, max(0, len(error.missing) - _SHOWN)), ())
         except Exception as failure:  # noqa: BLE001  # the error that stopped the stage is raised
-            error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
+            _note_unsent(error, failure)
 
     def _verify_response(self, key: str, token: str, response: Mapping[str, Any]) -> None:
         """Check that the leader's response is for this operation. Later exchanges use keys unique to the operation."""
@@ -388,6 +392,10 @@ def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
 def _encode_failure(token: str | None, error: BaseException) -> bytes:
     unknown = isinstance(error, CommitUnknownError)
     return _encode({"error": _reason(error), "unknown": unknown, "token": token, "payload": None})
+
+
+def _note_unsent(error: BaseException, failure: Exception) -> None:
+    error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
 
 
 def _reason(error: BaseException) -> str:

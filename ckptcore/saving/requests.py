@@ -352,7 +352,7 @@ class SaveDraft(NamedTuple):
             plan, own = description.plan(rank, size, info.save_id), member.processes is not None
             part = SavePart(directory, description.layout, plan, own, description, is_files=member.kind == "files")
             parts.append(part)
-        return Save(self.save.target, info, parts, strategy, *self.save[4:])
+        return self.save._replace(parts=parts, strategy=strategy)
 
 
 @converts_errors

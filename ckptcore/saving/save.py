@@ -179,8 +179,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     if decided["own_names"] and info.members is None:  # unique object names: the directory keeps its other files
         (tree,) = descriptions
         descriptions = [tree._replace(layout=tree.layout.with_own_names(decided["save_id"]) or tree.layout)]
-    agreed = SaveOrder(*decided["order"])
-    info = CommitInfo(decided["save_id"], decided["created"], *info[2:7], agreed, info.default)
+    info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
     save = Save(target, info, (), strategy, agreement, recording, context)
     if (workers := runtime.workers()) is not None:
         strategy = workers.save_strategy(strategy)

@@ -15,7 +15,7 @@ from ckptcore_testing import ThreadJob, run_ranks
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.job.agreement import Agreement, ExchangeCounts
+from ckptcore.job.agreement import Agreement, ExchangeCounts, encode_outcome
 from ckptcore.protocols import Coordinator, Rejoinable
 from ckptcore.runtime import runtime_of
 
@@ -262,3 +262,28 @@ def test_all_ranks_hear_of_a_decision_that_failed(fails: str) -> None:
     reason = "ValueError: no decision" if fails == "decision" else "PluginError: a message to other ranks"
     assert leader.startswith(reason)
     assert first == second and first.startswith(f"RankFailedError: the stage 'sum' failed on rank 0: {reason}")
+
+
+class _Unreachable:
+    """The leader of two ranks. The other rank succeeds, and no verdict reaches it."""
+
+    rank, size = 0, 2
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes]:
+        return [payload, encode_outcome("b" * 16, None)]
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        raise CheckpointError("the network is down")
+
+
+def test_an_error_of_a_decision_is_raised_although_it_cannot_be_sent() -> None:
+    def decide() -> int:
+        raise ValueError("no decision")
+
+    with (
+        pytest.raises(ValueError, match="no decision") as raised,
+        Agreement(_Unreachable(), "key").stage("sum") as stage,
+    ):
+        stage.decide = decide
+    (note,) = raised.value.__notes__
+    assert "sending this error to the other ranks also failed: CheckpointError: the network is down" in note

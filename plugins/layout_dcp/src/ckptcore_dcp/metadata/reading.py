@@ -359,7 +359,7 @@ class MetadataDecoder:
 
 
 def _is_rows(value: Value, name: str) -> TypeGuard[CompactObject]:
-    """Return whether a value stands for several objects. See `ckptcore_dcp.metadata.fast`."""
+    """Return True if a value is a batch of objects that `ckptcore_dcp.metadata.fast` read as columns."""
     return value.__class__ is CompactObject and value[0] == name
 
 
