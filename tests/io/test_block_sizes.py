@@ -100,7 +100,7 @@ def test_each_damaged_block_on_a_remote_storage_is_reported_once() -> None:
 
 
 def test_the_types_of_a_shape_do_not_reach_other_boxes() -> None:
-    Box.whole((np.int64(7), np.int64(3)))  # type: ignore[arg-type]  # a handler of a plugin may pass it
+    Box.whole((np.int64(7), np.int64(3)))  # as a handler of a plugin may pass it
     assert [type(extent) for extent in Box.whole((7, 3)).stop] == [int, int]
 
 
