@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NOTHING_COMMITTED: Final = "nothing was committed"
 """The consequence of an error on any rank before the commit. Part of error messages."""
 
-_MAX_PROGRESS: Final = 2**63 - 1
+_MAX_INTEGER: Final = 2**63 - 1
 
 _EMPTY: Final[Mapping[str, Any]] = {}
 
@@ -422,6 +422,8 @@ def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
     for name, value in metrics.items():
         try:
             number = float(value)
+        except OverflowError as error:  # Python refuses to print the largest ints
+            raise ValueError(f"metrics={{{name!r}: ...}}: no float is as large. Nothing was written") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"metrics={{{name!r}: {value!r}}}: a metric is one number. Nothing was written") from error
         if not isinstance(name, str):
@@ -440,10 +442,14 @@ def as_integer(name: str, value: object, *, hint: str = "") -> int:
 
     Raises:
         TypeError: it is a bool, or no integer.
+        ValueError: it has more than 64 bits.
     """
     try:
         if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
+            number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
+            if abs(number) <= _MAX_INTEGER:
+                return number
+            raise ValueError(f"{name}= must fit into 64 bits, as a signed integer")
     except TypeError:
         pass
     raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")
@@ -477,10 +483,7 @@ def _check_progress(step: int | None, epoch: int | None) -> Mapping[str, int]:
     for name, value in (("step", step), ("epoch", epoch)):
         if value is None:
             continue
-        number = as_integer(name, value, hint=". Nothing was written")
-        if abs(number) > _MAX_PROGRESS:
-            raise ValueError(f"{name}= must fit into 64 bits, as a signed integer. Nothing was written")
-        checked[name] = number
+        checked[name] = as_integer(name, value, hint=". Nothing was written")
     return checked
 
 

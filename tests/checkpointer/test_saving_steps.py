@@ -97,6 +97,18 @@ def test_metadata_of_a_step_is_stored(directory: str) -> None:
         assert CheckpointReader(directory).root_metadata == {}
 
 
+@pytest.mark.parametrize("number", [2**1024, -(10**5000)], ids=["large", "larger"])
+def test_numbers_that_cannot_be_stored_are_refused_by_name(directory: str, number: int) -> None:
+    with Checkpointer(directory) as run:
+        with pytest.raises(ValueError, match=r"metrics={'loss': ...}: no float is as large. Nothing was written"):
+            run.save(1, tree(1), metrics={"loss": number})
+        with pytest.raises(ValueError, match="epoch= must fit into 64 bits"):
+            run.save(1, tree(1), epoch=number)
+        with pytest.raises(ValueError, match="step= must fit into 64 bits"):
+            run.save(number, tree(1))
+        assert list(run.steps) == []
+
+
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {1: 2}, {"x": {1: 2}}])
 def test_metadata_of_a_directory_must_be_json(directory: str, metadata: Any) -> None:
     with pytest.raises(ValueError, match="metadata= must be JSON"):

@@ -258,6 +258,9 @@ def test_wrong_arguments_are_refused(place: str) -> None:
             versions.publish("1", weights(1))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"step=1\.5"):
             versions.publish(1, weights(1), step=1.5)  # type: ignore[arg-type]
+        for step in (2**63, 10**5000):
+            with pytest.raises(ValueError, match="step= must fit into 64 bits"):
+                versions.publish(1, weights(1), step=step)
         with pytest.raises(ValueError, match="step -1"):
             versions.publish(-1, weights(1))
         assert versions.latest is None
