@@ -354,10 +354,13 @@ class LayoutCapabilities(NamedTuple):
             the cuts of the array's record. If False, replica 0 writes the whole box: formats that store an array as a
             whole need this.
         sessions: True if several saves can fill one checkpoint, one after another. See `Layout.renumbered`.
+        differences: True if it writes differences from a base: see `Layout.base`. Only a plain save of one tree stores
+            them; other saves refuse the layout before they write.
     """
 
     any_replica_writes: bool = False
     sessions: bool = False
+    differences: bool = False
 
 
 class Layout(Protocol):

@@ -214,6 +214,7 @@ def describe_part(
         UnsupportedLeafError: lists up to 20 leaves that cannot be saved.
         UnsupportedKeyError: a key of a container is not an int, a bool, a str, or a tuple of them.
         NameCollisionError: two leaves would get the same name in the layout.
+        CheckpointError: the layout writes differences, and the checkpoint has several objects.
     """
     own = False
     if name and isinstance(value, PerProcess):
@@ -238,7 +239,28 @@ def describe_part(
             shares = cut_for_replicas(tree, replicas, size=size, replicas=_count_replicas(flat, tree, size))
             tree = shares.tree
         layout.check(tree, size)
+        if name:
+            refuse_differences(
+                layout, "which only a checkpoint of one tree can have: save each object to a location of its own"
+            )
         return TreeDescription(name, layout, tree, BoxHolders(shards, remote_leaves), flat, own, None, shares, absent)
+
+
+def refuse_differences(layout: Layout, reason: str) -> None:
+    """Refuse a layout that writes differences, before anything is written.
+
+    Args:
+        layout: the layout of a tree.
+        reason: why the save cannot store them, and what to do. Completes the error.
+
+    Raises:
+        CheckpointError
+    """
+    if layout.capabilities.differences:
+        raise CheckpointError(
+            f"the layout {layout.name!r} stores differences from a base, {reason}, or pass another layout. Nothing was "
+            "written"
+        )
 
 
 @converts_errors

@@ -369,8 +369,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
 
     Raises:
         CorruptCheckpointError: the boxes that were written leave a gap or overlap.
-        PluginError: two processes wrote one object.
-        CheckpointError: one of several checkpointables is stored as differences from a base.
+        PluginError: two processes wrote one object, or the layout has a base without the capability `differences`.
     """
     tree = part.plan.tree
     check_coverage(tree, part.receipts)
@@ -379,10 +378,10 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     writer = "the object" if part.is_files else f"the layout {name}"
     objects = merge_objects(writer, part.receipts, recorder.objects)
     base = None if part.is_files else part.layout.base(tree, state)
-    if base is not None and info.members is not None:
-        raise CheckpointError(
-            f"the layout {name} wrote differences from {base.name!r}, which only a checkpoint of one tree can have: "
-            f"save each object to a location of its own, or pass another layout. {NOTHING_COMMITTED.capitalize()}"
+    if base is not None and not part.layout.capabilities.differences:
+        raise PluginError(
+            f"the layout {name} wrote differences from {base.name!r}, but does not have the capability `differences`: "
+            f"report this to its author, and pass another layout. {NOTHING_COMMITTED.capitalize()}"
         )
     return Root(
         save_id=info.save_id,

@@ -11,14 +11,13 @@ from ckptcore_testing import ThreadJob
 from ckptcore_testing.cases import refused
 from ckptcore_tiers import NearTier, TieredDirectory
 from ckptcore_versions import VERSION_NAMES, Publisher, follow
-from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.protocols import Coordinator
 from plugins.tiers.tests.test_hosts import job, loaded_step, near_of, save, sharded, steps_on
-from plugins.versions.tests.held import HeldState
+from plugins.versions.tests.held import HeldState, Unwritten
 from plugins.versions.tests.published import in_job
 
 
@@ -29,11 +28,12 @@ def test_differences_are_not_saved_in_directories_of_hosts(tmp_path: Path) -> No
     def save_delta(run: Checkpointer, rank: int, *_: Any) -> int:
         refused(
             lambda: run.save_blocking(2, sharded(2, rank, 4)),
-            "the layout 'deltas' wrote differences from '1', of which each host has only a part",
+            "the layout 'deltas' stores differences from a base, of which each host would have only a part",
+            "Nothing was written",
         )
         return loaded_step(run, rank)
 
-    layout = DeltaLayout().against(HeldState(BaseVersion("1", "", "", 1), {}))
+    layout = Unwritten(HeldState(BaseVersion("1", "", "", 1), {}))
     assert job(tmp_path, far, save_delta, layout=layout) == [1] * 4
     assert [steps_on(tmp_path, host) for host in (0, 1)] == [[1], [1]]
 

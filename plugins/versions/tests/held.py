@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from ckptcore_testing.locations import store_at
 from ckptcore_versions.deltas.chunks import part_of
+from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
 
-from ckptcore.model import ArraySpec, Box, HostArray, TreePath
+from ckptcore.model import JSON, ArraySpec, Box, HostArray, TreePath
+from ckptcore.protocols import Snapshot, WriteStore
 
 
 def version_at(location: str, number: int = 0) -> BaseVersion:
@@ -47,3 +49,11 @@ class HeldState:
         if array.shape != spec.shape or array.dtype != spec.numpy_dtype:
             return None
         return part_of(np.asarray(array), box, Box.whole(spec.shape))
+
+
+class Unwritten(DeltaLayout):
+    """A layout of differences whose saves are refused before they write."""
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Fail the test."""
+        raise AssertionError("elements are written")

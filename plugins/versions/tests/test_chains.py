@@ -21,12 +21,13 @@ from ckptcore_versions.held_version import BaseVersion
 import ckptcore
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.context import IOOptions
-from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError
+from ckptcore.errors import CheckpointReferredError, CorruptCheckpointError, PluginError
 from ckptcore.inspection.completeness import FileCheck
 from ckptcore.opening import bases
 from ckptcore.opening.members import member_opener
 from ckptcore.opening.open_checkpoints import open_checkpoint
-from plugins.versions.tests.held import HeldState, version_at
+from ckptcore.protocols import LayoutCapabilities
+from plugins.versions.tests.held import HeldState, Unwritten, version_at
 
 CONTEXT = ckptcore.Context(durability="none")
 
@@ -178,20 +179,34 @@ def test_files_of_bases_in_another_directory_are_checked(tmp_path: Path) -> None
     assert missing_keys(update, context) == ["../v0/model.safetensors"]
 
 
-def test_differences_are_not_part_of_an_update_or_a_composite(tmp_path: Path) -> None:
+class Undeclared(DeltaLayout):
+    """Does not say that it writes differences."""
+
+    capabilities = LayoutCapabilities()
+
+
+def test_differences_are_refused_in_an_update_or_a_composite_before_anything_is_written(tmp_path: Path) -> None:
     """They could not be loaded."""
     last = save_chain(str(tmp_path), 2)
-    layout, update = DeltaLayout().against(HeldState(version_at(last), weights(1))), ckptcore.Update(base=last)
+    layout, update = Unwritten(HeldState(version_at(last), weights(1))), ckptcore.Update(base=last)
     state = {"w": weights(2)["w"]}
     refused(
         lambda: ckptcore.save(tmp_path / "update", state, layout=layout, strategy=update, context=CONTEXT),
-        "the layout 'deltas' wrote differences from 'v1'", "save without Update",
+        "the layout 'deltas' stores differences", "save without Update", "Nothing was written",
     )  # fmt: skip
     refused(
         lambda: ckptcore.save_checkpointables(tmp_path / "several", {"model": state}, layout=layout, context=CONTEXT),
-        "wrote differences from 'v1'", "a location of its own",
+        "stores differences", "a location of its own", "Nothing was written",
     )  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["v0", "v1"]
+
+
+def test_differences_of_a_layout_that_does_not_declare_them_are_not_committed(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 2)
+    layout = Undeclared(HeldState(version_at(last), weights(1)))
+    with pytest.raises(PluginError, match="wrote differences from 'v1', but does not have the capability"):
+        ckptcore.save(tmp_path / "v2", weights(2), layout=layout, context=CONTEXT)
+    assert not (tmp_path / "v2").exists()
 
 
 # --- forged and damaged bases

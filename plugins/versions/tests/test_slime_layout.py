@@ -16,7 +16,8 @@ import safetensors.numpy
 from ckptcore_testing import run_ranks
 from ckptcore_testing.arrays import assert_same_bits
 from ckptcore_testing.cases import refused
-from ckptcore_testing.locations import new_place
+from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.locations import faulty_context, new_place, through
 from ckptcore_versions.slime import frames as slime_frames
 from ckptcore_versions.slime import layout as slime
 from ckptcore_versions.slime.layout import SlimeLayout
@@ -356,6 +357,10 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
     layout = SlimeLayout(assets=tmp_path / "missing")
     refused(lambda: publish(str(tmp_path), 1, layout, full=True), "missing", error=InvalidLocationError)
     assert not list(tmp_path.iterdir())
+    place, plan = new_place("memory", tmp_path), FaultPlan()
+    with pytest.raises(InvalidLocationError, match="missing"):
+        ckptcore.save(through(place), {"w": np.ones(3)}, layout=layout, context=faulty_context(place, plan))
+    assert not [key for operation in plan.operations for key in operation.keys if key.endswith(".safetensors")]
 
 
 def test_blake3_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

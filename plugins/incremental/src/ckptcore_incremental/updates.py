@@ -18,8 +18,8 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.partition import SplitTree
 from ckptcore.protocols import SaveCommit
-from ckptcore.saving.descriptions import BoxHolders, TreeDescription
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft
+from ckptcore.saving.descriptions import BoxHolders, TreeDescription, refuse_differences
+from ckptcore.saving.requests import Save, SaveDraft
 from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.based_commits import BasedCommit, import_locks
 from ckptcore_incremental.overlays import overlay
@@ -100,19 +100,9 @@ class _UpdateCommit(BasedCommit):
         self._planned = planned
 
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
-        """Return the root with the whole tree. See `BasedCommit`.
-
-        Raises:
-            CheckpointError: the layout wrote differences.
-        """
+        """Return the root with the whole tree. See `BasedCommit`."""
         root = super()._completed(root)
         assert isinstance(root, Root)  # an update is one tree
-        if root.references.bases:
-            raise CheckpointError(
-                f"{self._save.target.location.display}: the layout {root.layout!r} wrote differences from "
-                f"{root.references.bases[0].path!r}, but an update stores whole arrays: save without Update, or with "
-                f"another layout. {NOTHING_COMMITTED.capitalize()}"
-            )
         return replace(root, tree=self._planned.tree, references=self._planned.references)
 
 
@@ -126,7 +116,7 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
         InvalidLocationError: if the base is the target itself, or the Context does not allow a base
             at its location.
         CheckpointError: if the base was not written by ckptcore, or was replaced while the ranks
-            opened it.
+            opened it, or if the layout of the update stores differences.
     """
     agreement, context = draft.save.agreement, draft.save.context
     (description,) = draft.descriptions
@@ -142,6 +132,7 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
 
     with agreement.stage("base") as stage:
         stage.decide = compare
+        refuse_differences(description.layout, "but an update stores whole arrays: save without Update")
         origin = open_checkpoint(base, context)
         root = _expect_root(origin)
         update = _plan_references(draft.save.target.location, origin, root, description, context)

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit.root import HOST_COPIES, Root
+from ckptcore.commit.root import HOST_COPIES
 from ckptcore.commit.root_json import encode_root
-from ckptcore.errors import CheckpointError
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_claim
@@ -33,7 +32,7 @@ from ckptcore.planning.partition import Owners, owned_cells
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription, refuse_differences
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, SavePart, failing_everywhere
 from ckptcore.saving.writing import PlainCommit, PlainSave, build_root
 from ckptcore_tiers.hosts import Hosts, shards_key
@@ -67,6 +66,11 @@ class HostSave(PlainSave):
         if len(self.hosts.groups) == 1:
             return PlainSave.prepare(self, draft)
         with failing_everywhere(draft.save.agreement, _FIRST_STAGE):
+            for description in draft.descriptions:
+                refuse_differences(
+                    description.layout,
+                    "of which each host would have only a part: save in a directory that all hosts share",
+                )
             save = draft.plan(self)
         return save._replace(parts=[*save.parts, *_plan_copies(save, self.hosts)])
 
@@ -285,14 +289,7 @@ class _HostCommit(PlainCommit):
             save.take_receipts(payloads)
         before = set(store.list())
         with save.recording.phase("commit"):
-            built = build_root(save.info, save.parts, store, save.context, save.recording)
-            if isinstance(built, Root) and built.references.bases:
-                raise CheckpointError(
-                    f"{save.target.location.display}: the layout {built.layout!r} wrote differences from "
-                    f"{built.references.bases[0].path!r}, of which each host has only a part: save with another "
-                    f"layout, or in a directory that all hosts share. {NOTHING_COMMITTED.capitalize()}"
-                )
-            root, tables = encode_root(built)
+            root, tables = encode_root(build_root(save.info, save.parts, store, save.context, save.recording))
         return {
             "root": _to_base64(root),
             "parts": {key: _to_base64(data) for key, data in tables.items()},

@@ -97,7 +97,8 @@ class DeltaLayout(VersionLayout):
     @property
     def capabilities(self) -> LayoutCapabilities:
         """Processes that hold equal boxes share the encoding of differences."""
-        return LayoutCapabilities(any_replica_writes=self.held is not None)
+        is_delta = self.held is not None
+        return LayoutCapabilities(any_replica_writes=is_delta, differences=is_delta)
 
     def against(self, held: HeldVersion | None) -> Layout:
         """Return a layout that writes differences from a held version; None: safetensors, which writes everything."""

@@ -35,6 +35,7 @@ from ckptcore.protocols import (
     ChunkIndex,
     Inspection,
     Layout,
+    LayoutCapabilities,
     ReadStore,
     Snapshot,
     WriteStore,
@@ -154,6 +155,11 @@ class SlimeLayout(VersionLayout):
             UnsupportedLeafError: an array is divided among processes.
         """
         plan, items = snapshot.plan, _whole_items(snapshot.plan)
+        if plan.rank == 0 and self.assets is not None and not Path(self.assets).is_dir():
+            raise InvalidLocationError(
+                f"SlimeLayout(assets={os.fspath(self.assets)!r}): there is no such directory. Give the directory of "
+                "the model. The save is not committed"
+            )
         names = tensor_names(plan.tree)
         state: dict[str, list[Any]] = {"files": [], "leaf": [], "file": [], "offset": []}
 
@@ -173,16 +179,7 @@ class SlimeLayout(VersionLayout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Copy the assets, and then write the index, which publishes the version.
-
-        Raises:
-            InvalidLocationError: `assets` is not a directory.
-        """
-        if self.assets is not None and not Path(self.assets).is_dir():
-            raise InvalidLocationError(
-                f"SlimeLayout(assets={os.fspath(self.assets)!r}): there is no such directory. Give the directory of "
-                "the model. The save is not committed"
-            )
+        """Copy the assets, and then write the index, which publishes the version."""
         state = _merged(receipts, ("files", "leaf", "file", "offset"))
         names = tensor_names(tree)
         metadata: dict[str, JSON] = {"total_size": tree.nbytes}
@@ -231,6 +228,8 @@ class _DeltaLayout(SlimeLayout):
     """
 
     held: HeldVersion = field(kw_only=True)
+
+    capabilities = LayoutCapabilities(differences=True)
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """See `SlimeLayout.check`. Also refuse arrays with positions that do not fit into 32 bits.
