@@ -8,7 +8,8 @@ The processes are threads, and the versions are in memory. What is counted does 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import ml_dtypes
@@ -34,20 +35,33 @@ _FOLLOWERS: Final = 3
 _MOST: Final = 1.05
 """Target: the bytes read divided by the bytes needed."""
 
+_LARGER: Final = 6
+"""The matrices also have this number of times their rows. A row of matrices of 1 MB shows what their edges cost."""
+
 
 def sharded_rows(setting: Setting, versions: Sequence[Weights]) -> Iterator[Row]:
-    """Publish two versions, a full one and a delta, and yield a row for each.
+    """Publish two versions, a full one and a delta, and yield a row for each; also with larger matrices.
 
     The matrices are divided along their first axis. Vectors are replicated in practice, and are left out.
 
     Raises:
         AssertionError: a follower has other elements.
     """
-    first, second = (
-        {name: _as_numpy(tensor) for name, tensor in version.items() if tensor.ndim == 2 and len(tensor) >= _PUBLISHERS}
-        for version in versions[:2]
-    )
-    location = f"memory://benchmark-{setting.directory.name}/weights"
+    for times in (1, _LARGER):
+        first, second = (
+            {
+                name: np.tile(_as_numpy(tensor), (times, 1))
+                for name, tensor in version.items()
+                if tensor.ndim == 2 and len(tensor) >= _PUBLISHERS
+            }
+            for version in versions[:2]
+        )
+        yield from _rows_of(setting.directory / f"sharded-{times}", first, second)
+
+
+def _rows_of(directory: Path, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of two versions. The followers have their caches in a directory."""
+    location = f"memory://benchmark-{directory.parent.name}-{directory.name}/weights"
 
     def publish(rank: int, context: ckptcore.Context) -> None:
         with Publisher(location, context=context) as publisher:
@@ -66,7 +80,7 @@ def sharded_rows(setting: Setting, versions: Sequence[Weights]) -> Iterator[Row]
             name: ShardedArray(first[name].shape, first[name].dtype, [ArrayShard(box)]) for name, box in boxes.items()
         }
         nbytes = []
-        cache = setting.directory / f"cache-{rank}"
+        cache = directory / f"cache-{rank}"
         with follow(location, cache=cache, like=like, start=0, timeout=0, context=counted) as follower:
             for version, weights in zip(follower, (first, second), strict=True):
                 for name, box in boxes.items():
@@ -82,7 +96,7 @@ def sharded_rows(setting: Setting, versions: Sequence[Weights]) -> Iterator[Row]
     encoded = sum([len(data) for key, data in objects_at(f"{location}/v000001").items() if key.startswith("deltas.")])
     for case, read, least in (("full version", of_full, needed), ("delta", of_delta, encoded)):
         yield Row(
-            f"versions: {_PUBLISHERS} publish, {_FOLLOWERS} follow, {case}",
+            f"versions: {_PUBLISHERS} publish, {_FOLLOWERS} follow, {case}, {needed / 1e6:.0f} MB",
             "bytes read / bytes needed",
             read / least,
             "",

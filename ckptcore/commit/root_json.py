@@ -72,7 +72,8 @@ _MAX_PART_BYTES: Final = 1 << 32
 _CHECKSUM_NAME: Final = "xxh3_64"
 """The algorithm of the checksum of a root and of its parts."""
 _CHECKSUM: Final = re.compile(rf',"checksum":"{_CHECKSUM_NAME}:([0-9a-f]{{16}})"\}}\n'.encode())
-_CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_CHECKSUM_NAME}:0123456789abcdef"}}\n')
+CHECKSUM_TAIL_BYTES: Final = len(f',"checksum":"{_CHECKSUM_NAME}:0123456789abcdef"}}\n')
+"""Bytes of the checksum at the end of a root. It covers the bytes before it."""
 _MAX_PROCESSES: Final = 1 << 24
 
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -377,13 +378,13 @@ def _decode_root(data: bytes) -> dict[str, Any]:
 
 def _verified_body(data: bytes) -> bytes:
     """Return the bytes before the checksum, after verifying it."""
-    tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
+    tail = _CHECKSUM.fullmatch(data[-CHECKSUM_TAIL_BYTES:])
     if tail is None:
         raise CorruptCheckpointError(
             f"{ROOT_KEY} is truncated or damaged: it has {len(data)} bytes and does not end with a checksum; {_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
-    body = data[:-_CHECKSUM_TAIL_BYTES]
+    body = data[:-CHECKSUM_TAIL_BYTES]
     expected = f"{_CHECKSUM_NAME}:{tail[1].decode('ascii')}"
     _verify(ROOT_KEY, body, expected, len(data))
     return body

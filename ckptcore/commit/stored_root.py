@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root, SaveOrder
-from ckptcore.commit.root_json import HEAD_BYTES, decode_root, is_claim, is_partial, read_head, summarize_root
+from ckptcore.commit.root_json import (
+    CHECKSUM_TAIL_BYTES,
+    HEAD_BYTES,
+    decode_root,
+    is_claim,
+    is_partial,
+    read_head,
+    summarize_root,
+)
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -70,10 +78,10 @@ def read_root(store: StorageBackend) -> AnyRoot | None:
     return None if data is None else parse_root(store, data)
 
 
-def root_bytes(store: StorageBackend) -> bytes | None:
-    """Return the bytes of the root, which differ between any two saves; None without a root."""
+def root_bytes(store: StorageBackend, start: int = 0) -> bytes | None:
+    """Return the bytes of the root from `start` on, which differ between any two saves; None without a root."""
     try:
-        return store.get(ROOT_KEY)
+        return store.get(ROOT_KEY, start)
     except ObjectNotFoundError:
         return None
 
@@ -315,7 +323,9 @@ class LocationVersion(NamedTuple):
         Raises:
             StorageError
         """
-        return root_version(location.store) == self.root
+        # Its end has the checksum of all of it. The end of a longer or shorter root is elsewhere.
+        start = max(0, len(self.root) - CHECKSUM_TAIL_BYTES) if isinstance(self.root, bytes) else 0
+        return root_version(location.store, start) == (self.root and self.root[start:])
 
     def _read_again(self, location: Location) -> LocationVersion:
         now = read_version(location)
@@ -355,14 +365,14 @@ def read_version(location: Location, composite_root: bytes | str | None = None) 
     return LocationVersion(None, nbytes=nbytes)
 
 
-def root_version(store: StorageBackend) -> bytes | str | None:
-    """Return the bytes of the root; None without a root; the reason as a str if it cannot be read.
+def root_version(store: StorageBackend, start: int = 0) -> bytes | str | None:
+    """Return the bytes of the root from `start` on; None without a root; the reason as a str if it cannot be read.
 
     If a directory is exchanged while its root is opened, the root looks like a link out of the directory. The storage
     refuses such a link with `InvalidLocationError`.
     """
     try:
-        return root_bytes(store)
+        return root_bytes(store, start)
     except InvalidLocationError as error:
         return str(error)
 
