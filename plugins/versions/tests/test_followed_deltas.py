@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import platform
 import random
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -177,6 +180,43 @@ def test_only_changed_chunks_are_written_into_weights(publisher: Publisher, tmp_
         (box,) = version.changed["matrix"]
         assert version.written_bytes == box.size * 4 <= MAX_CHUNK_BYTES
         np.testing.assert_array_equal(served["matrix"], changed["matrix"])
+
+
+def test_changed_chunks_are_joined_across_the_columns_of_large_arrays(publisher: Publisher, tmp_path: Path) -> None:
+    """Few boxes are copied fast."""
+    shape = (2048, 2052)  # 16 MiB and more, in chunks of some columns
+    weights = {"matrix": np.zeros(shape, np.float32)}
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        publisher.publish(0, weights)
+        assert follower.next_version(0) is not None
+        first, second = weights["matrix"] + 1, weights["matrix"] + 1
+        second[0, 0] = second[-1, -1] = 2
+        publisher.publish(1, {"matrix": first})
+        version = follower.next_version(0)
+        assert version is not None and version.changed == {"matrix": (Box.whole(shape),)}
+        publisher.publish(2, {"matrix": second})
+        version = follower.next_version(0)
+        assert version is not None
+        top, bottom = version.changed["matrix"]
+        assert (top.start, bottom.stop) == ((0, 0), shape)
+        assert top.stop[1] < shape[1] and bottom.start[1] > 0
+        np.testing.assert_array_equal(version.arrays["matrix"], second)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_pages_of_a_prepared_version_are_in_memory(publisher: Publisher, tmp_path: Path) -> None:
+    """The engine pauses for the copy alone, without page faults."""
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("the system cannot enter pages")
+    with follow(publisher.directory, cache=tmp_path / "cache") as follower:
+        for number in range(2):
+            publisher.publish(number, trained(number))
+            version = follower.next_version(0)
+            assert version is not None
+            path = Path(version.directory) / "model.safetensors"
+            mapped = Path("/proc/self/smaps").read_text().split(f"{os.path.realpath(path)}\n")[1]
+            found = re.search(r"^Rss: +([0-9]+) kB", mapped, re.MULTILINE)
+            assert found is not None and int(found[1]) * 1024 >= path.stat().st_size
 
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "missing"])

@@ -7,13 +7,13 @@ the first file, the second box in the second file, and so on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +38,9 @@ PIECE_BYTES: Final = 1 << 20
 
 _RUN_BLOCKS: Final = 16
 """Number of blocks whose checksums one thread computes at a time."""
+
+_POPULATE_READ: Final = 22
+"""``MADV_POPULATE_READ`` of Linux, which `mmap` does not name."""
 
 _WITHOUT_DESCRIPTOR: Final[Mapping[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Options of `mmap`. Older versions of Python keep a descriptor for each mapped file."""
@@ -216,6 +219,16 @@ def map_file(path: str, nbytes: int, *, writable: bool = False) -> mmap.mmap:
             close_descriptor(descriptor, path)
 
 
+def enter_pages(memory: mmap.mmap) -> None:
+    """Enter the pages of a mapped file into the page table, where the system can.
+
+    Otherwise the first copy takes a page fault for each 64 KiB, nearly as long as the copy: 3.3 ms for 35 MB.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # before Linux 5.14, or the disk fails; the copy then finds that
+            memory.madvise(_POPULATE_READ)
+
+
 def array_of(part: Part, memory: mmap.mmap) -> HostArray:
     """Return a view of the elements of a part in the memory of its file."""
     dtype = part.spec.numpy_dtype
@@ -251,7 +264,7 @@ def pieces(box: Box, itemsize: int) -> Iterator[Box]:
         yield from pieces(band, itemsize)
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened_to_read(path: str) -> Iterator[int]:
     """Open a file to read it.
 

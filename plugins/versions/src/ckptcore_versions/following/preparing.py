@@ -30,6 +30,7 @@ from ckptcore_versions.following.local_files import (
     array_of,
     box_of,
     checksums_of_file,
+    enter_pages,
     map_file,
     pieces,
 )
@@ -263,6 +264,7 @@ class Preparation:
                 blocks = _changed_blocks(file.parts, self._changed) if changed is None else changed[file.name]
                 checksums = checksums_of_file(path, file.nbytes, self._threads, blocks, before)
             self._files[file.name] = CachedFile(file.nbytes, checksums)
+            enter_pages(self._memory[file.name])
 
 
 def _is_last_source(checkpoint: Checkpoint, base: LocalVersion) -> bool:
@@ -280,15 +282,19 @@ def all_boxes(plan: FilePlan) -> dict[int, tuple[Box, ...]]:
 
 
 def _joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Return boxes in order, with those joined that are adjacent along the first axis: few boxes are copied fast."""
-    joined: list[Box] = []
-    for box in sorted(boxes):
-        last = joined[-1] if joined else box
-        if box.start and joined and (last.start[1:], last.stop) == (box.start[1:], (box.start[0], *box.stop[1:])):
-            joined[-1] = Box(last.start, box.stop)
-        else:
-            joined.append(box)
-    return tuple(joined)
+    """Return boxes in order, with adjacent ones joined, along the last axis first: few boxes are copied fast."""
+    joined = sorted(boxes)
+    for axis in reversed(range(len(joined[0].start))):
+        if len({(box.start[axis], box.stop[axis]) for box in joined}) == 1:
+            continue
+        across = sorted([(box.band(axis, 0, 0), box) for box in joined])
+        joined = []
+        for number, (others, box) in enumerate(across):
+            if number and others == across[number - 1][0] and joined[-1].stop[axis] == box.start[axis]:
+                joined[-1] = Box(joined[-1].start, box.stop)
+            else:
+                joined.append(box)
+    return tuple(sorted(joined))
 
 
 def _changed_blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[int]:
