@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
+import numpy as np
+
 from ckptcore.errors import CheckpointError
 from ckptcore.model import (
     JSON,
@@ -278,22 +280,22 @@ def _write_documents(
 def _extents(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
     """Return the byte range of each uncompressed array in each data file, from its first chunk to its last."""
     files: list[str] = []
-    spans: dict[tuple[int, int], tuple[int, int]] = {}
-    direct = {leaf for leaf, stored in arrays.items() if stored.format.direct}
+    columns = [np.empty((4, 0), np.int64)]
     for part in chunks:
-        first = len(files)
+        if len(part.offset):  # otherwise chunks are objects
+            file = np.asarray(part.file, np.int64) + len(files)
+            columns.append(np.array([part.leaf, file, part.offset, part.length], np.int64))
         files.extend(part.files)
-        for leaf, file, offset, length in zip(part.leaf, part.file, part.offset, part.length, strict=False):
-            if leaf in direct:
-                start, stop = spans.get((leaf, first + file), (offset, offset))
-                spans[leaf, first + file] = (min(start, offset), max(stop, offset + length))
-    return Extents(
-        files,
-        [leaf for leaf, _ in spans],
-        [file for _, file in spans],
-        [start for start, _ in spans.values()],
-        [stop for _, stop in spans.values()],
-    )
+    leaf, file, start, length = np.concatenate(columns, axis=1)
+    kept = np.isin(leaf, [number for number, stored in arrays.items() if stored.format.direct])
+    leaf, file, start, stop = leaf[kept], file[kept], start[kept], (start + length)[kept]
+    if not len(leaf):
+        return Extents(files)
+    order = np.lexsort((leaf, file))
+    leaf, file, start, stop = leaf[order], file[order], start[order], stop[order]
+    first = np.flatnonzero(np.diff(leaf, prepend=-1) | np.diff(file, prepend=-1))
+    starts, stops = np.minimum.reduceat(start, first), np.maximum.reduceat(stop, first)
+    return Extents(files, leaf[first].tolist(), file[first].tolist(), starts.tolist(), stops.tolist())
 
 
 def _digests(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> dict[int, bytes]:
