@@ -161,6 +161,7 @@ def _resuming(location: str, context: Contexts) -> Callable[[], object]:
 
     def resume() -> None:
         with ckptcore.Checkpointer(f"{location}/stored", context=context()) as checkpointer:
+            checkpointer.wait()  # for the removal of leftovers, which reads the pins that it finds
             checkpointer.load_into(target)
 
     return resume

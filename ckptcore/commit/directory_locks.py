@@ -63,7 +63,8 @@ class DirectoryLocks(Locks):
         with ExitStack() as held:
             held.enter_context(lock)
             held.callback(self._remove, key)  # runs before the lock is released
-            return Lock(f"the step {name}", check=partial(self._expect_held, lock), release=held.pop_all().close)
+            expect_held = partial(self._expect_held, lock)
+            return Lock(f"the step {name}", check=expect_held, release=held.pop_all().close, key=key)
 
     def _expect_held(self, lock: DirectoryLock) -> None:
         """Check that other processes can see a lock.

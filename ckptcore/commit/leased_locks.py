@@ -48,7 +48,7 @@ class LeasedLocks(Locks):
         is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
         return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
 
-    def _lock(self, lease: Lease, number: int = 0) -> Lock:
+    def _lock(self, lease: Lease, number: int = 0, key: str = "") -> Lock:
         """Begin to renew a lease on a thread. Return it as a lock."""
         try:
             stop = self._clock.repeat(self._lease_seconds / _RENEWALS_PER_LEASE, lease.renew, lease.release)
@@ -63,7 +63,7 @@ class LeasedLocks(Locks):
                 logger.warning("%s cannot be released, so its lease has to expire: %s", lease.subject, error)
             stop()
 
-        return Lock(lease.subject, check=lease.check, release=release, number=number)
+        return Lock(lease.subject, check=lease.check, release=release, number=number, key=key)
 
     def _take(self, purpose: Purpose, name: str) -> Lock:
         return self._take_as(f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json", f"the step {name}")
@@ -75,7 +75,7 @@ class LeasedLocks(Locks):
                 f"cannot lock {subject}: {key} already exists, although its name is random. Check if other "
                 "software writes there"
             )
-        return self._lock(lease)
+        return self._lock(lease, key=key)
 
     def lock_directory(self, name: str, *, waits: bool = False) -> Lock | None:
         """Lock a hidden directory of a save. Return None if another process has locked it.

@@ -82,7 +82,7 @@ class Lock:
     """
 
     def __init__(
-        self, subject: str, *, check: Callable[[], None], release: Callable[[], None], number: int = 0
+        self, subject: str, *, check: Callable[[], None], release: Callable[[], None], number: int = 0, key: str = ""
     ) -> None:
         """Wrap a lock that was just taken.
 
@@ -91,8 +91,10 @@ class Lock:
             check: raises the errors of `Lock.check` if the lock is lost.
             release: releases the lock.
             number: for the owner of a directory: see `Holder.number`.
+            key: for a lock of a step: its key in the storage, which no other lock has.
         """
         self.number: Final = number
+        self.key: Final = key
         self._subject = subject
         self._check = check
         self._fails = False
@@ -457,6 +459,14 @@ class Locks(ABC):
             StorageError
         """
         return self._locked("pins", name)
+
+    def has_pin(self, key: str) -> bool:
+        """Return True if this process sees a pin, given `Lock.key`.
+
+        Raises:
+            StorageError
+        """
+        return key in self._keys("pins")
 
     def intend_deletion(self, name: str) -> Lock | None:
         """Announce the deletion of a step. Return None if the step is pinned and must stay.

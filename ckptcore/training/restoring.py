@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.commit.location import AnyLocation
-from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -284,11 +283,13 @@ class StepLoader:
         def begin() -> JSON:
             if not steps.is_committed(step):
                 raise CheckpointNotFoundError(steps.missing(step))
-            if agreement.rank == 0 or steps.is_of_host:  # the pin of one process is enough in a shared directory
-                pinned.enter_context(self._pinned_to_load(copy))
-            return None
+            return self._pin_to_load(copy, pinned) if agreement.rank == 0 else None
 
-        take_step(agreement, "pin", begin, is_current=lambda: True)
+        decided = take_step(agreement, "pin", begin, is_current=lambda: True, decide=lambda messages: messages[0])
+        # One pin is enough in a shared directory. A path on the disks of several hosts needs one on each of them.
+        if agreement.rank != 0 and not self._has_pin(copy, decided[0] if decided else None):
+            with suppress(CheckpointNotFoundError):  # the load reports it to all processes
+                self._pin_to_load(copy, pinned)
         with recorded_load(location, self._context, step=step) as recording:
             try:
                 return loading.run(location, recording)
@@ -299,13 +300,19 @@ class StepLoader:
                 steps.expect_present()  # files of a file system that is not mounted are not missing
                 raise
 
-    def _pinned_to_load(self, copy: _StepCopy) -> Lock | nullcontext[None]:
-        """Pin a step for a load. Return an empty context if the directory is not writable."""
+    def _pin_to_load(self, copy: _StepCopy, pinned: ExitStack) -> str | None:
+        """Pin a step for a load. Return the key of the pin; None if the directory is not writable."""
         try:
-            return self._directories[copy.directory].pin(copy.step)
+            return pinned.enter_context(self._directories[copy.directory].pin(copy.step)).key
         except StorageError as error:
             logger.debug("step %d in %s is loaded without a pin: %s", copy.step, self._display(copy.directory), error)
-            return nullcontext()
+            return None
+
+    def _has_pin(self, copy: _StepCopy, key: str | None) -> bool:
+        """Return True if this process sees the pin of the leader."""
+        with suppress(StorageError):
+            return key is not None and self._directories[copy.directory].has_pin(key)
+        return False
 
 
 def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:

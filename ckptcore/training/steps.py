@@ -73,7 +73,6 @@ class StepDirectory:
         store: the storage, opened at the directory, for reading.
         leftovers: hidden directories of running or interrupted saves and deletions, as last listed.
         broken: the steps that this process found damaged and has not replaced.
-        is_of_host: True if each host of the job has another directory with this path.
         expect_present: called if a listing is empty, or if files of a step are missing. Raises an error if the
             directory does not exist now, because its file system is not mounted. Does nothing unless this process owns
             the directory.
@@ -105,7 +104,6 @@ class StepDirectory:
         """By step: the number of the last change by this process, and the new name; None after a deletion."""
         self._number = 0
         self.leftovers: Sequence[str] = ()
-        self.is_of_host = False
         self._others: tuple[str, ...] = ()
         """The entries of the last listing that have no name of a step."""
         self._warned: set[str] = set()
@@ -389,12 +387,9 @@ class StepDirectory:
             CheckpointNotFoundError: the step does not exist.
             StorageError: the pin cannot be written to the directory.
         """
-        if self._locks is None:
-            store = open_directory(self.directory, runtime_of(self._context).storages)
-            self._locks = self.commit_method(store).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
-        pin = self._locks.pin(self.name(step))
+        pin = self._pins().pin(self.name(step))
         try:
             # Check again after the pin is written, because the step may have been deleted before.
             if not self.recheck(step):
@@ -403,6 +398,20 @@ class StepDirectory:
             pin.close()
             raise
         return pin
+
+    def has_pin(self, key: str) -> bool:
+        """Return True if this process sees a pin of the leader, given `Lock.key`: their directories are the same.
+
+        Raises:
+            StorageError
+        """
+        return self._pins().has_pin(key)
+
+    def _pins(self) -> Locks:
+        if self._locks is None:
+            store = open_directory(self.directory, runtime_of(self._context).storages)
+            self._locks = self.commit_method(store).locks(self.display)
+        return self._locks
 
     def is_committed(self, step: int) -> bool:
         """Return True if a step is committed, by ckptcore or in a format that an installed layout reads."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from ckptcore_testing import ThreadJob, run_ranks
+from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.builtin.local import open_local
 from ckptcore.commit.location import open_directory
+from ckptcore.context import PluginOptions
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -20,11 +25,13 @@ from ckptcore.errors import (
     DirectoryInUseError,
     OnlyStepError,
     RankFailedError,
+    StepPinnedError,
     StorageError,
     TargetUndefinedError,
 )
+from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
-from ckptcore.protocols import Coordinator
+from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 
@@ -377,9 +384,10 @@ def test_readers_wait_together(directory: str) -> None:
     def read(rank: int, context: ckptcore.Context) -> list[Any]:
         reader = CheckpointReader(directory, context=context)
         seen: list[Any] = []
-        for step in reader.new_steps(timeout=0.2 + rank, poll_seconds=0.005):
+        for step in itertools.islice(reader.new_steps(timeout=60 + rank, poll_seconds=0.005), 20):
             with reader.pin(step):
                 seen.append(reader.load(step)["step"])
+        seen += reader.new_steps(after=19, timeout=0.05 * (1 + rank), poll_seconds=0.005)
         seen.append(reader.wait_for_new_step(timeout=0.05 * (3 - rank), poll_seconds=0.01))
         return seen
 
@@ -411,3 +419,52 @@ def test_one_process_pins_a_step_for_all(directory: str) -> None:
     job(directory, work)
     assert len(pins) >= SIZE and {len(names) for names in pins} == {1}
     assert not pins_of()
+
+
+class _HostDisk:
+    """A plugin whose URLs are directories on the disk of one host."""
+
+    def __init__(self, disk: Path, watch: Watch) -> None:
+        self._disk = disk
+        self._watch = watch
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"disk": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(open_local(str(self._disk / url.removeprefix("disk://")), options), self._watch)
+
+
+def test_each_host_pins_its_own_copy_of_a_step(tmp_path: Path) -> None:
+    """Two hosts have different directories with the same path, as the near directories of a run."""
+    disks = [tmp_path / "first", tmp_path / "second"]
+    disk_of_rank = [0, 0, 1, 1]
+    kept: list[int] = []
+
+    with Checkpointer(disks[0] / "run") as first, Checkpointer(disks[1] / "run") as second:
+        owners = [first, second]
+        for owner in owners:
+            save_steps(owner, [1, 2])
+
+        def read(rank: int, context: ckptcore.Context) -> None:
+            disk = disk_of_rank[rank]
+
+            def delete(name: str, keys: Sequence[str]) -> None:
+                if any(key.endswith(".safetensors") for key in keys):
+                    with pytest.raises(StepPinnedError):
+                        owners[disk].delete(1)
+                    kept.append(rank)
+
+            watch = Watch()
+            watch.before = delete
+            plugins = PluginOptions(extra=(_HostDisk(disks[disk], watch),))
+            reader = CheckpointReader("disk://run", context=dataclasses.replace(context, plugins=plugins))
+            assert_is_step(reader.load(1), 1)
+
+        run_ranks(len(disk_of_rank), read, timeout_seconds=60)
+        assert {*kept} == {*range(len(disk_of_rank))}
+        for owner in owners:
+            owner.delete(1)
+            owner.wait()
+            assert owner.steps == (2,), "no pin is left"

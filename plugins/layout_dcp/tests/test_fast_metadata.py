@@ -320,3 +320,45 @@ def test_opcodes_that_may_begin_rows_are_read_in_pieces() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 * len(data)
+
+
+def _shared_chunks(count: int) -> theirs.Metadata:
+    """Return metadata of a tensor of 64 axes, whose chunks are one object, and of as many places."""
+    shape = torch.Size([1] * 63 + [2 * count])
+    chunk = theirs.ChunkStorageMetadata(torch.Size([0] * 64), torch.Size([1] * 64))
+    properties = theirs.TensorProperties(dtype=torch.float32)
+    places = {theirs.MetadataIndex("w", chunk.offsets, number): _StorageInfo("a", 0, 1) for number in range(count)}
+    return theirs.Metadata(
+        {"w": theirs.TensorStorageMetadata(properties, shape, [chunk] * count)}, {}, places, None, *VERSION
+    )
+
+
+def _one_wide_tensor(count: int) -> theirs.Metadata:
+    """Return metadata of a tensor of 64 axes and many without axes, with short names."""
+    properties = theirs.TensorProperties(dtype=torch.float32)
+    entries: dict[str, Any] = {}
+    places: dict[theirs.MetadataIndex, _StorageInfo] = {}
+    for number in range(count):
+        axes = 0 if number else 64
+        chunk = theirs.ChunkStorageMetadata(torch.Size([0] * axes), torch.Size([1] * axes))
+        entries[f"{number:x}"] = theirs.TensorStorageMetadata(properties, chunk.sizes, [chunk])
+        places[theirs.MetadataIndex(f"{number:x}", chunk.offsets)] = _StorageInfo("a", 0, 1)
+    return theirs.Metadata(entries, {}, places, None, *VERSION)
+
+
+@pytest.mark.parametrize("read", [read_opcodes, read_fast])
+@pytest.mark.parametrize("made", [_shared_chunks, _one_wide_tensor])
+def test_sizes_of_many_axes_take_limited_memory(
+    made: Callable[[int], theirs.Metadata], read: Callable[..., DcpMetadata]
+) -> None:
+    metadata = made(4000)
+    missing = 64 * 4000 - len(pickle.dumps(metadata, protocol=4))
+    metadata.mcore_data = b"x" * missing  # type: ignore[attr-defined]  # so that no limit is exceeded
+    data = pickle.dumps(metadata, protocol=4)
+    tracemalloc.start()
+    try:
+        read(data, key=".metadata")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 48 * len(data), "a pickle of empty dicts takes more"

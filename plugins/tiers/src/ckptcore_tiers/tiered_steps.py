@@ -49,7 +49,6 @@ class TieredSteps:
         self.directories = (near, far)
         self.main = far
         self.host_steps = host_steps
-        near.is_of_host = host_steps is not None
         self.is_owned = False
 
     def reload(self, agreement: Agreement) -> None:

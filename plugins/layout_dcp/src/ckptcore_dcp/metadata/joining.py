@@ -6,14 +6,19 @@ memory, that took more time than reading a file of 100,000 chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ckptcore.model import HostArray
 from ckptcore_dcp.metadata.entries import DcpChunkColumns, ItemRange, Sizes, padded_sizes
+
+_WINDOW_ROWS: Final = 1 << 10
+_KEY_COLUMNS: Final = 16
+"""Maximum number of columns of a row whose bytes are its key."""
 
 
 class SizeRows:
@@ -43,11 +48,15 @@ class SizeRows:
 
     def columns(self) -> Sizes:
         """Return all sizes."""
-        parts = [padded_sizes(part) if isinstance(part, list) else part for part in (*self._parts, self._single)]
+        if self._single or not self._parts:
+            self._parts.append(self._single)
+        parts = [padded_sizes(part) if isinstance(part, list) else part for part in self._parts]
+        if len(parts) > 1:
+            width = max(extents.shape[1] for _, extents in parts)
+            axes = np.concatenate([axes for axes, _ in parts])
+            parts = [(axes, np.concatenate([widened(extents, width) for _, extents in parts]))]
         self._parts, self._single = [*parts], []
-        width = max(extents.shape[1] for _, extents in parts)
-        axes = np.concatenate([axes for axes, _ in parts])
-        return axes, np.concatenate([widened(extents, width) for _, extents in parts])
+        return parts[0]
 
 
 def widened(extents: HostArray, width: int) -> HostArray:
@@ -57,10 +66,18 @@ def widened(extents: HostArray, width: int) -> HostArray:
 
 
 def row_keys(*columns: HostArray) -> list[bytes]:
-    """Return the bytes of each row, whose hashes a file cannot choose."""
-    rows = np.ascontiguousarray(np.column_stack(columns), np.int64)
-    keys: list[bytes] = rows.view(f"V{rows.shape[1] * 8}").ravel().tolist()
+    """Return the bytes of each row, or a digest of them if there are many. A file cannot choose their hashes."""
+    keys: list[bytes] = []
+    for window in _windows(len(columns[0])):
+        rows = np.ascontiguousarray(np.column_stack([column[window] for column in columns]), np.int64)
+        wide: list[bytes] = rows.view(f"V{rows.shape[1] * 8}").ravel().tolist()
+        keys += wide if rows.shape[1] <= _KEY_COLUMNS else [blake2b(row, digest_size=32).digest() for row in wide]
     return keys
+
+
+def _windows(count: int) -> Iterator[slice]:
+    """Yield slices of rows. Columns computed from a slice take little memory, although a row may have 64 axes."""
+    return (slice(first, first + _WINDOW_ROWS) for first in range(0, count, _WINDOW_ROWS))
 
 
 @dataclass(slots=True)
@@ -159,9 +176,14 @@ def find_outside(tensors: ListedTensors) -> tuple[int, int] | None:
         rows.columns() for rows in (tensors.shapes, tensors.offsets, tensors.sizes)
     ]
     width = max(extents.shape[1] for extents in (shape, start, size))
-    exceeds = (widened(start, width) + widened(size, width) > widened(shape, width)[owner]).any(axis=1)
-    wrong = np.flatnonzero(exceeds | (start_axes != rank[owner]) | (axes != rank[owner]))
-    return (int(wrong[0]), int(owner[wrong[0]])) if len(wrong) else None
+    for window in _windows(len(owner)):
+        of = owner[window]
+        starts, sizes, shapes = [widened(extents, width) for extents in (start[window], size[window], shape[of])]
+        exceeds = (starts + sizes > shapes).any(axis=1)
+        wrong = np.flatnonzero(exceeds | (start_axes[window] != rank[of]) | (axes[window] != rank[of]))
+        if len(wrong):
+            return window.start + int(wrong[0]), int(of[wrong[0]])
+    return None
 
 
 def join(tensors: ListedTensors, items: ListedItems) -> Joined:
