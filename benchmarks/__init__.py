@@ -33,9 +33,10 @@ BUDGET: Final[Mapping[str, int]] = {
 """Benchmarks of ``make bench``, in the order in which they run, with the seconds that each may take on two processors.
 A report has the seconds that each took. Together they have half an hour."""
 
-SEPARATE: Final = ("scale", "recovery", "versions")
-"""Benchmarks that run only by name, because each takes as long as many others. ``make bench-recovery`` and ``make
-bench-versions`` have an environment with the peers of these; ``scale`` simulates jobs and has no peer."""
+SEPARATE: Final = ("scale", "recovery", "versions", "bounds")
+"""Benchmarks that run only by name. Most take as long as many others. ``make bench-recovery`` and ``make
+bench-versions`` have an environment with the peers of these; ``scale`` simulates jobs and has no peer; ``bounds``
+measures what plain Python reaches."""
 
 BENCHMARKS: Final = (*BUDGET, *SEPARATE)
 """All modules with benchmarks."""

@@ -109,6 +109,13 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
     ]
 
 
+def write_single_chunks(directory: Path, tensors: int) -> None:
+    """Create a directory with the ``.metadata`` of tensors of one chunk each, as torch writes it."""
+    names = [f"model.layers.{tensor}.weight" for tensor in range(tensors)]
+    directory.mkdir()
+    (directory / ".metadata").write_bytes(_written([_plan(names, 1, rank) for rank in range(_RANKS)]))
+
+
 def _mine(tensor: int, chunks: int, rank: int) -> Sequence[int]:
     """Return the chunks of a tensor that a rank writes, in round-robin order."""
     return range((rank - tensor) % _RANKS, chunks, _RANKS)

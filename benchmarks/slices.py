@@ -34,7 +34,7 @@ _FAST = ckptcore.Context(durability="none")
 _TRUSTING = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(verify=False))
 _LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")
 _ROWS = 16
-_SETTLED_SECONDS = 2.5
+SETTLED_SECONDS = 2.5
 """Wait after a save, in seconds. ckptcore verifies every read of a file that changed more recently, because its
 times may not show a further change."""
 
@@ -57,7 +57,7 @@ def _slice_cases(setting: Setting, directory: Path) -> Iterator[Case]:
     state = {f"layers.{number}.weight": generator.random((1024, 1024), np.float32) for number in range(arrays)}
     for layout in _LAYOUTS:
         ckptcore.save(directory / layout, state, layout=layout, context=_FAST)
-    time.sleep(_SETTLED_SECONDS)
+    time.sleep(SETTLED_SECONDS)
     walk = [("layers.7.weight", start) for start in range(0, 1024, _ROWS)]
     anywhere = _places(arrays)[:150]
     with ExitStack() as stack:
@@ -123,17 +123,18 @@ def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
                 _ = checkpoint[array][start : start + _ROWS]
 
     ours, *others = [
-        Contender(_named(layout, context), _opening_and_reading(directory / layout, context, wanted))
+        Contender(_named(layout, context), open_and_read(directory / layout, context, wanted))
         for layout, context in _ours()
     ]
     location = directory / "safetensors"
-    contenders = [ours, Contender("safe_open, get_slice", partial(_theirs, location, wanted))]
+    contenders = [ours, Contender("safe_open, get_slice", partial(open_with_safetensors, location, wanted))]
     if len(wanted) == 1:
         contenders.append(Contender("open for one slice, safetensors", loading))
     return Case(name, [*contenders, *others, *_first_openings(location, wanted)])
 
 
-def _theirs(location: Path, wanted: list[tuple[str, int]]) -> None:
+def open_with_safetensors(location: Path, wanted: list[tuple[str, int]]) -> None:
+    """Open the file of a checkpoint with safetensors, and read slices."""
     with safe_open(location / "model.safetensors", "numpy") as theirs:
         for array, start in wanted:
             theirs.get_slice(array)[start : start + _ROWS]
@@ -145,9 +146,9 @@ def _opening_many(name: str, location: Path) -> Case:
     return Case(
         name,
         [
-            Contender("ckptcore.open", _opening_and_reading(location, _FAST, wanted)),
-            Contender("safe_open, get_slice", partial(_theirs, location, wanted)),
-            Contender("ckptcore.open, verify=False", _opening_and_reading(location, _TRUSTING, wanted)),
+            Contender("ckptcore.open", open_and_read(location, _FAST, wanted)),
+            Contender("safe_open, get_slice", partial(open_with_safetensors, location, wanted)),
+            Contender("ckptcore.open, verify=False", open_and_read(location, _TRUSTING, wanted)),
             *_first_openings(location, wanted),
         ],
     )
@@ -155,12 +156,12 @@ def _opening_many(name: str, location: Path) -> Case:
 
 def _first_openings(location: Path, wanted: list[tuple[str, int]]) -> list[Contender]:
     return [
-        Contender(f"ckptcore.open, new Context{suffix}", _opening_and_reading(location, None, wanted, verify=verify))
+        Contender(f"ckptcore.open, new Context{suffix}", open_and_read(location, None, wanted, verify=verify))
         for verify, suffix in ((True, ""), (False, ", verify=False"))
     ]
 
 
-def _opening_and_reading(
+def open_and_read(
     location: Path, context: ckptcore.Context | None, wanted: list[tuple[str, int]], *, verify: bool = True
 ) -> Callable[[], None]:
     """Open a checkpoint, with a new Context unless one is passed, and read slices."""

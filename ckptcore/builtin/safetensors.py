@@ -144,7 +144,10 @@ class SafetensorsLayout(Layout):
 
     def file_names(self, tree: TreeMetadata) -> Sequence[str]:
         """Return the names of the files of a tree, without the index."""
-        return file_names(f"{self.stem}.{self._tag}" if self._tag else self.stem, len(self.arrays_by_object(tree)))
+        return self._file_names(len(self.arrays_by_object(tree)))
+
+    def _file_names(self, count: int) -> Sequence[str]:
+        return file_names(f"{self.stem}.{self._tag}" if self._tag else self.stem, count)
 
     def with_own_names(self, tag: str) -> SafetensorsLayout:
         """Return a layout with file names such as ``model.<tag>.safetensors``. An index lists even a single file."""
@@ -164,11 +167,11 @@ class SafetensorsLayout(Layout):
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
-        keys: Sequence[str] = self.file_names(plan.tree)
+        keys = self._file_names(len(files))
         if plan.session is not None:
             keys = file_names(f"{self.stem}-session-{plan.session + 1:05d}", len(files))
         names = _names(plan.tree)
-        own = _own_files(plan, items, files)
+        own = _own_files(plan, files)
         if self._tag and items.keys() - {leaf for number in own for leaf in files[number]}:
             raise UnsupportedLeafError(
                 "overwrite='keep-other-files' replaces a checkpoint by an index of its files, and safetensors has no "
@@ -281,7 +284,8 @@ class SafetensorsLayout(Layout):
         for state in sessions:
             key_of.update(zip(state["leaf"], [state["files"][file] for file in state["file"]], strict=True))
         if not sessions:
-            files, keys = self.arrays_by_object(tree), list(self.file_names(tree))
+            files = self.arrays_by_object(tree)
+            keys = list(self._file_names(len(files)))
             _expect_files(keys, files, receipts)
             for key, leaves in zip(keys, files, strict=True):
                 # If an array is in slices, no process wrote its file.
@@ -371,22 +375,22 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
     return items
 
 
-def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Sequence[Sequence[int]]) -> list[int]:
+def _own_files(plan: WritePlan, files: Sequence[Sequence[int]]) -> list[int]:
     """Return the numbers of the files for which this process has all elements.
 
     The leader writes files without elements. In a session, the first process of the session writes such a file if it
     contains arrays.
     """
-    held = {
-        leaf: sum([box.size for number in numbers for box in plan.items[number].boxes])
-        for leaf, numbers in items.items()
-    }
+    # The elements of each array that this process lacks.
+    lacked = {leaf: prod(_array_record(plan.tree, leaf).spec.shape) for leaves in files for leaf in leaves}
+    has_elements = {leaf for leaf, size in lacked.items() if size}
+    for item in plan.items:
+        for box in item.boxes:
+            lacked[item.leaf] -= box.size
     own = []
     for number, leaves in enumerate(files):
-        sizes = [(leaf, size) for leaf in leaves if (size := prod(_array_record(plan.tree, leaf).spec.shape))]
-        whole = all(held.get(leaf) == size for leaf, size in sizes)
         first = plan.rank == (plan.session or 0) and (leaves or plan.session is None)
-        if whole if sizes else first:
+        if first if has_elements.isdisjoint(leaves) else not any(map(lacked.__getitem__, leaves)):
             own.append(number)
     return own
 

@@ -214,14 +214,9 @@ class BlockCache:
             # The stamp is compared after the read. If the object changed meanwhile, the bytes are read again below.
             if self._stamp() == stamp:
                 return
-        self._read_verified(start, stop, memory)
-
-    def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
-        """Fill memory with bytes that are verified now. Many whole blocks are read directly into it.
-
-        In an object without a `StampedReader` each read is a request. Therefore, if at most one block is left to read,
-        it is taken from the recent blocks, or added to them.
-        """
+        # Verify now. Many whole blocks are read directly into the memory. In an object without a `StampedReader` each
+        # read is a request. Therefore, if at most one block is left to read, it is taken from the recent blocks, or
+        # added to them.
         whole = stop if stop == self._size else stop - stop % self.block_bytes
         position = start
         while position < stop:

@@ -24,6 +24,8 @@ _SHOWN_BYTES: Final = 8
 def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
     """Return the checksums of all blocks of an object, in the form of `ObjectRecord.checksums`."""
     view = memoryview(data)
+    if 0 < len(view) <= block_bytes:  # a slice: half the time of the general case
+        return _SUM.pack(xxh3_64_intdigest(view))
     sums = [xxh3_64_intdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
     return struct.pack(f"<{len(sums)}Q", *sums)
 
@@ -101,7 +103,10 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        self._compare(start, checksums_of(data, self.block_bytes))
+        computed = checksums_of(data, self.block_bytes)
+        first = start // self.block_bytes * CHECKSUM_BYTES
+        if computed != self._sums[first : first + len(computed)]:
+            self._compare(start, computed)
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.

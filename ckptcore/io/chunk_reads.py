@@ -102,7 +102,9 @@ def read_boxes(
     """
     native, specs = native_reader(index), index.stored_specs
     by_index: list[_Target] = []
-    requested: dict[tuple[int, int], _RequestedChunk] = {}
+    by_chunk: dict[tuple[int, int], list[_Target]] = {}
+    reads: list[ChunkRead] = []  # chunks at exact positions
+    requested: list[_RequestedChunk] = []  # the others
     for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
         box = item.box
         if (spec := specs.get(item.leaf)) is not None:
@@ -120,8 +122,8 @@ def read_boxes(
         for chunk in chunks:
             if waiting == _BATCH_CHUNKS:
                 # The target `number` is not complete: more of its chunks follow.
-                yield from [done for done in _read_chunks(index, store, requested.values()) if done != number]
-                requested, waiting = {}, 0
+                yield from [done for done in _read_chunks(index, store, reads, requested) if done != number]
+                by_chunk, reads, requested, waiting = {}, [], [], 0
             if chunk.box is box:
                 missing -= size
             elif (common := chunk.box.intersect(box)) is not None:
@@ -129,10 +131,15 @@ def read_boxes(
             else:
                 continue
             key = chunk.leaf, chunk.number
-            shared = requested.get(key)
-            if shared is None:
-                shared = requested[key] = _RequestedChunk(chunk, [])
-            shared.targets.append(target)
+            targets = by_chunk.get(key)
+            if targets is not None:
+                targets.append(target)
+            else:
+                targets = by_chunk[key] = [target]
+                if chunk.is_exact:
+                    reads.append(ChunkRead(chunk.key, chunk.offset, chunk.box, buffer.itemsize, targets))
+                else:
+                    requested.append(_RequestedChunk(chunk, targets))
             waiting += 1
         if missing:
             raise CorruptCheckpointError(
@@ -145,23 +152,17 @@ def read_boxes(
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_index]
         for position in native.read(part, [buffer for _, _, buffer in by_index], store):
             yield by_index[position][0]
-    yield from _read_chunks(index, store, requested.values())
+    yield from _read_chunks(index, store, reads, requested)
 
 
-def _read_chunks(index: ChunkIndex, store: ReadStore, requested: Iterable[_RequestedChunk]) -> Iterator[int]:
-    """Read chunks. Yields the number of each target once all of its chunks in `requested` are complete."""
-    reads: list[ChunkRead] = []
+def _read_chunks(
+    index: ChunkIndex, store: ReadStore, reads: list[ChunkRead], requested: Iterable[_RequestedChunk]
+) -> Iterator[int]:
+    """Read chunks. Yields the number of each target once all of its chunks in both lists are complete."""
     by_leaf: dict[int, list[_RequestedChunk]] = {}
     for request in requested:
-        chunk = request.chunk
-        if chunk.is_exact:
-            reads.append(_chunk_read(request, chunk.key, chunk.offset, None))
-        else:
-            by_leaf.setdefault(chunk.leaf, []).append(request)
-    if by_leaf:
-        yield from _Located(index, store, reads).results(by_leaf)
-    else:
-        yield from store.read_chunks(reads)
+        by_leaf.setdefault(request.chunk.leaf, []).append(request)
+    return _Located(index, store, reads).results(by_leaf) if by_leaf else iter(store.read_chunks(reads))
 
 
 def native_reader(index: ChunkIndex) -> NativeReader | None:
@@ -185,7 +186,7 @@ def _as_stored(box: Box, buffer: HostArray, spec: ArraySpec) -> tuple[Box, HostA
 
 
 def _chunk_read(requested: _RequestedChunk, key: str, offset: int, checksum: Checksum | None) -> ChunkRead:
-    targets = tuple(requested.targets)
+    targets = requested.targets
     return ChunkRead(key, offset, requested.chunk.box, targets[0][2].itemsize, targets, checksum)
 
 

@@ -163,7 +163,10 @@ class TreeRead:
         for box in leaf_read.boxes:
             buffer = None if self.filled is None else handler.destination(abstract, record, box)
             if buffer is None:
-                buffer = allocate_for(self.checkpoint, leaf_read.leaf, ArraySpec(box.shape, record.spec.dtype))
+                spec = record.spec
+                # Most boxes are whole arrays, by `Box.whole`.
+                spec = spec if box is Box.whole(spec.shape) else ArraySpec(box.shape, spec.dtype)
+                buffer = allocate_for(self.checkpoint, leaf_read.leaf, spec)
             elif not _fits(buffer, box, record):
                 raise PluginError(
                     f"{type(handler).__name__}.destination returned {buffer.dtype}{buffer.shape} for {record.spec}: "

@@ -250,8 +250,6 @@ class Comparison:
             requested = self.described(position)
             if requested is stored:
                 continue
-            if isinstance(damage := unreadable_error(stored), CorruptCheckpointError):
-                raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
             if (
                 isinstance(requested, ArrayRecord)
                 and isinstance(stored, ArrayRecord)
@@ -260,6 +258,8 @@ class Comparison:
                 if requested.spec != stored.spec:
                     differences.extend(self._adjust(position, number, requested, stored))
                 continue
+            if isinstance(damage := unreadable_error(stored), CorruptCheckpointError):
+                raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
             reason = self._other_form(position, handler, requested, stored)
             if reason is None:
                 continue

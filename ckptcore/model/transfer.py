@@ -221,7 +221,7 @@ class ChunkRead(NamedTuple):
     offset: int
     box: Box
     itemsize: int
-    targets: tuple[tuple[int, Box, HostArray], ...]
+    targets: Sequence[tuple[int, Box, HostArray]]
     checksum: Checksum | None = None
 
 

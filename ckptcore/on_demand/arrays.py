@@ -137,15 +137,18 @@ class StoredArray(ShownInNotebooks):
         rows = rows_of(index, self._extent)
         if rows is not None and self._row and not self._state.is_closed:
             # The only fast path, without calls of `index_box`: ranges along the first axis of an array in one object.
-            held = self._find() if self._held is None else self._held
-            first, last = self._offset + rows[0] * self._row, self._offset + rows[1] * self._row
-            if held and last - first <= _RUN_BYTES:
-                if held.is_cached(first, last):  # verified before, or needs no verification
-                    view = self._mapped(held) if self._view is None else self._view
-                    if view is not None:
-                        return self._copy(view[index])
-                if type(index) is slice and index.step is None:
-                    return self._read_run(held, first, (rows[1] - rows[0], *self.shape[1:]))
+            try:
+                held = self._find() if self._held is None else self._held
+                first, last = self._offset + rows[0] * self._row, self._offset + rows[1] * self._row
+                if held and last - first <= _RUN_BYTES:
+                    if held.is_cached(first, last):  # verified before, or needs no verification
+                        view = self._mapped(held) if self._view is None else self._view
+                        if view is not None:
+                            return self._copy(view[index])
+                    if type(index) is slice and index.step is None:
+                        return self._read_run(held, first, (rows[1] - rows[0], *self.shape[1:]))
+            except CheckpointError as error:
+                self._state.explain(error)
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]
@@ -153,16 +156,10 @@ class StoredArray(ShownInNotebooks):
     def _read_run(self, held: BlockCache, first: int, shape: tuple[int, ...]) -> HostArray:
         """Read contiguous elements, which begin at a byte of an object."""
         array = np.empty(shape, self._stored_dtype)
-        self._read_into(held, first, bytes_of(array))
+        held.read_into(first, bytes_of(array))
         if self._is_plain:
             return array
         return array.view(self.dtype) if self._is_little else self._copy(array)
-
-    def _read_into(self, held: BlockCache, first: int, memory: memoryview) -> None:
-        try:
-            held.read_into(first, memory)
-        except CheckpointError as error:
-            self._state.explain(error)
 
     def memory_map(self) -> HostArray:
         """Map the array into memory. Returns a read-only view; the operating system reads its file on access.
@@ -194,7 +191,10 @@ class StoredArray(ShownInNotebooks):
         _ = self._state.checkpoint  # raises if the checkpoint is closed
         if 0 in indexed.counts:
             return np.empty(indexed.counts, self.dtype)
-        near = self._read_near(indexed)
+        try:
+            near = self._read_near(indexed)
+        except CheckpointError as error:
+            self._state.explain(error)
         if near is not None:
             return near
         self._state.guard(lambda checkpoint: check_sizes(checkpoint, {self._leaf}))
@@ -233,7 +233,7 @@ class StoredArray(ShownInNotebooks):
             if picked is not None or span > BLOCK_BYTES:
                 return picked
         memory = new_bytes(span)
-        self._read_into(held, begin, memory)
+        held.read_into(begin, memory)
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
@@ -250,11 +250,8 @@ class StoredArray(ShownInNotebooks):
         whole = _IndexedPart(indexed, tuple([slice(0, count) for count in indexed.counts]))
         for part in _far_parts(whole, tuple([stride * itemsize for stride in strides]), held.block_bytes):
             begin, end = _extent(part.indexed, strides)
-            try:
-                if not held.fetch(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
-                    return None
-            except CheckpointError as error:
-                self._state.explain(error)
+            if not held.fetch(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
+                return None
             copy_elements(array[part.slices], view[part.indexed.elements])
         if self._is_plain:
             return array
@@ -263,7 +260,7 @@ class StoredArray(ShownInNotebooks):
     def _find(self) -> BlockCache | Literal[False]:
         """Return the open object that contains the array; False if boxes must be read through the layout."""
         state = self._state
-        extent = state.attempt(lambda checkpoint: find_plain_extent(checkpoint, self._leaf))
+        extent = find_plain_extent(state.checkpoint, self._leaf)
         held = None if extent is None else state.hold(extent.key)
         # If an object has no block checksums, a checksum may follow the elements. Only the layout verifies it.
         if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):

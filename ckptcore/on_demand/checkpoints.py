@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
@@ -121,28 +121,19 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
             part = None
         if part is not None:
             return part
-        checkpoint = self._state.checkpoint  # raises if the checkpoint is closed
-        keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
-        entry = self._child(cast(PlainKey, path)) if isinstance(path, str | tuple) else None
-        entry = _descend(self, keys) if entry is None else entry
+        entry = self._child(path) if isinstance(path, (str, tuple)) else None
         if entry is None:
-            raise self._nothing_at(keys)
-        # Not `isinstance(entry, StoredTree)`: checks for a class with abstract methods are slow.
-        part = self._value(checkpoint, entry) if isinstance(entry, _LeafAt) else entry
-        if part is entry or isinstance(part, StoredArray):
-            self._parts[path] = part
-        return part
+            keys = (path,) if isinstance(path, (str, int, Attribute)) else tuple(path)
+            if (entry := _descend(self, keys)) is None:
+                raise self._nothing_at(keys)
+        if type(entry) is _SmallValue:
+            return entry.read(self._state)
+        self._parts[path] = entry
+        return entry
 
-    def _value(self, checkpoint: Checkpoint, entry: _LeafAt) -> Any:
-        """Return a `StoredArray`, or read a small value."""
-        state, leaf = self._state, entry.leaf
-        record = checkpoint.tree.leaves[leaf]
-        if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
-            return StoredArray(state, leaf, entry.path, record.spec)
-        return state.guard(lambda checkpoint: read_leaf(checkpoint, leaf, state.context))
-
-    def _child(self, key: Key) -> StoredTree | _LeafAt | None:
+    def _child(self, key: object) -> _Entry | None:
         """Return the child with this key, or else a child whose key has the same text; None if there is none."""
+        checkpoint = self._state.checkpoint  # raises if the checkpoint is closed
         node = self._node
         number = self._numbers.get(key)
         if number is None:
@@ -151,14 +142,16 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         if number is None or (type(key) is bool and type(node.keys[number]) is not bool):
             return None
         child, path, first = node.children[number], (*self.path, node.keys[number]), self._firsts[number]
-        return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafAt(path, first)
+        if isinstance(child, Node):
+            return StoredTree(self._state, child, path, first)
+        return _leaf_of(checkpoint, self._state, path, first)
 
     @cached_property
-    def _numbers(self) -> Mapping[Key, int]:
+    def _numbers(self) -> Mapping[object, int]:
         return dict(zip(self._node.keys, range(len(self)), strict=True))
 
     @cached_property
-    def _numbers_by_text(self) -> Mapping[Key, int]:
+    def _numbers_by_text(self) -> Mapping[object, int]:
         return {**{str(key): number for key, number in self._numbers.items()}, **self._numbers}
 
     @cached_property
@@ -189,24 +182,37 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         )
 
 
-class _LeafAt(NamedTuple):
-    """The path and the number of a leaf."""
+class _SmallValue(NamedTuple):
+    """The number of a small value, which is read again each time."""
 
-    path: TreePath
     leaf: int
 
+    def read(self, state: OpenState) -> Any:
+        return state.guard(lambda checkpoint: read_leaf(checkpoint, self.leaf, state.context))
 
-def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | None:
+
+_Entry: TypeAlias = StoredTree | StoredArray | _SmallValue
+
+
+def _leaf_of(checkpoint: Checkpoint, state: OpenState, path: TreePath, leaf: int) -> StoredArray | _SmallValue:
+    """Return an array, or the number of a small value."""
+    record = checkpoint.tree.leaves[leaf]
+    if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
+        return StoredArray(state, leaf, path, record.spec)
+    return _SmallValue(leaf)
+
+
+def _descend(tree: StoredTree, keys: Sequence[Key]) -> _Entry | None:
     """Follow keys. Text that is not a key is split at slashes."""
     if not keys:  # a new object: caching a checkpoint in itself would be a reference cycle, and keep files open
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
-    if isinstance(child, _LeafAt):
-        if not rest:
-            return child
-    elif child is not None and (entry := _descend(child, rest)) is not None:
-        return entry
+    if isinstance(child, StoredTree):
+        if (entry := _descend(child, rest)) is not None:
+            return entry
+    elif not rest and child is not None:
+        return child
     if not isinstance(key, str):
         return None
     position = key.rfind("/")
@@ -264,15 +270,11 @@ class OpenCheckpoint(StoredTree):
         """Close the checkpoint."""
         self.close()
 
-    @cached_property
-    def _leaf(self) -> _LeafAt | None:
-        """The leaf, if the whole tree is a single leaf."""
-        return None if isinstance(self._state.checkpoint.tree.skeleton, Node) else _LeafAt((), 0)
-
     def __getitem__(self, path: StoredPath) -> Any:
         """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
-        if not path and path != 0 and self._leaf is not None:
-            return self._value(self._state.checkpoint, self._leaf)
+        if not path and path != 0 and not isinstance((checkpoint := self._state.checkpoint).tree.skeleton, Node):
+            entry = _leaf_of(checkpoint, self._state, (), 0)
+            return entry.read(self._state) if isinstance(entry, _SmallValue) else entry
         return super().__getitem__(path)
 
     @property

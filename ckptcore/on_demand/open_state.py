@@ -154,14 +154,18 @@ class OpenState:
         """Open an object of the checkpoint. Returns None if the storage cannot keep objects open, or too many are open.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError: see `guard`.
+            CheckpointNotFoundError: the checkpoint was replaced or deleted.
+            Errors of `ObjectReader.open_cached`, which the caller explains.
         """
-        with self._lock:
-            if key in self._held:
-                return self._held[key]
+        try:
+            return self._held[key]
+        except KeyError:
             if len(self._held) >= _MAX_HELD:
                 return None
-        held = self.guard(lambda checkpoint: checkpoint.store.open_cached(key))
+        checkpoint = self.checkpoint
+        held = checkpoint.store.open_cached(key)
+        if not checkpoint.version.has_current_root(checkpoint.location):
+            raise _replaced(checkpoint)
         with self._lock:
             # Do not keep the object if another thread closed the checkpoint meanwhile.
             return self._held.setdefault(key, held) if self._now is not None else held

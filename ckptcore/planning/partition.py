@@ -233,24 +233,25 @@ def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
     if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
         columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
         for leaf, record in arrays:
-            if not covers_exactly(record.spec.shape, *columns.bounds(leaf)):
-                _expect_whole(tree, leaf, record, list(columns.boxes(leaf)))
+            if covers_exactly(record.spec.shape, *columns.bounds(leaf)):
+                continue
+            if (reason := uncovered(record.spec, list(columns.boxes(leaf)))) is not None:
+                raise _incomplete(tree, leaf, record, reason)
         return
     written: dict[int, list[Box]] = {}
     for receipt in receipts:
         for item in receipt.items:
             written.setdefault(item.leaf, []).extend(item.boxes)
     for leaf, record in arrays:
-        _expect_whole(tree, leaf, record, written.get(leaf, ()))
+        if (reason := uncovered(record.spec, written.get(leaf, ()))) is not None:
+            raise _incomplete(tree, leaf, record, reason)
 
 
-def _expect_whole(tree: TreeMetadata, leaf: int, record: ArrayRecord, boxes: Sequence[Box]) -> None:
-    reason = uncovered(record.spec, boxes)
-    if reason is not None:
-        raise CorruptCheckpointError(
-            f"{format_path(tree.paths[leaf])} ({record.spec}) is incomplete: the written boxes do not cover it "
-            f"exactly: {reason}; the save is not committed. The shards of its leaf handler do not match its description"
-        )
+def _incomplete(tree: TreeMetadata, leaf: int, record: ArrayRecord, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{format_path(tree.paths[leaf])} ({record.spec}) is incomplete: the written boxes do not cover it "
+        f"exactly: {reason}; the save is not committed. The shards of its leaf handler do not match its description"
+    )
 
 
 def _span(box: Box) -> str:

@@ -598,10 +598,11 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) 
         return tuple(children)
     if skeleton.kind == "object" and are_indices(skeleton.keys):
         return children
-    keys: list[Any] = [key.name if isinstance(key, Attribute) else key for key in skeleton.keys]
-    if len(set(keys)) != len(keys):
-        # An attribute and a key of the object have the same name, so keep `Attribute` to distinguish them.
-        keys = list(skeleton.keys)
+    keys: Sequence[Any] = skeleton.keys
+    if Attribute in map(type, keys):
+        names = [key.name if isinstance(key, Attribute) else key for key in keys]
+        # If an attribute and a key of the object have the same name, keep `Attribute` to distinguish them.
+        keys = names if len(set(names)) == len(names) else keys
     if skeleton.kind == "OrderedDict":
         result = OrderedDict(zip(keys, children, strict=True))
         if skeleton.attributes:

@@ -17,8 +17,8 @@ LIMITS: Final[Mapping[str, Counts]] = {
     # written by python -m tools.counts --write
     "first save": Counts(calls=1697, system_calls=2437, requests=14, nbytes=1060752, memory=10),
     "first load": Counts(calls=908, system_calls=1855, requests=5, nbytes=1061462, memory=9),
-    "save 1000 small arrays": Counts(calls=46804, system_calls=142, requests=11, nbytes=184261, memory=4),
-    "load 1000 small arrays": Counts(calls=29892, system_calls=29, requests=4, nbytes=158453, memory=4),
+    "save 1000 small arrays": Counts(calls=43742, system_calls=142, requests=11, nbytes=184266, memory=4),
+    "load 1000 small arrays": Counts(calls=26832, system_calls=29, requests=4, nbytes=158461, memory=4),
     "save one large array": Counts(calls=1414, system_calls=184, requests=45, nbytes=33963068, memory=4),
     "load one large array": Counts(calls=866, system_calls=73, requests=36, nbytes=33902955, memory=36),
     "open 1000 arrays": Counts(calls=94, system_calls=18, requests=1, nbytes=40847, memory=4),

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, NameCollisionError
 from ckptcore.model import (
@@ -307,53 +308,53 @@ def tree_of_names(
         paths: the keys that lead to each entry. An entry without a path uses its name as the only key.
     """
     if paths is not None:
-        root = _OpenContainer()
-        if all(root.add(paths.get(name, (name,)), name) for name in entries):
-            order: list[str] = []
-            return root.skeleton(entries, order), order
+        order: list[str] = []
+        with suppress(_ContradictoryPathsError):
+            return _skeleton(_branches(entries, paths), entries, order), order
     return Node("dict", tuple(entries), tuple(entries.values())), list(entries)
 
 
-class _OpenContainer:
-    """A container under construction: children by key, each a branch or the name of an entry."""
+_Branch: TypeAlias = dict[str | int, "_Branch | str"]
+"""A container under construction: children by key, each a container or the name of an entry."""
 
-    __slots__ = ("_children",)
 
-    def __init__(self) -> None:
-        self._children: dict[str | int, _OpenContainer | str] = {}
+class _ContradictoryPathsError(Exception):
+    """A key is taken, or a container mixes types of keys."""
 
-    def add(self, path: DcpPath, name: str) -> bool:
-        """Insert an entry. Return False if its key is taken, or if a container would mix key types."""
-        branch = self
-        for step in path[:-1]:
-            child = branch._children.get(step)
+
+def _branches(names: Iterable[str], paths: Mapping[str, DcpPath]) -> _Branch:
+    """Return the outermost container of entries."""
+    root: _Branch = {}
+    for name in names:
+        *steps, last = paths.get(name, (name,))
+        branch = root
+        for step in steps:
+            child = branch.get(step)
             if child is None:
-                if not branch._fits(step):
-                    return False
-                child = branch._children[step] = _OpenContainer()
-            elif child.__class__ is not _OpenContainer:
-                return False
+                child = branch[step] = {}
+            elif not isinstance(child, dict):
+                raise _ContradictoryPathsError
             branch = child
-        if path[-1] in branch._children or not branch._fits(path[-1]):
-            return False
-        branch._children[path[-1]] = name
-        return True
+        if last in branch:
+            raise _ContradictoryPathsError
+        branch[last] = name
+    return root
 
-    def _fits(self, step: str | int) -> bool:
-        return type(next(iter(self._children), step)) is type(step)
 
-    def skeleton(self, entries: Mapping[str, Skeleton], order: list[str]) -> Skeleton:
-        """Return the finished container, and append the names of its entries to `order`."""
-        keys: list[str | int] = list(self._children)
-        if isinstance(next(iter(keys), None), int):
-            keys.sort()
-        children: list[Skeleton] = []
-        for key in keys:
-            child = self._children[key]
-            if isinstance(child, _OpenContainer):
-                children.append(child.skeleton(entries, order))
-            else:
-                order.append(child)
-                children.append(entries[child])
-        kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
-        return Node(kind, tuple(keys), tuple(children))
+def _skeleton(branch: _Branch, entries: Mapping[str, Skeleton], order: list[str]) -> Node:
+    """Return the finished container, and append the names of its entries to `order`."""
+    keys: list[Any] = list(branch)
+    if len({*map(type, keys)}) > 1:
+        raise _ContradictoryPathsError
+    if keys and isinstance(keys[0], int):
+        keys.sort()
+    children: list[Skeleton] = []
+    for key in keys:
+        child = branch[key]
+        if isinstance(child, dict):
+            children.append(_skeleton(child, entries, order))
+        else:
+            order.append(child)
+            children.append(entries[child])
+    kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
+    return Node(kind, tuple(keys), tuple(children))

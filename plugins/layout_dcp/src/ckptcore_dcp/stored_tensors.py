@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
     return ArraySpec(shape, dtype), PLAIN_ARRAY
 
 
+@functools.lru_cache(maxsize=512)  # many tensors have one shape
 def record_of_tensor(
     dtype: str, shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None = None
 ) -> ArrayRecord:

@@ -456,6 +456,8 @@ def _layout_refusal(leaf: torch.Tensor) -> str:
 
 def is_fake(leaf: torch.Tensor) -> bool:
     """Return True for a FakeTensor, which has a device but no elements."""
+    if type(leaf) is torch.Tensor:  # most leaves: isinstance is slow for classes of tensors
+        return False
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(leaf, module.FakeTensor)
 
