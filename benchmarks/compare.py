@@ -1,4 +1,6 @@
-"""Compare the benchmarks of two worktrees: ``python -m benchmarks.compare OLD_WORKTREE [--only NAME ...]``.
+"""Compare the benchmarks with those of an older commit: ``python -m benchmarks.compare COMMIT [--only NAME ...]``.
+
+The commit is checked out into a worktree for the time of the comparison. A directory is a worktree that exists.
 
 Three processes run each benchmark: one of the old worktree, one of the new, and a second one of the old. In each round
 each of them runs the same contender once, and each round begins with another process. The ratio of new to old contains
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -231,6 +233,28 @@ def _environment(tree: Path) -> Mapping[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(map(str, sources))}
 
 
+@contextmanager
+def worktree_of(old: str, new: Path, directory: Path) -> Iterator[Path]:
+    """Return a worktree of a commit, which is removed afterwards. Return a directory as it is.
+
+    Args:
+        old: the commit, or the directory.
+        new: a worktree of the repository that has the commit.
+        directory: where to make the worktree.
+    """
+    if Path(old).is_dir():
+        yield Path(old).resolve()
+        return
+    git = partial(subprocess.run, cwd=new, check=True)
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=directory) as scratch:
+        tree = Path(scratch) / "old"
+        git(["git", "worktree", "add", "--quiet", "--detach", tree, old])
+        try:
+            yield tree
+        finally:
+            git(["git", "worktree", "remove", "--force", tree])
+
+
 def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str]:
     """Compare one benchmark of two worktrees. Return rows, and the names of rows that only one worktree has.
 
@@ -343,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, help="the worktree to compare with")
+    parser.add_argument("old", help="the commit to compare with, or a worktree of it")
     parser.add_argument("--new", type=Path, default=_ROOT, help="the worktree to measure (default: this one)")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run only these")
     parser.add_argument("--pairs", type=int, default=15, help="rounds of each row (default: 15)")
@@ -352,14 +376,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where to write; a real disk, not tmpfs")
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
     given = parser.parse_args(arguments)
-    options = Options(
-        given.old.resolve(), given.new.resolve(), given.directory.resolve(), given.pairs, given.launches, given.scale
-    )
+    new, directory = given.new.resolve(), given.directory.resolve()
+    with worktree_of(given.old, new, directory) as old:
+        options = Options(old, new, directory, given.pairs, given.launches, given.scale)
+        return _compare(options, given.only, given.out)
+
+
+def _compare(options: Options, benchmarks: Sequence[str], out: Path | None) -> int:
     print(_HEAD)
     by_setting: dict[str, list[Comparison]] = {}
     notes: list[str] = []
     failed = 0
-    for name in given.only:
+    for name in benchmarks:
         by_setting[name] = []
         try:
             for row in compare_trees(name, options):
@@ -371,15 +399,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             failed += 1
             notes.append(str(error))
-        if given.out is not None:
+        if out is not None:
             report = {
                 "options": {key: str(value) for key, value in asdict(options).items()},
                 "benchmarks": {key: [asdict(row) for row in rows] for key, rows in by_setting.items()},
                 "notes": notes,
             }
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    worse = sum(not row.passed for rows in by_setting.values() for row in rows)
-    print(*notes, f"{worse} rows are worse, {failed} benchmarks failed", sep="\n")
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    worse = [row.line() for rows in by_setting.values() for row in rows if not row.passed]
+    print(*notes, f"{len(worse)} rows are worse, {failed} benchmarks failed", *worse, sep="\n")
     return 1 if worse or failed else 0
 
 

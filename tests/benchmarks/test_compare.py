@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks import compare
 from benchmarks.compare import Comparison, Options, RowSamples, compare_trees, main, spread, summarise
 from tests.architecture.sources import ROOT
 
@@ -113,6 +115,28 @@ def test_a_row_passes_within_the_limit_or_the_spread(new: float, again: float, p
 def test_a_run_must_not_read_more_bytes(new: int, passed: bool) -> None:
     samples = RowSamples("s", [1.0], [1.0], [1.0], [1_000_000], [new])
     assert summarise("case", "ours", samples).passed == passed
+
+
+def test_a_commit_is_compared_in_a_worktree_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "BENCHMARKS", ("tiny",))
+    git = ["git", "-c", "user.name=tester", "-c", "user.email=tester@example.com", "-C", str(tmp_path / "new")]
+    new = _tree(tmp_path / "new", cases=["first"], seconds=2.0, requests=3)
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        subprocess.run([*git, *command], check=True)
+    tiny = new / "benchmarks" / "tiny.py"
+    arguments = ["HEAD", "--new", str(new), "--pairs", "3", "--launches", "1", "--directory", str(tmp_path)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.endswith("0 rows are worse, 0 benchmarks failed\n")
+    tiny.write_text(tiny.read_text(encoding="utf-8").replace('"ours", 2.0', '"ours", 4.0'), encoding="utf-8")
+    assert main(arguments) == 1
+    *_, count, worse = capsys.readouterr().out.splitlines()
+    assert count == "1 rows are worse, 0 benchmarks failed"
+    assert worse.split()[:2] == ["first", "ckptcore.save"] and worse.endswith("WORSE")
+    listed = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(listed.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [new]
 
 
 @pytest.mark.slow

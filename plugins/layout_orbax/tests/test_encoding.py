@@ -1,7 +1,9 @@
-"""Encoders stop when a write ends or fails: afterwards they read no memory of the snapshot."""
+"""Encoders of chunks: how they end, which chunks need tensorstore, and the memory that they use again."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_orbax.zarr import writing
-from ckptcore_orbax.zarr.chunk_codec import EncodingChunk, ReadErrors
+from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, EncodingChunk, ReadErrors
+from ckptcore_orbax.zarr.chunk_encoding import ChunkSource
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.io.snapshot import ViewedSnapshot
-from ckptcore.model import Ready, Segment
+from ckptcore.model import Box, HostArray, Ready, Segment
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.descriptions import describe_part
@@ -40,6 +43,13 @@ class _FullStore:
             self.write(key, segments)
 
 
+class _NullStore(_FullStore):
+    """A `ckptcore.protocols.WriteStore` that drops all objects."""
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        pass
+
+
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)
 def test_a_failed_write_waits_for_the_end_of_all_encoders(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # write the first chunk while others are being encoded
@@ -55,7 +65,7 @@ def test_a_failed_write_waits_for_the_end_of_all_encoders(layout: Layout, monkey
         settle(chunk)
         ended.append(chunk)
 
-    def noted_result(chunk: EncodingChunk) -> bytes:
+    def noted_result(chunk: EncodingChunk) -> Sequence[bytes]:
         data = result(chunk)
         ended.append(chunk)
         return data
@@ -93,3 +103,85 @@ def test_dtypes_that_tensorstore_lacks_are_refused_before_save(tmp_path: Path, m
 def test_a_dtype_that_tensorstore_lacks_is_not_reported_as_damage(text: str) -> None:
     error = ReadErrors("packed").error(text)
     assert isinstance(error, UnsupportedLeafError) and "pip install --upgrade tensorstore" in str(error)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd:-5"])
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("layout", [OcdbtLayout, Zarr3Layout, ZarrLayout])
+def test_whole_chunks_are_encoded_without_tensorstore(
+    layout: type[OcdbtLayout | Zarr3Layout | ZarrLayout],
+    chunk_bytes: int,
+    compression: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tensorstore reads them, as Orbax does: chunks with a CRC32C, and all chunks in memory."""
+    opened: list[ChunkCodec] = []
+    begin = ChunkCodec._open
+
+    def noted_begin(codec: ChunkCodec) -> tuple[Any, Any]:
+        opened.append(codec)
+        return begin(codec)
+
+    random = np.random.default_rng(0)
+    state = {
+        "large": random.integers(0, 9, (4, 1 << 19), np.int16),
+        "noise": random.random((8, 1024)),
+        "number": np.array(2.5, np.float32),
+    }
+    monkeypatch.setattr(ChunkCodec, "_open", noted_begin)
+    for location in (f"memory://{tmp_path.name}/c", str(tmp_path / "c")):
+        ckptcore.save(location, state, layout=layout(compression=compression, chunk_bytes=chunk_bytes or None))
+        assert opened == []
+        assert ckptcore.verify(location).ok
+        loaded = ckptcore.load(location)
+        for name, array in state.items():
+            np.testing.assert_array_equal(loaded[name], array)
+        opened.clear()
+
+
+def test_memory_of_elements_is_used_again() -> None:
+    """Each array would otherwise fault in pages for a copy of its elements."""
+    arrays = [np.full((1 << 20,), number, np.float64) for number in range(12)]  # 96 MiB, 64 MiB at a time
+    layout = OcdbtLayout(compression="zstd")
+    description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
+    plan = description.plan(0, 1, "0" * 16)
+    taken: set[int] = set()
+    gather = ChunkSource.gather
+
+    def noted_gather(source: ChunkSource, box: Box, memory: HostArray) -> HostArray:
+        elements = gather(source, box, memory)
+        taken.add(elements.ctypes.data)
+        return elements
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkSource, "gather", noted_gather)
+        layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _NullStore())
+    assert len(taken) <= 9  # eight of 8 MiB, and one more is encoded when the oldest is waited for
+
+
+_AFTER_MAIN = """
+import sys, threading
+import numpy as np
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
+import ckptcore
+
+def run():
+    threading.main_thread().join()
+    for layout in (OcdbtLayout, Zarr3Layout):
+        name = layout(compression="zstd").name
+        ckptcore.save(f"{sys.argv[1]}/{name}", {"w": np.arange(8)}, layout=layout(compression="zstd"))
+
+threading.Thread(target=run).start()
+"""
+
+
+@pytest.mark.system
+def test_compressed_arrays_are_saved_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    """The executors of `concurrent.futures` take no more work then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AFTER_MAIN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("ocdbt", "zarr3"):
+        assert ckptcore.load(tmp_path / name)["w"].tolist() == list(range(8))

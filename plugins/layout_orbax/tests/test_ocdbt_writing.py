@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorstore as ts
 from ckptcore_orbax.ocdbt.cursor import ByteRange
 from ckptcore_orbax.ocdbt.database import Database
-from ckptcore_orbax.ocdbt.encoding import encode_database
+from ckptcore_orbax.ocdbt.encoding import ValueRanges, encode_database
 from ckptcore_orbax.ocdbt.manifest import Version, decode_manifest, encode_manifest
 from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, ValueLocation
 from ckptcore_orbax.ocdbt.paths import DataFile
@@ -250,6 +251,25 @@ def test_keys_and_inline_values_of_the_maximum_length(tmp_path: Path) -> None:
     expected = {key: value.inline for key, value in sorted(entries)}
     assert _contents(_open(tmp_path)) == expected
     assert {key: value.inline for key, value in Database.open(DirectoryReadStore(tmp_path), "").range()} == expected
+
+
+def test_columns_of_ranges_are_encoded_like_entries() -> None:
+    random = np.random.default_rng(0)
+    files = [f"ocdbt.process_{number}/d/{number:032x}" for number in range(9)]
+    keys = [f"params.{number // 100}/c/{number % 100}".encode() for number in random.permutation(1000)]
+    numbers = random.integers(0, len(files), len(keys))
+    offsets, lengths = random.integers(0, 1 << 40, (2, len(keys)))
+    columns = zip(keys, numbers.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
+    listed = [(key, ValueLocation(None, files[number], offset, length)) for key, number, offset, length in columns]
+    others = [(f"params.{number}/zarr.json".encode(), ValueLocation(b"{}", "", 0, 2)) for number in range(10)]
+    fixed: dict[str, Any] = {"uuid": _UUID, "node_file": _NODE_FILE, "created_ns": 0, "node_bytes": 4000}
+    ranges = ValueRanges(keys, files, numbers, offsets, lengths)
+    assert encode_database(others, ranges, **fixed) == encode_database([*others, *listed], **fixed)
+    with pytest.raises(NameCollisionError):
+        encode_database(listed[:1], ranges, **fixed)
+    lengths[7] = -1
+    with pytest.raises(InvalidLocationError, match=f"{files[numbers[7]]}.*length=-1"):
+        encode_database(others, ranges, **fixed)
 
 
 def test_invalid_entries_are_refused() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +50,29 @@ class EncodedDatabase:
     nodes: bytes
 
 
+class ValueRanges(NamedTuple):
+    """Values in files, as columns with one row for each value.
+
+    Attributes:
+        keys: the keys. They are sorted faster if many of them are in order.
+        files: all files, relative to the directory of the database.
+        numbers: position of the file in `files`.
+        offsets, lengths: byte range in the file.
+    """
+
+    keys: Sequence[bytes]
+    files: Sequence[str]
+    numbers: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+_NO_RANGES: Final = ValueRanges((), (), *np.empty((3, 0), np.int64))
+
+
 def encode_database(
     entries: Iterable[tuple[bytes, ValueLocation]],
+    ranges: ValueRanges = _NO_RANGES,
     *,
     uuid: bytes,
     node_file: str,
@@ -68,6 +88,7 @@ def encode_database(
     Args:
         entries: keys and locations of their values, in any order. Files are relative to the directory
             of the database.
+        ranges: further keys with values in files, of which there may be millions.
         uuid: 16 bytes, unique for each database.
         node_file: file for the nodes, relative to the directory of the database, such as
             ``d/<32 hex digits>``.
@@ -81,12 +102,14 @@ def encode_database(
     """
     if len(uuid) != 16 or node_bytes < 1:
         raise ValueError(f"expected a UUID of 16 bytes and nodes of 1 byte or more, found {len(uuid)} and {node_bytes}")
-    pairs = sorted(entries, key=operator.itemgetter(0))
-    keys = [key for key, _ in pairs]
-    values = [value for _, value in pairs]
+    pairs = list(entries)
+    unordered = [*[key for key, _ in pairs], *ranges.keys]
+    order = sorted(range(len(unordered)), key=unordered.__getitem__)
+    keys = [unordered[row] for row in order]
     _check_keys(keys)
+    columns = _ValueColumns.of([value for _, value in pairs], ranges, np.array(order, np.int64))
     nodes: list[bytes] = []
-    root = _encode_tree(keys, values, DataFile(node_file, ""), node_bytes, nodes) if keys else None
+    root = _encode_tree(keys, columns, DataFile(node_file, ""), node_bytes, nodes) if keys else None
     statistics = Statistics(0, 0, 0) if root is None else root.statistics
     return EncodedDatabase(encode_manifest(uuid, Version(1, root, statistics, created_ns)), b"".join(nodes))
 
@@ -116,10 +139,9 @@ class _EncodedNode:
 
 
 def _encode_tree(
-    keys: Sequence[bytes], values: Sequence[ValueLocation], file: DataFile, node_bytes: int, nodes: list[bytes]
+    keys: Sequence[bytes], columns: _ValueColumns, file: DataFile, node_bytes: int, nodes: list[bytes]
 ) -> NodeReference:
     """Append the bytes of all nodes to `nodes`, children before their parents. Return the location of the root."""
-    columns = _ValueColumns.of(values)
     offset = 0
 
     def add(
@@ -169,7 +191,7 @@ class _ValueColumns:
     """Values as columns.
 
     Attributes:
-        inlines: inline values, None for others.
+        inlines: inline values by row.
         lengths: lengths of the values, in bytes.
         inline_bytes: lengths of inline values, 0 for others.
         paths: all files, sorted.
@@ -177,7 +199,7 @@ class _ValueColumns:
         offsets: offset in the file.
     """
 
-    inlines: Sequence[bytes | None]
+    inlines: Mapping[int, bytes]
     lengths: npt.NDArray[np.int64]
     inline_bytes: npt.NDArray[np.int64]
     paths: Sequence[str]
@@ -185,30 +207,32 @@ class _ValueColumns:
     offsets: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, values: Sequence[ValueLocation]) -> _ValueColumns:
-        inlines = [value.inline for value in values]
-        files = [value.file for value in values]
-        paths = sorted(set(files) - {""})
+    def of(cls, values: Sequence[ValueLocation], ranges: ValueRanges, order: npt.NDArray[np.int64]) -> _ValueColumns:
+        """Return the columns of `values` and then `ranges`, in an order of their rows."""
+        paths = sorted({*[value.file for value in values], *ranges.files} - {""})
         numbers_of = {path: number for number, path in enumerate(paths)}
-        numbers = np.fromiter((numbers_of.get(file, -1) for file in files), np.int64, len(files))
-        offsets = np.array([value.offset for value in values], np.int64)
-        lengths = np.array([value.length for value in values], np.int64)
-        is_inline = np.fromiter((inline is not None for inline in inlines), np.bool_, len(inlines))
-        for entry in np.flatnonzero(is_inline).tolist():
-            inline = inlines[entry] or b""
-            if len(inline) > MAX_INLINE_BYTES:
+        own = np.array([[numbers_of.get(value.file, -1), value.offset, value.length] for value in values], np.int64)
+        files = np.array([numbers_of.get(file, -1) for file in ranges.files], np.int64)
+        theirs = np.stack([files[ranges.numbers], ranges.offsets, ranges.lengths], axis=1)
+        columns = np.concatenate([own.reshape(-1, 3), theirs])
+        is_inline = np.zeros(len(columns), np.bool_)
+        for row, value in enumerate(values):
+            if value.inline is None:
+                continue
+            if len(value.inline) > MAX_INLINE_BYTES:
                 raise UnsupportedLeafError(
-                    f"an inline value has {len(inline)} bytes; OCDBT allows at most {MAX_INLINE_BYTES}"
+                    f"an inline value has {len(value.inline)} bytes; OCDBT allows at most {MAX_INLINE_BYTES}"
                 )
-            lengths[entry] = len(inline)
-        numbers[is_inline] = -1
-        wrong = ~is_inline & (
-            (numbers < 0) | (offsets < 0) | (lengths < 0) | (offsets > MAX_BYTES) | (lengths > MAX_BYTES)
-        )
+            is_inline[row] = True
+            columns[row] = -1, value.offset, len(value.inline)
+        wrong = ~is_inline & ((columns < 0).any(axis=1) | (columns[:, 1:] > MAX_BYTES).any(axis=1))
         if wrong.any():
-            raise InvalidLocationError(
-                f"invalid location of a value: {values[int(np.argmax(wrong))]}; expected a file and a byte range"
-            )
+            number, offset, length = columns[int(np.argmax(wrong))].tolist()
+            found = ValueLocation(None, paths[number] if number >= 0 else "", offset, length)
+            raise InvalidLocationError(f"invalid location of a value: {found}; expected a file and a byte range")
+        columns, is_inline = columns[order], is_inline[order]
+        numbers, offsets, lengths = np.ascontiguousarray(columns.T)
+        inlines = {row: values[order[row]].inline or b"" for row in np.flatnonzero(is_inline).tolist()}
         return cls(inlines, lengths, np.where(is_inline, lengths, 0), paths, numbers, offsets)
 
     def statistics(self, start: int, stop: int) -> Statistics:
@@ -247,7 +271,7 @@ def _encode_leaf(keys: Sequence[bytes], prefix: int, values: _ValueColumns, star
             (numbers >= 0).astype(np.uint8).tobytes(),
             encode_varints(own.astype(np.uint64)),
             encode_varints(values.offsets[start:stop][indirect].astype(np.uint64)),
-            *[values.inlines[start + entry] or b"" for entry in np.flatnonzero(numbers < 0).tolist()],
+            *[values.inlines[start + entry] for entry in np.flatnonzero(numbers < 0).tolist()],
         )
     )
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
+import numpy as np
+
 from ckptcore.errors import CheckpointError
 from ckptcore.model import (
     JSON,
@@ -25,7 +27,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import WriteStore
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.ocdbt.encoding import encode_database
+from ckptcore_orbax.ocdbt.encoding import ValueRanges, encode_database
 from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.ocdbt.paths import NODES, VALUES
 from ckptcore_orbax.orbax.item_files import item_files
@@ -110,13 +112,16 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
         made = stored_format(record, names[leaf], options, size) if target is None else arrays[target].format
         arrays[leaf] = ZarrArray(names[leaf], made)
     chunks = [_ReceiptChunks.of(receipt) for receipt in receipts]
+    data_files, columns = _chunk_columns(chunks)
     small = {
         leaf: _small_array(names[leaf], array, options)
         for leaf, record in enumerate(tree.leaves)
         if isinstance(record, ValueRecord) and (array := value_array(record)) is not None
     }
     if options.storage == "ocdbt":
-        _write_database(tree, arrays, chunks, small, receipts, options, prefix, store)
+        _write_database(
+            arrays, _chunk_ranges(tree, arrays, data_files, columns), small, receipts, options, prefix, store
+        )
     else:
         _write_documents(arrays, small, options.zarr_format, prefix, store)
     shapes = {leaf: (stored.format.chunk, stored.format.inner) for leaf, stored in arrays.items()}
@@ -129,7 +134,7 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
         missing="error",
         source="ckptcore",
         arrays=arrays,
-        extents=_extents(arrays, chunks),
+        extents=_extents(arrays, data_files, columns),
         digests=_digests(arrays, chunks),
     )
     return state.to_json()
@@ -159,9 +164,8 @@ def _small_array(name: str, array: HostArray, options: LayoutOptions) -> tuple[Z
 
 
 def _write_database(
-    tree: TreeMetadata,
     arrays: Mapping[int, ZarrArray],
-    chunks: Sequence[_ReceiptChunks],
+    ranges: ValueRanges,
     small: Mapping[int, tuple[ZarrArray, bytes]],
     receipts: Sequence[Receipt],
     options: LayoutOptions,
@@ -176,7 +180,8 @@ def _write_database(
     if value_bytes:
         store.write(f"{prefix}{value_file}", [BytesSegment(value_bytes)])
     database = encode_database(
-        _database_entries(tree, arrays, chunks, small, values),
+        _database_entries(arrays, small, values),
+        ranges,
         uuid=unique.digest(),
         node_file=node_file,
         created_ns=time.time_ns(),
@@ -210,42 +215,62 @@ def _receipt_id(receipt: Receipt) -> list[JSON]:
 
 
 def _database_entries(
-    tree: TreeMetadata,
-    arrays: Mapping[int, ZarrArray],
-    chunks: Sequence[_ReceiptChunks],
-    small: Mapping[int, tuple[ZarrArray, bytes]],
-    values: Mapping[int, ValueLocation],
+    arrays: Mapping[int, ZarrArray], small: Mapping[int, tuple[ZarrArray, bytes]], values: Mapping[int, ValueLocation]
 ) -> Iterator[tuple[bytes, ValueLocation]]:
-    """Yield every key of the database with its value, unordered."""
+    """Yield the keys of metadata and small values with their values, unordered."""
     documents: dict[int, bytes] = {}
-    shared: dict[int, list[int]] = {}
-    for alias, target in tree.aliases.items():
-        shared.setdefault(target, []).append(alias)
     for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
         document = documents.setdefault(id(stored.format), encode_metadata(stored.format))
         yield f"{stored.prefix}{stored.format.metadata_key}".encode(), _inline(document)
     for leaf, (stored, data) in small.items():
         if data:
             yield f"{stored.prefix}{stored.format.chunk_key((0,) * len(stored.format.chunk))}".encode(), values[leaf]
+
+
+def _chunk_columns(chunks: Sequence[_ReceiptChunks]) -> tuple[Sequence[str], HostArray]:
+    """Return the data files of all processes, and columns of all chunks in them.
+
+    The columns, of shape (5, chunks), are the array, the number of the chunk, the position of its file, and its offset
+    and length there.
+    """
+    files: list[str] = []
+    columns = [np.empty((5, 0), np.int64)]
+    for part in chunks:
+        if len(part.offset):  # otherwise chunks are objects
+            file = np.asarray(part.file, np.int64) + len(files)
+            columns.append(np.array([part.leaf, part.chunk, file, part.offset, part.length], np.int64))
+        files.extend(part.files)
+    return files, np.concatenate(columns, axis=1)
+
+
+def _chunk_ranges(
+    tree: TreeMetadata, arrays: Mapping[int, ZarrArray], files: Sequence[str], columns: HostArray
+) -> ValueRanges:
+    """Return the keys and locations of all chunks, array by array."""
+    shared: dict[int, list[int]] = {}
+    for alias, target in tree.aliases.items():
+        shared.setdefault(target, []).append(alias)
+    leaves, chunks, numbers, offsets, lengths = columns
+    order = np.lexsort((chunks, leaves))
     # Millions of chunks share few formats, so the last part of a key is computed once per format
     # and chunk.
-    prefixes = {
-        leaf: [arrays[name].prefix.encode() for name in (leaf, *shared.get(leaf, ()))]
-        for leaf in arrays
-        if leaf not in tree.aliases
-    }
     endings: dict[int, dict[int, bytes]] = {}
-    endings_of = {leaf: endings.setdefault(id(stored.format), {}) for leaf, stored in arrays.items()}
-    for part in chunks:
-        columns = zip(part.leaf, part.chunk, part.file, part.offset, part.length, strict=True)
-        for leaf, chunk, file, offset, length in columns:
-            value = ValueLocation(None, part.files[file], offset, length)
-            ending = endings_of[leaf].get(chunk)
-            if ending is None:
-                format = arrays[leaf].format
-                ending = endings_of[leaf][chunk] = format.chunk_key(unflatten_index(chunk, format.grid)).encode()
-            for prefix in prefixes[leaf]:
-                yield prefix + ending, value
+    keys: list[bytes] = []
+    rows = [np.empty(0, np.int64)]
+    for of_array in np.split(order, np.flatnonzero(np.diff(leaves[order])) + 1) if len(order) else ():
+        leaf = int(leaves[of_array[0]])
+        format = arrays[leaf].format
+        known = endings.setdefault(id(format), {})
+        own = chunks[of_array].tolist()
+        for chunk in own:
+            if chunk not in known:
+                known[chunk] = format.chunk_key(unflatten_index(chunk, format.grid)).encode()
+        for name in (leaf, *shared.get(leaf, ())):
+            prefix = arrays[name].prefix.encode()
+            keys += [prefix + known[chunk] for chunk in own]
+            rows.append(of_array)
+    taken = np.concatenate(rows)
+    return ValueRanges(keys, files, numbers[taken], offsets[taken], lengths[taken])
 
 
 def _inline(data: bytes) -> ValueLocation:
@@ -275,25 +300,18 @@ def _write_documents(
     store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in objects())
 
 
-def _extents(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> Extents:
+def _extents(arrays: Mapping[int, ZarrArray], files: Sequence[str], columns: HostArray) -> Extents:
     """Return the byte range of each uncompressed array in each data file, from its first chunk to its last."""
-    files: list[str] = []
-    spans: dict[tuple[int, int], tuple[int, int]] = {}
-    direct = {leaf for leaf, stored in arrays.items() if stored.format.direct}
-    for part in chunks:
-        first = len(files)
-        files.extend(part.files)
-        for leaf, file, offset, length in zip(part.leaf, part.file, part.offset, part.length, strict=False):
-            if leaf in direct:
-                start, stop = spans.get((leaf, first + file), (offset, offset))
-                spans[leaf, first + file] = (min(start, offset), max(stop, offset + length))
-    return Extents(
-        files,
-        [leaf for leaf, _ in spans],
-        [file for _, file in spans],
-        [start for start, _ in spans.values()],
-        [stop for _, stop in spans.values()],
-    )
+    leaf, _, file, start, length = columns
+    kept = np.isin(leaf, [number for number, stored in arrays.items() if stored.format.direct])
+    leaf, file, start, stop = leaf[kept], file[kept], start[kept], (start + length)[kept]
+    if not len(leaf):
+        return Extents(files)
+    order = np.lexsort((leaf, file))
+    leaf, file, start, stop = leaf[order], file[order], start[order], stop[order]
+    first = np.flatnonzero(np.diff(leaf, prepend=-1) | np.diff(file, prepend=-1))
+    starts, stops = np.minimum.reduceat(start, first), np.maximum.reduceat(stop, first)
+    return Extents(files, leaf[first].tolist(), file[first].tolist(), starts.tolist(), stops.tolist())
 
 
 def _digests(arrays: Mapping[int, ZarrArray], chunks: Sequence[_ReceiptChunks]) -> dict[int, bytes]:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -124,19 +125,22 @@ class ChunkSource:
                 parts.append((common, array[common.within(box_part)]))
         return parts
 
-    def gather(self, box: Box) -> HostArray:
+    def gather(self, box: Box, memory: HostArray) -> HostArray:
         """Return a copy of the elements of a box that are inside the array: little endian, in C order.
 
         Always a copy: the array may change between the digest of the elements and their encoding.
+
+        Args:
+            box: a read chunk.
+            memory: bytes for the elements, which may be too few: new memory is taken then.
         """
         valid = box.intersect(self._whole)
         assert valid is not None  # every chunk contains elements of the array
         dtype = self.format.spec.numpy_dtype.newbyteorder("<")
-        parts = self.filled_parts(valid)
-        if len(parts) == 1:
-            return np.array(parts[0][1], dtype, order="C").reshape(valid.shape)
-        whole = np.empty(valid.shape, dtype)
-        for part, array in parts:
+        nbytes = valid.size * dtype.itemsize
+        whole = (memory[:nbytes] if nbytes <= len(memory) else np.empty(nbytes, np.uint8)).view(dtype)
+        whole = whole.reshape(valid.shape)
+        for part, array in self.filled_parts(valid):
             whole[part.within(valid)] = array
         return whole
 
@@ -187,24 +191,24 @@ class EncodedChunk:
     Attributes:
         source: the array.
         index: index of the chunk.
-        data: the encoded bytes.
+        pieces: the encoded bytes.
         digests: xxh3_64 of the elements of each read chunk, in C order; zero outside the array.
     """
 
     source: ChunkSource
     index: tuple[int, ...]
-    data: bytes
+    pieces: Sequence[bytes]
     digests: bytes
 
     @property
     def nbytes(self) -> int:
         """Encoded size, in bytes."""
-        return len(self.data)
+        return sum(map(len, self.pieces))
 
     @property
-    def segment(self) -> Segment:
-        """The bytes as a segment."""
-        return BytesSegment(self.data)
+    def segments(self) -> Sequence[Segment]:
+        """The bytes as segments."""
+        return list(map(BytesSegment, self.pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +229,10 @@ class BoundedChunk:
     release: Callable[[], None]
 
     @property
-    def segment(self) -> Segment:
+    def segments(self) -> Sequence[Segment]:
         """A segment of the maximum size. Opening it requests the elements, which do not exist."""
         box = Box((0,), (self.nbytes,))
-        return ArraySegment(box, 1, self.source.opener(box), self.release)
+        return (ArraySegment(box, 1, self.source.opener(box), self.release),)
 
 
 @dataclass(slots=True)
@@ -238,7 +242,7 @@ class _PartialChunk:
     source: ChunkSource
     index: tuple[int, ...]
     pending: int
-    parts: list[bytes | None] = field(default_factory=list)
+    parts: list[Sequence[bytes]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
 
 
@@ -306,15 +310,18 @@ def _call_once(close: Callable[[], None]) -> Callable[[], None]:
 def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     from ckptcore_orbax.zarr.chunk_codec import ChunkCodec  # delays the import of tensorstore
 
-    started: deque[tuple[_PartialChunk, int, EncodingChunk, int]] = deque()
+    started: deque[tuple[_PartialChunk, int, EncodingChunk, HostArray]] = deque()
     started_bytes = 0
+    free: list[HostArray] = []  # memory that was faulted in, for the elements of further chunks
 
     def finish() -> Iterator[EncodedChunk]:
         nonlocal started_bytes
-        assembly, number, encoding, nbytes = started[0]
+        assembly, number, encoding, elements = started[0]
         assembly.parts[number] = encoding.result()
         started.popleft()  # last: after an interrupt, `finally` waits for the chunks in `started`
-        started_bytes -= nbytes
+        started_bytes -= len(elements)
+        if not encoding.keeps_elements:
+            free.append(elements)
         assembly.pending -= 1
         if not assembly.pending:
             assembly.source.close()
@@ -329,18 +336,19 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
             for index, outer in source.chunks:
                 boxes = [(box, box.intersect(whole)) for box in source.inner_boxes(outer)]
                 assembly = _PartialChunk(source, index, sum(valid is not None for _, valid in boxes))
-                assembly.parts = [None] * len(boxes)
+                assembly.parts = [()] * len(boxes)
                 assembly.digests = [bytes(8)] * len(boxes)
                 for number, (box, valid) in enumerate(boxes):
                     if valid is None:
                         continue
-                    elements = source.gather(box)
-                    assembly.digests[number] = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+                    elements = source.gather(box, free.pop() if free else np.empty(0, np.uint8))
+                    memory = elements.reshape(-1).view(np.uint8)
+                    assembly.digests[number] = xxhash.xxh3_64_digest(memory.data)
                     part = Box(
                         tuple(map(int.__sub__, valid.start, box.start)), tuple(map(int.__sub__, valid.stop, box.start))
                     )
-                    started.append((assembly, number, codec.encode(part, elements), elements.nbytes))
-                    started_bytes += elements.nbytes
+                    started.append((assembly, number, codec.encode(part, elements), memory))
+                    started_bytes += len(memory)
                     while started_bytes > _STARTED_BYTES and len(started) > _MIN_STARTED:
                         yield from finish()
         while started:
@@ -354,13 +362,11 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
 def _join_parts(assembly: _PartialChunk) -> EncodedChunk:
     format = assembly.source.format
     parts = assembly.parts
-    if not format.sharded:
-        (data,) = [part for part in parts if part is not None]
-    else:
-        lengths = np.array([len(part or b"") for part in parts], np.int64)
+    pieces = list(chain.from_iterable(parts))
+    if format.sharded:
+        lengths = np.array([sum(map(len, part)) for part in parts], np.int64)
         offsets = np.cumsum(lengths) - lengths + (format.index_bytes if format.index_at == "start" else 0)
-        offsets[[part is None for part in parts]] = -1
+        offsets[[not part for part in parts]] = -1
         table = encode_index(format, ShardIndex(offsets, lengths))
-        stored = [part for part in parts if part is not None]
-        data = b"".join([table, *stored] if format.index_at == "start" else [*stored, table])
-    return EncodedChunk(assembly.source, assembly.index, data, b"".join(assembly.digests))
+        pieces.insert(0 if format.index_at == "start" else len(pieces), table)
+    return EncodedChunk(assembly.source, assembly.index, pieces, b"".join(assembly.digests))

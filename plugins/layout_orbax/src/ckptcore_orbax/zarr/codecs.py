@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
@@ -202,26 +202,55 @@ _PADDED: Final = frozenset(["bool", "float4_e2m1fn", "int2", "int4"])
 """Dtypes of fewer than 8 bits, whose bytes tensorstore checks or extends."""
 
 
-def is_framed(inner: ArrayFormat) -> bool:
-    """Return whether a chunk of this format is a zstd frame of elements in C order, little endian.
+class FrameFormat(NamedTuple):
+    """Settings of a chunk that is a zstd frame.
+
+    Attributes:
+        level: level of zstd.
+        checksum: whether the frame ends in a checksum of its elements.
+        crc32c: whether the CRC32C of the frame follows it.
+    """
+
+    level: int
+    checksum: bool
+    crc32c: bool
+
+
+def frame_format(inner: ArrayFormat) -> FrameFormat | None:
+    """Return the settings of a chunk that is a zstd frame of elements in C order, little endian; None for any other.
 
     Args:
         inner: the format of one inner chunk, from `inner_array`.
     """
     document = inner.document
     if inner.spec.dtype in _PADDED or sys.byteorder != "little":
-        return False
+        return None
+    crc32c = False
     if inner.zarr_format == 3:
         chain = _without_identities(_chain(document["codecs"]), len(inner.chunk))
-        if not chain:
-            return False
-        *chain, last = chain
-        is_zstd = last[0] == "zstd" and last[1] is not None and last[1].keys() <= {"level", "checksum"}
-        return is_zstd and _raw(chain, inner.spec.numpy_dtype.itemsize) == "plain"
-    compressor = document["compressor"]
-    is_zstd = isinstance(compressor, dict) and compressor.get("id") == "zstd"
-    is_plain = not document["filters"] and (document["order"] == "C" or len(inner.chunk) < 2)
-    return is_zstd and is_plain and dtype_of_version2(document["dtype"])[1] == "little"
+        if crc32c := chain[-1:] == [("crc32c", {})]:
+            chain.pop()
+        if not chain or chain[-1][0] != "zstd" or _raw(chain[:-1], inner.spec.numpy_dtype.itemsize) != "plain":
+            return None
+        settings = chain[-1][1]
+        if settings is None or not settings.keys() <= {"level", "checksum"}:
+            return None
+    else:
+        compressor = document["compressor"]
+        is_plain = not document["filters"] and (document["order"] == "C" or len(inner.chunk) < 2)
+        if not isinstance(compressor, dict) or compressor.get("id") != "zstd" or not is_plain:
+            return None
+        if dtype_of_version2(document["dtype"])[1] != "little":
+            return None
+        settings = compressor
+    level = settings.get("level", 0)  # 0: the default of zstd
+    return FrameFormat(level if type(level) is int else 0, settings.get("checksum") is True, crc32c)
+
+
+def is_framed(inner: ArrayFormat) -> bool:
+    """Return whether a chunk of this format is only a zstd frame; see `frame_format`."""
+    frame = frame_format(inner)
+    return frame is not None and not frame.crc32c
 
 
 def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from ckptcore_orbax.zarr.chunk_encoding import (
     encode_chunks,
 )
 from ckptcore_orbax.zarr.chunking import flatten_index
+from ckptcore_orbax.zarr.save_threads import start
 from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, LayoutOptions, array_names, stored_format
@@ -38,37 +39,23 @@ Forecast: TypeAlias = tuple[JSON, frozenset[str], int]
 _THREADS: Final = 8
 """Threads that write encoded chunks as objects. They mostly wait for the storage."""
 
-_STARTED: Final = 4 * _THREADS
-"""Objects that may be queued before `start` blocks."""
-
 
 class _ObjectWriter:
-    """Writes objects in a thread pool. As a context manager, waits for all writes. Not thread-safe."""
+    """Writes objects in threads. As a context manager, waits for all writes. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, "ckptcore-objects")
         self._started: deque[Future[None]] = deque()
-        self._failed = False
 
     def start(self, write: Callable[[], None]) -> None:
-        """Queue the writing of one object.
+        """Start to write one object.
 
         Raises:
-            StorageError: an earlier write failed. The caller should queue no further objects, because
+            StorageError: an earlier write failed. The caller should write no further objects, because
                 a failing storage may take minutes per object.
         """
-        while len(self._started) >= _STARTED:
+        while len(self._started) >= _THREADS:
             self._started.popleft().result()
-        self._started.append(self._pool.submit(self._write, write))
-
-    def _write(self, write: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            write()
-        except BaseException:
-            self._failed = True
-            raise
+        self._started.append(start(write))
 
     def wait(self) -> None:
         """Wait until all objects are written.
@@ -89,8 +76,7 @@ class _ObjectWriter:
             if error is None:
                 self.wait()
         finally:
-            # Wait for running writes: the memory that they read is released after this.
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            wait(self._started)  # the memory that writes read is released after this
 
 
 _SMALL_BYTES: Final = 64 << 10
@@ -259,22 +245,24 @@ class _DataFiles:
 
     def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
         """Write encoded chunks as they arrive. One file is written while the chunks of the next are encoded."""
-        with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
-            writing: Future[None] | None = None
-            segments: list[Segment] = []
-            position = 0
+        writing: deque[Future[None]] = deque()
+        segments: list[Segment] = []
+        position = 0
+        try:
             for chunk in chunks:
                 self._record_chunk(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
                 self._columns.add_digests(chunk)
-                segments.append(chunk.segment)
+                segments.extend(chunk.segments)
                 position += chunk.nbytes
                 if position >= min(self._options.data_file_bytes, ENCODED_FILE_BYTES):
-                    if writing is not None:
-                        writing.result()
-                    writing = pool.submit(self._store.write, self._next_file(), segments)
+                    if writing:
+                        writing.popleft().result()
+                    writing.append(start(partial(self._store.write, self._next_file(), segments)))
                     segments, position = [], 0
-            if writing is not None:
-                writing.result()
+            if writing:
+                writing.popleft().result()
+        finally:
+            wait(writing)  # after an error, its memory is released
         if segments:
             self._store.write(self._next_file(), segments)
 
@@ -329,7 +317,7 @@ def _write_objects(
             columns.add_digests(chunk)
             for key in keys_of(chunk.source, chunk.index):
                 keys.append(key)
-                small.start(partial(store.write, key, [chunk.segment]))
+                small.start(partial(store.write, key, chunk.segments))
             waiting += chunk.nbytes
             if waiting >= ENCODED_FILE_BYTES:
                 small.wait()
