@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -78,10 +79,12 @@ class Recovery:
 
     Attributes:
         seconds: by phase.
+        cpu: processor time of all new processes, and of those that serve them, in seconds.
         messages, nbytes: the requests to a memory server, and their bytes, of the server that had most of them.
     """
 
     seconds: Mapping[str, float]
+    cpu: float
     messages: int
     nbytes: int
 
@@ -160,6 +163,7 @@ class KilledJob:
 
     def recover(self) -> Recovery:
         """Lose the last host, end the others, and start the job again."""
+        served = self._cpu_of_servers()
         killed = time.monotonic()
         self._lose_host()
         others = signal.SIGTERM if self.name == processes.LM_RESILIENCY else signal.SIGKILL
@@ -168,9 +172,20 @@ class KilledJob:
         self._wait(self._running)
         self._running, members = self._start("recover")
         results = _results(members)
+        cpu = sum([seconds - served.get(process, 0) for process, seconds in self._cpu_of_servers().items()])
         for forker in self.forkers:
             forker.imports(results[0]["modules"])
-        return _recovery(killed, results)
+        return _recovery(killed, cpu, results)
+
+    def _cpu_of_servers(self) -> Mapping[int, float]:
+        """Return the processor time of memory servers and healthy replicas so far, in seconds, by process."""
+        servers = [json.loads(path.read_bytes())["pid"] for path in self.memory.glob(f"*/{JOB}/server.json")]
+        seconds = {}
+        for process in [*self._holding, *servers]:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it was killed
+                fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                seconds[process] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return seconds
 
     def train(self, **options: Any) -> Mapping[str, Any]:
         """Start the job, train, and end it. Return what rank 0 measured."""
@@ -217,10 +232,12 @@ class KilledJob:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def note(self) -> str:
-        """Return the medians of the phases."""
+        """Return the medians of the phases, and of the processor time."""
         timed = self.results[1:]  # the first one is a warm-up
         medians = [statistics.median([result.seconds[phase] for result in timed]) for phase in PHASES]
-        return ", ".join([f"{phase} {seconds:.3f} s" for phase, seconds in zip(PHASES, medians, strict=True)])
+        medians.append(statistics.median([result.cpu for result in timed]))
+        names = (*PHASES, "processors")
+        return ", ".join([f"{name} {seconds:.3f} s" for name, seconds in zip(names, medians, strict=True)])
 
 
 def _drop_from_cache(path: Path) -> None:
@@ -253,8 +270,14 @@ def _results(members: Sequence[Member]) -> Sequence[Mapping[str, Any]]:
     return results
 
 
-def _recovery(killed: float, results: Sequence[Mapping[str, Any]]) -> Recovery:
-    """Join what all processes measured: a phase ends when the last process has ended it."""
+def _recovery(killed: float, cpu: float, results: Sequence[Mapping[str, Any]]) -> Recovery:
+    """Join what all processes measured: a phase ends when the last process has ended it.
+
+    Args:
+        killed: when the job was killed.
+        cpu: the processor time of processes that served the new ones.
+        results: those of the new processes.
+    """
     marks = zip(*[result["marks"] for result in results], strict=True)
     first, agreed, built, loaded, stepped = [max(of_processes) for of_processes in marks]
     transfer = min(max(result["transfer"] for result in results), loaded - built)
@@ -265,4 +288,4 @@ def _recovery(killed: float, results: Sequence[Mapping[str, Any]]) -> Recovery:
         for place, counts in result["messages"].items():
             sums[place] = [own + more for own, more in zip(sums.get(place, [0, 0]), counts, strict=True)]
     messages, nbytes = [max([counts[number] for counts in sums.values()], default=0) for number in (0, 1)]
-    return Recovery(seconds, messages, nbytes)
+    return Recovery(seconds, cpu + sum([result["cpu"] for result in results]), messages, nbytes)

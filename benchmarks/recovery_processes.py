@@ -419,12 +419,14 @@ def _recover(member: Member) -> Mapping[str, Any]:
     step = state["layers.0.weight"].to_local()[:1].float().sum().reshape(1)
     dist.all_reduce(step)
     stepped = time.monotonic()
+    used = os.times()
     for number in range(ARRAYS):
         assert torch.equal(state[f"layers.{number}.weight"].to_local(), _local(member, number))
     _KEPT.append(method)
     return {
         "marks": [first, agreed, built, loaded, stepped],
         "transfer": transfer,
+        "cpu": used.user + used.system,
         "messages": messages,
         "modules": sorted(sys.modules) if member.rank == 0 else [],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -123,15 +124,19 @@ class CollectiveRead:
     another rank reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
-    def __init__(self, job: Coordinator, find_attempt: Callable[[], type[CollectiveAttempt[Any]]]) -> None:
+    def __init__(
+        self, job: Coordinator, find_attempt: Callable[[], type[CollectiveAttempt[Any]]], *, is_stage: bool = False
+    ) -> None:
         """Load in a job of several processes.
 
         Args:
             job: the coordinator of the job.
             find_attempt: returns the type of the attempts. Its error on one rank fails the load on all ranks.
+            is_stage: True if the load runs in a stage of the caller, at whose end all ranks know if it succeeded.
         """
         self.job = job
         self.find_attempt = find_attempt
+        self._is_stage = is_stage
 
     def run(self, load: Load[T]) -> T:
         """Load. Every rank must call this, for the same checkpoint.
@@ -150,7 +155,7 @@ class CollectiveRead:
             attempt = new_attempt(load, self.job, agreement, number)
             reading = attempt.plan()
             if reading is not None and attempt.begin(reading) and attempt.read(reading):
-                with agreement.stage(f"finish-{number}"):
+                with nullcontext() if self._is_stage else agreement.stage(f"finish-{number}"):
                     return load.build(reading)
         raise AssertionError("unreachable")
 

@@ -271,11 +271,15 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
     return changed
 
 
-def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
+def choose_strategy(context: Context, runtime: Runtime, *, is_stage: bool = False) -> CollectiveRead | None:
     """Return the strategy of collective loads in the job of a Context; None if this process loads alone.
 
     The strategy imports ckptcore-collective if processes read for each other. It fails on all ranks if one rank lacks
     this distribution.
+
+    Args:
+        context, runtime: options, and the runtime of the Context.
+        is_stage: see `CollectiveRead`.
     """
     reads = context.job.reads
     if reads == "alone" or (job := runtime.job()).size == 1:
@@ -290,7 +294,7 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
         attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
         return cast("type[CollectiveAttempt[Any]]", attempt)
 
-    return CollectiveRead(job, find_attempt)
+    return CollectiveRead(job, find_attempt, is_stage=is_stage)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +21,8 @@ from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
+
+_NO_PARTS: Final[Mapping[int, Sequence[Box]]] = {}
 
 _MAX_GROWTH: Final = 1 << 16
 """Maximum ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
@@ -225,7 +227,11 @@ def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     checkpoint = reading.checkpoint
     if reading.progress is not None and checkpoint.derived is None:  # derived arrays differ in size from stored ones
         checkpoint.store.progress = reading.progress.move
-    check_sizes(checkpoint, {leaf_read.leaf for leaf_read in leaf_reads})
+    parts: dict[int, list[Box]] = {}
+    if len(checkpoint.store.objects) > 1:
+        for leaf_read in leaf_reads:
+            parts.setdefault(checkpoint.tree.aliases.get(leaf_read.leaf, leaf_read.leaf), []).extend(leaf_read.boxes)
+    check_sizes(checkpoint, {leaf_read.leaf for leaf_read in leaf_reads}, parts)
     read: list[LeafRead] = []
     held: list[list[HostArray]] = []
     owners: list[int] = []
@@ -283,12 +289,17 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
     return whole and buffer.flags.c_contiguous and buffer.flags.writeable
 
 
-def check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
+def check_sizes(
+    checkpoint: Checkpoint, wanted: Collection[int], parts: Mapping[int, Sequence[Box]] = _NO_PARTS
+) -> None:
     """Check that arrays are stored completely, before memory is allocated: a hostile root may state any shape.
 
     Args:
         checkpoint: the checkpoint.
         wanted: numbers of leaves.
+        parts: by array, the boxes for which memory is allocated, if these are not all. The storage is only asked for
+            the sizes of objects with elements of them; for other objects, the root states the size. In a job whose
+            processes read their own parts, each of them would otherwise ask for the objects of all.
 
     Raises:
         CorruptCheckpointError: an array is not stored completely. Names the first such array.
@@ -315,19 +326,40 @@ def check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
                 "another checkpoint"
             )
     extents: list[tuple[int, str, int, int]] = []
+    asked: dict[str, None] = {}
     for leaf in arrays:
+        needed = _objects_of(checkpoint, leaf, parts[leaf]) if leaf in parts else None
         for key, start, stop in index.extents(leaf):
             if stop and key not in checkpoint.store.objects:  # fail early: hostile shapes may state millions of objects
                 raise _truncated(checkpoint, leaf, key, stop, 0)
             extents.append((leaf, key, start, stop))
+            if stop and (needed is None or key in needed):
+                asked[key] = None
     # Use actual sizes, not those of the root: an object may be truncated, and a hostile root may state any size.
-    sizes = checkpoint.store.size_limits(list(dict.fromkeys([key for _, key, _, stop in extents if stop])))
+    sizes = checkpoint.store.size_limits(asked)
+    if parts:
+        sizes = {key: record.size for key, record in checkpoint.store.objects.items()} | sizes
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:
         # Arrays do not share bytes, so the sum of their sizes is limited by the object as well.
         taken[key] = taken.get(key, 0) + stop - start
         if max(stop, taken[key]) > sizes.get(key, 0):
             raise _truncated(checkpoint, leaf, key, stop, sizes.get(key, 0))
+
+
+def _objects_of(checkpoint: Checkpoint, leaf: int, boxes: Sequence[Box]) -> Collection[str] | None:
+    """Return the objects with elements of boxes of an array; None if these are all, or if metadata do not state it."""
+    record, index = checkpoint.tree.leaves[leaf], checkpoint.index
+    assert isinstance(record, ArrayRecord)  # values have no boxes
+    if leaf in index.stored_specs or sum([box.size for box in boxes]) >= Box.whole(record.spec.shape).size:
+        return None
+    objects: set[str] = set()
+    for box in boxes:
+        for chunk in index.boxes(leaf, box):
+            if not chunk.is_exact:
+                return None
+            objects.add(chunk.key)
+    return objects
 
 
 def _name(checkpoint: Checkpoint, leaf: int) -> str:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
@@ -19,7 +20,7 @@ from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
 from ckptcore.loading.in_place import load_into_target
-from ckptcore.loading.load import LoadRequest
+from ckptcore.loading.load import LoadRequest, choose_strategy
 from ckptcore.loading.targets import load_value
 from ckptcore.matching.options import EXACT, LoadReport, Matching
 from ckptcore.model.tree import JSON
@@ -210,7 +211,7 @@ class StepReader(ExplainsAttributes):
         )
 
         def run(location: AnyLocation, recording: Recording) -> Any:
-            return load_value(location, abstract, self._context, recording, request)
+            return load_value(location, abstract, self._context, recording, self._in_stage(request))
 
         return self._load(step, StepLoad(run))
 
@@ -239,7 +240,7 @@ class StepReader(ExplainsAttributes):
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
         def run(location: AnyLocation, recording: Recording) -> Any:
-            return load_into_target(location, target, self._context, recording, request)
+            return load_into_target(location, target, self._context, recording, self._in_stage(request))
 
         return self._load(step, StepLoad(run, "the target"))
 
@@ -354,6 +355,10 @@ class StepReader(ExplainsAttributes):
 
     def _newer(self, last: int) -> Sequence[int]:
         return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
+
+    def _in_stage(self, request: LoadRequest) -> LoadRequest:
+        """Return a request for a load in a stage of `StepLoader`."""
+        return replace(request, strategy=choose_strategy(self._context, runtime_of(self._context), is_stage=True))
 
     def _load(self, step: int | None, loading: StepLoad[T]) -> T:
         if step is None and self._before_newest is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
@@ -61,8 +61,7 @@ class StepLoad(Generic[T]):
     changes: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _StepCopy:
+class _StepCopy(NamedTuple):
     """A copy of a step in one of the directories of a run.
 
     Attributes:
@@ -114,7 +113,7 @@ class _SkippedCopies:
 
 
 class StepLoader:
-    """Loads steps of a run. A step is pinned while it is loaded.
+    """Loads steps of a run. A step is pinned while it is loaded, in a shared directory by the leader for all processes.
 
     Attributes:
         restored_step: the last loaded step; None before the first load.
@@ -164,13 +163,18 @@ class StepLoader:
             if loaded is not None:
                 return loaded[0]
         agreement = self._agree(f"load-{step}")
+        has_loaded = False
         try:
             with ExitStack() as pinned, agreement.stage("load"):
-                value = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"), pinned)
+                copy = _StepCopy(step, last)
+                self._pin_together(copy, agreement.part("begin"), pinned)
+                value = self._attempt(copy, loading)
+                has_loaded = True
         except CheckpointError as error:
             for skip in skipped.skipped:
                 error.add_note(f"another copy: {skip.reason}")
-            if skipped.changed and not isinstance(error, TargetUndefinedError):
+            is_changed = skipped.changed or (has_loaded and loading.changes is not None)
+            if is_changed and not isinstance(error, TargetUndefinedError):
                 raise _left_undefined(loading.changes, step, self._display(last), error) from error
             raise
         self._directories[last].broken.discard(step)
@@ -191,50 +195,83 @@ class StepLoader:
         """Load the newest step that every process can load."""
         skipped = _SkippedCopies()
         for _ in range(_LISTINGS):
-            copy, is_moving = self._next(skipped)
-            while copy is not None:
-                loaded = self._try(copy, loading, skipped)
+            while True:
+                with ExitStack() as pinned:
+                    copy, is_moving = self._next(skipped, pinned)
+                    loaded = None if copy is None else self._try(copy, loading, skipped, pinned)
+                if copy is None:
+                    break
                 if loaded is not None:
                     self.restored_step = copy.step
                     self.skipped_steps = tuple([skip for skip in skipped.skipped if skip.step > copy.step])
                     return loaded[0]
-                copy, is_moving = self._next(skipped)
             if not (skipped.all_gone and is_moving):
                 break
             self._reload()  # another process has deleted the known steps and saved newer steps
         self.skipped_steps = tuple(skipped.skipped)
         raise skipped.failure(self._steps.main.display) from skipped.last
 
-    def _next(self, skipped: _SkippedCopies) -> tuple[_StepCopy | None, bool]:
-        """Return the best untried copy of the newest step, and True if another listing may show more steps."""
+    def _next(self, skipped: _SkippedCopies, pinned: ExitStack) -> tuple[_StepCopy | None, bool]:
+        """Choose and pin the best untried copy of the newest step. The leader skips those that were deleted meanwhile.
+
+        Returns:
+            The copy, and True if another listing may show more steps.
+        """
         tried = skipped.reasons.keys()
 
-        def choose() -> tuple[list[int] | None, bool]:
-            chosen = self._choose(tried)
+        def choose() -> tuple[_StepCopy | None, str | None, list[tuple[_StepCopy, str]], bool]:
+            chosen, pin, gone = None, None, []
+            for copy in self._untried(tried):
+                try:
+                    pin = self._pin_to_load(copy, pinned)
+                except CheckpointNotFoundError as error:
+                    skipped.last = error
+                    gone.append((copy, str(error)))
+                    continue
+                chosen = copy
+                break
             # Without candidates, list again once: the reader may have been created before the first step was saved.
-            return chosen, bool(tried) or bool(self._steps.candidates()) or not skipped.listed
+            return chosen, pin, gone, bool(tried) or bool(self._steps.candidates()) or not skipped.listed
 
-        chosen, is_moving = self._agree("choose").lead("choose", choose)
+        agreement = self._agree("choose")
+        chosen, pin, gone, is_moving = agreement.lead("choose", choose)
+        for copy, reason in gone:
+            self._skip(_StepCopy(*copy), reason, skipped)
         skipped.listed = True
-        return None if chosen is None else _StepCopy(*chosen), is_moving
+        if chosen is None:
+            return None, is_moving
+        if agreement.rank != 0:
+            self._pin_on_host(_StepCopy(*chosen), pin, pinned)
+        return _StepCopy(*chosen), is_moving
 
-    def _choose(self, tried: Collection[_StepCopy]) -> list[int] | None:
+    def _untried(self, tried: Collection[_StepCopy]) -> Iterator[_StepCopy]:
         for step in reversed(self._steps.candidates()):  # raises the error of a newer step rather than skipping it
             for number in self._steps.copies(step):
                 if _StepCopy(step, number) not in tried:
-                    return [step, number]
-        return None
+                    yield _StepCopy(step, number)
 
-    def _try(self, copy: _StepCopy, loading: StepLoad[T], skipped: _SkippedCopies) -> tuple[T] | None:
-        """Load a copy of a step. Return None if any process finds it damaged or deleted."""
+    def _try(
+        self, copy: _StepCopy, loading: StepLoad[T], skipped: _SkippedCopies, pinned: ExitStack | None = None
+    ) -> tuple[T] | None:
+        """Load a copy of a step. Return None if any process finds it damaged or deleted.
+
+        Args:
+            copy: the copy.
+            loading: loads it.
+            skipped: gets it, if it is damaged or deleted.
+            pinned: has the pin of a copy that the leader chose; None: pin it.
+        """
+        directory = self._directories[copy.directory]
         loaded: tuple[T] | None = None
         agreement = self._agree(f"load-{copy.step}")
         # A process that cannot load this copy reports its error to the other processes, and does not raise it.
         try:
-            with ExitStack() as pinned, agreement.stage("load") as stage:
+            with ExitStack() as own, agreement.stage("load") as stage:
                 stage.decide = lambda: _outcome(stage.payloads)
                 try:
-                    loaded = (self._attempt(copy, loading, agreement.part("begin"), pinned),)
+                    if pinned is None:
+                        self._pin_together(copy, agreement.part("begin"), own)
+                    loaded = (self._attempt(copy, loading),)
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
                     if not _is_damage(error):
                         raise
@@ -249,9 +286,18 @@ class StepLoader:
                 raise
             raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
         if stage.decision is None:
-            self._directories[copy.directory].broken.discard(copy.step)
+            directory.broken.discard(copy.step)
             return loaded
         reason, is_gone = stage.decision
+        self._skip(copy, reason, skipped)
+        skipped.all_gone = skipped.all_gone and is_gone
+        skipped.changed = skipped.changed or (loaded is not None and loading.changes is not None)
+        if not is_gone:
+            directory.broken.add(copy.step)
+        return None
+
+    def _skip(self, copy: _StepCopy, reason: str, skipped: _SkippedCopies) -> None:
+        """Log and note that a copy cannot be loaded."""
         self._directories[copy.directory].warn_once(
             "step %d in %s cannot be loaded, trying %s: %s",
             copy.step,
@@ -262,34 +308,30 @@ class StepLoader:
             reason,
         )
         skipped.reasons[copy] = reason
-        skipped.all_gone = skipped.all_gone and is_gone
-        skipped.changed = skipped.changed or (loaded is not None and loading.changes is not None)
-        if not is_gone:
-            self._directories[copy.directory].broken.add(copy.step)
-        return None
 
-    def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement, pinned: ExitStack) -> T:
-        """Load a copy of a step. Either all processes of `agreement` begin, or none.
+    def _pin_together(self, copy: _StepCopy, agreement: Agreement, pinned: ExitStack) -> None:
+        """Pin a step in an exchange: either all processes of `agreement` begin to load it, or none.
 
         Args:
-            copy: the copy.
-            loading: loads it.
-            agreement: the exchanges of this attempt.
-            pinned: gets the pin of the step. It is closed when all processes have ended.
+            copy: the copy of the step.
+            agreement: the exchange.
+            pinned: gets the pin. It is closed when all processes have ended.
         """
-        steps, step = self._directories[copy.directory], copy.step
-        location = self._steps.copy_location(step, copy.directory)
+        steps = self._directories[copy.directory]
 
         def begin() -> JSON:
-            if not steps.is_committed(step):
-                raise CheckpointNotFoundError(steps.missing(step))
+            if not steps.is_committed(copy.step):
+                raise CheckpointNotFoundError(steps.missing(copy.step))
             return self._pin_to_load(copy, pinned) if agreement.rank == 0 else None
 
         decided = take_step(agreement, "pin", begin, is_current=lambda: True, decide=lambda messages: messages[0])
-        # One pin is enough in a shared directory. A path on the disks of several hosts needs one on each of them.
-        if agreement.rank != 0 and not self._has_pin(copy, decided[0] if decided else None):
-            with suppress(CheckpointNotFoundError):  # the load reports it to all processes
-                self._pin_to_load(copy, pinned)
+        if agreement.rank != 0:
+            self._pin_on_host(copy, decided[0] if decided else None, pinned)
+
+    def _attempt(self, copy: _StepCopy, loading: StepLoad[T]) -> T:
+        """Load a copy of a step, which is pinned."""
+        steps, step = self._directories[copy.directory], copy.step
+        location = self._steps.copy_location(step, copy.directory)
         with recorded_load(location, self._context, step=step) as recording:
             try:
                 return loading.run(location, recording)
@@ -308,11 +350,21 @@ class StepLoader:
             logger.debug("step %d in %s is loaded without a pin: %s", copy.step, self._display(copy.directory), error)
             return None
 
-    def _has_pin(self, copy: _StepCopy, key: str | None) -> bool:
-        """Return True if this process sees the pin of the leader."""
+    def _pin_on_host(self, copy: _StepCopy, pin: str | None, pinned: ExitStack) -> None:
+        """Pin a step unless the pin of the leader is in this directory, too.
+
+        A shared directory has one pin. A path on the disks of several hosts has one on each of them.
+
+        Args:
+            copy: the copy of the step.
+            pin: the key of the leader's pin; None if it has none.
+            pinned: gets the pin.
+        """
         with suppress(StorageError):
-            return key is not None and self._directories[copy.directory].has_pin(key)
-        return False
+            if pin is not None and self._directories[copy.directory].has_pin(pin):
+                return
+        with suppress(CheckpointNotFoundError):  # the load reports it to all processes
+            self._pin_to_load(copy, pinned)
 
 
 def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:

@@ -17,7 +17,7 @@ import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.location import open_directory
-from ckptcore.context import PluginOptions
+from ckptcore.context import JobOptions, PluginOptions
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -30,6 +30,8 @@ from ckptcore.errors import (
     TargetUndefinedError,
 )
 from ckptcore.hookspecs import hookimpl
+from ckptcore.loading.load import Load
+from ckptcore.loading.reading import TreeRead
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
@@ -468,3 +470,83 @@ def test_each_host_pins_its_own_copy_of_a_step(tmp_path: Path) -> None:
             owner.delete(1)
             owner.wait()
             assert owner.steps == (2,), "no pin is left"
+
+
+class _Counted:
+    """A coordinator that counts its exchanges by the last words of their keys."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.rank, self.size = coordinator.rank, coordinator.size
+        self.names: list[str] = []
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        self.names.append(key.rpartition("/")[2])
+        return self._coordinator.gather(key, payload)
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        self.names.append(key.rpartition("/")[2])
+        return self._coordinator.broadcast(key, payload)
+
+
+def test_a_load_of_the_newest_step_is_nine_exchanges(directory: str) -> None:
+    """The leader chooses and pins the step; the processes agree after opening, planning, reading and building."""
+
+    def work(coordinator: Coordinator) -> Sequence[str]:
+        counted = _Counted(coordinator)
+        context = ckptcore.Context(job=JobOptions(coordinator=counted))
+        with Checkpointer(directory, context=context) as run:
+            save_steps(run, [1])
+            counted.names.clear()
+            assert_is_step(run.load(), 1)
+            names = list(counted.names)
+            counted.names.clear()
+            run.load_into(tree(0))
+            assert counted.names[:9] == names[:9]
+        return names
+
+    stages = ["open-0", "plan-0", "read-0", "load"]
+    both = [name for stage in stages for name in (stage, "verdict")]
+    assert [names[:9] for names in ThreadJob(SIZE).run(work)] == [["choose", *both]] * SIZE
+
+
+def test_all_ranks_skip_a_step_that_was_deleted_before_it_is_pinned(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+
+    def work(run: Checkpointer, rank: int) -> Sequence[Any]:
+        deleted: list[bool] = []
+
+        def delete(name: str, keys: Sequence[str]) -> None:
+            if rank == 0 and not deleted and any(".ckptcore/pins" in key for key in keys):
+                deleted.append(True)
+                ckptcore.delete(f"{directory}/2")
+
+        watch_of(run).before = delete
+        assert_is_step(run.load(), 1)
+        assert run.restored_step == 1
+        return [bool(deleted), [skipped.step for skipped in run.skipped_steps]]
+
+    results, _ = job(directory, work)
+    assert results == [[rank == 0, [2]] for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_if_building_fails_on_one_rank_the_target_of_all_is_undefined(
+    directory: str, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Load.build
+
+    def fail(load: Load[Any], reading: TreeRead) -> Any:
+        if load.runtime.job().rank == 1:
+            raise RuntimeError("no room for it")
+        return build(load, reading)
+
+    monkeypatch.setattr(Load, "build", fail)
+
+    def work(run: Checkpointer, rank: int) -> None:
+        save_steps(run, [1])
+        with pytest.raises(TargetUndefinedError, match="no room for it"):
+            run.load_into(tree(0), step=step)
+
+    job(directory, work)

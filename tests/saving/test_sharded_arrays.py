@@ -14,6 +14,7 @@ from ckptcore import ArrayShard, ShardedArray
 from ckptcore.errors import CorruptCheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
+from tests.checkpointer.runs import Watch, through, watched
 from tests.saving.test_failures import job_context
 
 WHOLE = np.arange(10 * 6, dtype=np.float32).reshape(10, 6)
@@ -50,6 +51,25 @@ def test_parts_of_processes_are_one_array(layout: str, tmp_path: Path) -> None:
         assert elements is not None and np.array_equal(elements, WHOLE[columns.slices])
 
     ThreadJob(2, timeout_seconds=60).run(job)
+
+
+def test_a_load_of_a_part_asks_only_for_the_objects_that_contain_it(tmp_path: Path) -> None:
+    """Before it allocates memory. It asked for the objects of all processes."""
+    _save(tmp_path / "c")
+    watch = Watch()
+    box = Box((1, 0), (3, 6))
+    wanted = {"w": ShardedArray((10, 6), "float32", [ArrayShard(box)]), "same": ckptcore.PLACEHOLDER}
+    loaded = ckptcore.load(through(str(tmp_path / "c")), wanted, context=watched(watch))["w"]
+    assert np.array_equal(loaded.shards[0].elements, WHOLE[box.slices])
+    first = [operation.keys[0] for operation in watch.operations if operation.name == "size"]
+    (own,) = {key for key in first if key.endswith(".safetensors")}
+    ckptcore.load(through(str(tmp_path / "c")), context=watched(watch))
+    asked = {operation.keys[0] for operation in watch.operations if operation.name == "size"}
+    assert len([key for key in asked if key.endswith(".safetensors")]) == 3
+    with open(tmp_path / "c" / own.rpartition("c/")[2], "r+b") as file:
+        file.truncate(20)
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
+        ckptcore.load(tmp_path / "c", wanted)
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator
-from ckptcore_torch.store_handshakes import pause_after
+from ckptcore_torch.store_handshakes import WatchedStore, pause_after
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 
@@ -152,6 +152,120 @@ def test_no_keys_remain_after_complete_exchanges() -> None:
     job[0].broadcast("told", b"x")
     assert [rank.broadcast("told", None) for rank in job[1:]] == [b"x", b"x"]
     wait_for_keys(store, 0)  # a separate thread of the leader deletes the hellos
+
+
+def told(job: list[StoreCoordinator], key: str, payload: bytes) -> list[bytes]:
+    """Broadcast a payload. The leader begins when all others wait for it."""
+    leader, *others = job
+
+    def lead() -> bytes:
+        while not all(rank.awaited(key) for rank in others):
+            time.sleep(0.001)
+        return leader.broadcast(key, payload)
+
+    received: list[bytes] = together(lead, *[lambda rank=rank: rank.broadcast(key, None) for rank in others])
+    return received
+
+
+def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes. It was one request after each sixth of the time waited."""
+    job = life(dist.HashStore(), 3)
+    meet(job)
+    told(job, "first", b"")  # each process has its connection from now on
+    names: list[str] = []
+    request = WatchedStore._request
+
+    def counted(store: WatchedStore, send: Callable[[], Any]) -> Any:
+        names.append(send.__qualname__.split(".")[1])
+        return request(store, send)
+
+    monkeypatch.setattr(WatchedStore, "_request", counted)
+    assert together(*[lambda rank=rank: rank.gather("key", b"x") for rank in job])[0] == [b"x"] * 3
+    assert sorted(names) == ["get_all", "remove", "remove", "set", "set", "wait"]
+    names.clear()
+    assert told(job, "key", b"x") == [b"x"] * 3
+    assert sorted(set(names) - {"has"}) == ["get", "remove", "set_all", "wait"]  # `has` is of `awaited`
+    assert [names.count(name) for name in ("get", "remove", "set_all", "wait")] == [2, 2, 1, 2]
+
+
+def test_a_large_payload_is_stored_once() -> None:
+    store = dist.HashStore()
+    job = life(store, 3)
+    meet(job)
+    wait_for_keys(store, 0)
+    payload = bytes(1 << 20)
+    job[0].broadcast("told", payload)
+    assert store.num_keys() == 3  # the payload, and a name of each other rank
+    assert [rank.broadcast("told", None) for rank in job[1:]] == [payload] * 2
+    wait_for_keys(store, 0)
+
+
+class _Python(dist.Store):
+    """A store that cannot be cloned, as those of torch before 2.8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._values[key] = b"%d" % (int(self._values.get(key, b"0")) + amount)
+        return int(self._values[key])
+
+    def deleteKey(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def test_a_store_without_further_connections_is_polled() -> None:
+    store: Any = _Python()
+    job = life(store, 3)
+    assert together(*[lambda rank=rank: rank.gather("key", b"x") for rank in job])[0] == [b"x"] * 3
+    assert told(job, "told", b"y") == [b"y"] * 3
+    with pytest.raises(CoordinationTimeoutError) as caught:
+        StoreCoordinator(store, 0, 2, timeout_seconds=0.05).gather("late", b"")
+    assert caught.value.missing == (1,)
+
+
+_INTERRUPTED: Final = """
+import os, signal, sys, threading, time
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+job = [StoreCoordinator(store, 0, 2), StoreCoordinator(other, 1, 2)]
+threads = [threading.Thread(target=rank.gather, args=("met", b"")) for rank in job]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+rank = int(sys.argv[1])
+
+def interrupt():
+    while not job[rank].awaited("key"):
+        time.sleep(0.001)
+    time.sleep(0.05)  # it waits in the store
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    job[0].gather("key", b"") if rank == 0 else job[1].broadcast("key", None)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupted_exchange_leaves_no_thread_in_the_store(rank: int) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED, str(rank)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "interrupted"), ended.stderr
 
 
 class _Broken(dist.Store):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from ckptcore_torch.store_handshakes import (
     StoreHandshake,
     WatchedStore,
     handshakes,
-    pause_after,
     run_watched,
 )
 
@@ -26,18 +24,18 @@ T = TypeVar("T")
 _WITHOUT_STORE: Final = ("fake", "mpi")
 """Backends whose store does not keep values (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
 
-_NAMED_AFTER_SECONDS: Final = 0.05
-"""A wait asks for all ranks in one request, and after this time for each missing rank, so that reports name it."""
+_COPIED_BYTES: Final = 1 << 16
+"""Up to this size in all, each rank gets its own copy of a broadcast payload."""
 
 
 class StoreCoordinator:
     """Coordinator over a `torch.distributed.Store` that every process of the job can reach.
 
-    The store can be the store of the job. The coordinator polls it, because
-    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time. It ignores
-    keys of an earlier run of the job. If the store fails, an exchange raises an error immediately. If
-    the store does not answer a request, the exchange raises an error after the timeout.
-    Thread-safe.
+    The store can be the store of the job. The coordinator waits on connections of its own, because
+    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time on each. It polls
+    stores that cannot be cloned. It ignores keys of an earlier run of the job. If the store fails, an
+    exchange raises an error immediately. If the store does not answer a request, the exchange raises an
+    error after the timeout. Thread-safe.
 
     Attributes:
         rank: rank of this process.
@@ -65,12 +63,11 @@ class StoreCoordinator:
         """
         # Any, because the type annotations of torch say str for values, which are bytes.
         self._unprefixed: Final[Any] = store
-        self._store: Final[Any] = _with_prefix(store)
         self.rank: Final = rank
         self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
-        self._handshake: Final = handshake or handshakes().of(store, self._store, rank, size)
-        self._awaited: Final[dict[str, Sequence[int]]] = {}  # by key of a running exchange
+        self._handshake: Final = handshake or handshakes().of(store, _with_prefix(store), rank, size)
+        self._awaited: Final[dict[str, Mapping[int, str]]] = {}  # names by rank, by key of a running exchange
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
@@ -111,7 +108,7 @@ class StoreCoordinator:
 
         The leader does not wait, with one exception: in its first broadcast, rank 0 of the job
         waits until all ranks have finished the handshake, unless it has waited for all ranks in a
-        gather before. The last rank to receive the payload removes it.
+        gather before. The ranks that receive the payload remove it.
         """
         if (payload is None) == (self.rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
@@ -124,7 +121,10 @@ class StoreCoordinator:
 
     def awaited(self, key: str) -> Sequence[int]:
         """Return the ranks for which a running exchange waits. See `ckptcore.protocols.ReportsAwaited`."""
-        return self._awaited.get(key, ())
+        names = self._awaited.get(key, {})
+        store = self._handshake.watched(key)
+        missing = [rank for rank, name in names.items() if not store.has(name)]
+        return missing if self._awaited.get(key) is names else ()
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
         """Run an exchange with the key prefix of this run of the job."""
@@ -133,10 +133,7 @@ class StoreCoordinator:
         def run(store: WatchedStore) -> T:
             return exchange(store, f"{self._handshake.run_id(store, key, timeout)}/{key}")
 
-        try:
-            return run_watched(self._store, key, self.rank, timeout, run)
-        finally:
-            self._awaited.pop(key, None)
+        return run_watched(self._handshake.watched(key), key, self.rank, timeout, run)
 
     def _gather(self, store: WatchedStore, key: str, prefix: str, payload: bytes) -> Sequence[bytes] | None:
         if self.rank:
@@ -155,37 +152,50 @@ class StoreCoordinator:
         return gathered
 
     def _send(self, store: WatchedStore, prefix: str, payload: bytes) -> None:
-        store.set(f"{prefix}/payload", payload)
+        """Set a name for each rank, with the payload or, if it is large, without: then it has a name of its own.
+
+        Each rank waits for its own name, so that it can end its wait: see `WatchedStore.end_wait`.
+        """
+        is_copied = len(payload) * (self.size - 1) <= _COPIED_BYTES
+        value = _COPY + payload if is_copied else _SHARED
+        if not is_copied:
+            store.set(f"{prefix}/payload", payload)
+        store.set_all({f"{prefix}/{rank}": value for rank in range(1, self.size)})
         self._handshake.wait_for_all(store, self._timeout_seconds)
 
     def _receive(self, store: WatchedStore, key: str, prefix: str) -> bytes:
-        name, counter = f"{prefix}/payload", f"{prefix}/received"
-        self._wait(store, key, {0: name})
-        received = store.get(name)
+        own, shared, counter = f"{prefix}/{self.rank}", f"{prefix}/payload", f"{prefix}/received"
+        self._wait(store, key, {0: own})
+        received = store.get(own)
+        store.remove(own)
+        if received != _SHARED:
+            return received[len(_COPY) :]
+        received = store.get(shared)
         if store.add(counter, 1) == self.size - 1:
-            store.remove(name)
+            store.remove(shared)
             store.remove(counter)
         return received
 
     def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
         """Wait until each rank has set its name in the store."""
-        began = time.monotonic()
-        missing = dict(names)
-        while missing and not store.has(*missing.values()):
-            waited = time.monotonic() - began
-            is_over = waited >= self._timeout_seconds
-            if is_over or waited >= _NAMED_AFTER_SECONDS:
-                missing = {rank: name for rank, name in missing.items() if not store.has(name)}
-                self._awaited[key] = tuple(missing)
-                if is_over and missing:
-                    raise CoordinationTimeoutError(
-                        f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
-                        f"{self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, set "
-                        "Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
-                        "rank",
-                        list(missing),
-                    )
-            store.pause(pause_after(waited))
+        self._awaited[key] = names
+        try:
+            if store.wait([*names.values()], self._timeout_seconds):
+                return
+            missing = [rank for rank, name in names.items() if not store.has(name)]
+        finally:
+            del self._awaited[key]
+        if missing:
+            raise CoordinationTimeoutError(
+                f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
+                f"{self._timeout_seconds:g} s: {missing}; check their logs. If they were only late, set "
+                "Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every rank",
+                missing,
+            )
+
+
+_COPY: Final = b"c"
+_SHARED: Final = b"s"
 
 
 @dataclass(frozen=True, slots=True)

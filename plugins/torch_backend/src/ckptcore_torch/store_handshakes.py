@@ -14,8 +14,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
 
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 
@@ -26,6 +30,9 @@ _SERVER_HINT: Final = "it runs in the launcher (torchrun) or in the process of r
 _CHECK_SECONDS: Final = 0.5
 """Interval of the checks for a timeout, in seconds."""
 
+_CANCEL_SECONDS: Final = 5.0
+"""Maximum time in seconds that the store takes to answer a wait whose time is over."""
+
 
 class WatchedStore:
     """The store of one exchange, used on the thread of `run_watched`.
@@ -33,17 +40,35 @@ class WatchedStore:
     Attributes:
         abandoned: set when `run_watched` stops waiting for the exchange.
         pending: the function that sends the pending request; None if no request is pending.
+        awaited: the names that the pending request waits for.
+        running: a lock that is released when the exchange ends.
     """
 
-    def __init__(self, store: Any, key: str) -> None:
+    def __init__(self, store: Any, key: str, connections: list[Any]) -> None:
+        """Send no request yet.
+
+        Args:
+            store: the store of the job.
+            key: the key of the exchange.
+            connections: the unused connections of this process on which an exchange can wait.
+        """
         self._store = store
         self._key = key
+        self._connections = connections
         self.abandoned = threading.Event()
         self.pending: Callable[[], object] | None = None
+        self.awaited: Sequence[str] = ()
+        # A lock and a thread without an object: with `Event` and `Thread`, this takes three times the processor time.
+        self.running = threading.Lock()
+        self.running.acquire()
 
     def set(self, name: str, value: bytes) -> None:
         """Set the value of a name, which is a key of the store."""
         self._request(lambda: self._store.set(name, value))
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Set the values of names, with one request."""
+        self._request(lambda: self._store.multi_set(list(values), list(values.values())))
 
     def get(self, name: str) -> bytes:
         """Return the value of an existing name."""
@@ -65,6 +90,51 @@ class WatchedStore:
         """Remove a name."""
         self._request(lambda: self._store.delete_key(name))
 
+    def wait(self, names: Sequence[str], seconds: float) -> bool:
+        """Wait until all names exist, which no other process waits for. Return False after some seconds.
+
+        The store answers when the last name is set. This takes a connection, because no other thread of this process
+        can send a request on it meanwhile. Asking again and again takes five times as much processor time.
+        """
+        try:
+            connection = self._connections.pop()
+        except IndexError:
+            connection = self._request(lambda: _connect(self._store))
+        if connection is None:
+            began = time.monotonic()
+            while not self.has(*names):
+                if (waited := time.monotonic() - began) >= seconds:
+                    return False
+                self.pause(pause_after(waited))
+            return True
+
+        def wait() -> bool:
+            try:
+                connection.wait(list(names), timedelta(seconds=seconds))
+            except dist.DistStoreError:
+                return False
+            return True
+
+        self.awaited = names
+        exist = self._request(wait)
+        self.awaited = ()
+        if exist:
+            self._connections.append(connection)
+        return exist
+
+    def abandon(self) -> None:
+        """End the exchange, which runs on another thread: it sends no further request, and its wait ends.
+
+        A thread in the store at interpreter exit would abort the process: see `StoreHandshake.end`.
+        """
+        self.abandoned.set()
+        _thread.start_new_thread(self._end_wait, ())  # a server that hangs would block this thread
+        self.running.acquire(timeout=_CANCEL_SECONDS)
+
+    def _end_wait(self) -> None:
+        with suppress(RuntimeError):  # the store failed, which ends the wait, too
+            self._store.multi_set(list(self.awaited), [b""] * len(self.awaited))
+
     def pause(self, seconds: float) -> None:
         """Sleep, but wake up if the exchange is abandoned."""
         self.abandoned.wait(seconds)
@@ -83,7 +153,17 @@ class WatchedStore:
             self.pending = None
 
 
-def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]) -> T:
+def _connect(store: Any) -> Any | None:
+    """Return a new connection to a store; None if it has none: before torch 2.8, or if it is written in Python."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def run_watched(
+    watched: WatchedStore, key: str, rank: int, timeout_seconds: float, exchange: Callable[[WatchedStore], T]
+) -> T:
     """Run an exchange, and stop waiting if a request to the store exceeds the timeout.
 
     If the server process of ``torch.distributed.TCPStore`` is stopped, ``check``, ``get`` and
@@ -93,10 +173,10 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
     machine was suspended.
 
     Args:
-        store: a `torch.distributed.Store`.
+        watched: the store.
         key: key of the exchange.
         rank: rank of this process.
-        timeout_seconds: timeout of one request.
+        timeout_seconds: timeout of one request. A wait of the exchange may take a little longer.
         exchange: function that runs the exchange on the store passed to it.
 
     Raises:
@@ -105,13 +185,8 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
         RankFailedError: if the store failed.
         Exception: any other error of the exchange.
     """
-    watched = WatchedStore(store, key)
     results: list[T] = []
     errors: list[BaseException] = []
-    # A lock and a thread without an object: with `Event` and `Thread`, this takes three times the processor time.
-    running = threading.Lock()
-    running.acquire()
-    interval = min(_CHECK_SECONDS, timeout_seconds)
 
     def run() -> None:
         try:
@@ -119,27 +194,39 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
         except BaseException as error:  # noqa: BLE001  # raised on the waiting thread
             errors.append(error)
         finally:
-            running.release()
+            watched.running.release()
 
     _thread.start_new_thread(run, ())
-    seen, waited = None, 0.0
     try:
-        while not running.acquire(timeout=interval):
-            pending = watched.pending
-            waited = waited + interval if pending is not None and pending is seen else 0.0
-            seen = pending
-            if waited >= timeout_seconds:
-                raise CoordinationTimeoutError(
-                    f"the store of the job did not answer for {timeout_seconds:g} s "
-                    f"in the exchange {key!r}; {_SERVER_HINT}",
-                    [0] if rank else [],
-                )
+        if not _ends(watched, timeout_seconds):
+            raise CoordinationTimeoutError(
+                f"the store of the job did not answer for {timeout_seconds:g} s "
+                f"in the exchange {key!r}; {_SERVER_HINT}",
+                [0] if rank else [],
+            )
         if errors:
             raise errors[0]
         return results[0]
     finally:
         watched.abandoned.set()
         errors.clear()  # breaks the reference cycle between an error and this frame
+
+
+def _ends(watched: WatchedStore, timeout_seconds: float) -> bool:
+    """Wait for the end of an exchange. Return False if a request exceeds the timeout."""
+    interval = min(_CHECK_SECONDS, timeout_seconds)
+    seen, waited = None, 0.0
+    try:
+        while not watched.running.acquire(timeout=interval):
+            pending = watched.pending
+            waited = waited + interval if pending is not None and pending is seen else 0.0
+            seen = pending
+            if waited >= timeout_seconds + (_CANCEL_SECONDS if watched.awaited else 0.0):
+                return False
+    except BaseException:  # such as KeyboardInterrupt
+        watched.abandon()
+        raise
+    return True
 
 
 _SHORTEST_PAUSE_SECONDS: Final = 0.00025
@@ -180,6 +267,7 @@ class StoreHandshake:
         self._store: Final = store
         self._rank: Final = rank
         self._size: Final = size
+        self._connections: Final[list[Any]] = []
         self._word: Final = secrets.token_hex(8)
         self._lock: Final = threading.Lock()
         self._run_id: str | None = None
@@ -192,6 +280,10 @@ class StoreHandshake:
     def size(self) -> int:
         """Number of processes of the job."""
         return self._size
+
+    def watched(self, key: str) -> WatchedStore:
+        """Return the store for an exchange."""
+        return WatchedStore(self._store, key, self._connections)
 
     def run_id(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
         """Return the id of this run of the job, the prefix of its keys.
@@ -279,7 +371,7 @@ class StoreHandshake:
 
         Answer again if the ``hello`` changes: the first one can be from an earlier run.
         """
-        store = WatchedStore(self._store, "handshake")
+        store = self.watched("handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
         answered_at = time.monotonic()
