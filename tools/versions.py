@@ -40,8 +40,7 @@ _PINNED: Final = "constraints.txt"
 _RUNNERS: Final = ("pytest-xdist", "setuptools")
 """Further packages of every environment."""
 
-
-_KEEP_FILES: Final = ("-o", "tmp_path_retention_policy=all", "-o", "tmp_path_retention_count=0")
+KEEP_FILES: Final = ("-o", "tmp_path_retention_policy=all", "-o", "tmp_path_retention_count=0")
 """Remove the files of tests at the end of a run. An old pytest gives another test the name of a directory that it has
 removed, and our tests name storages in memory after their directories."""
 
@@ -346,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         python = _prepare(run, interpreter)
         print(f"Python {run.python}, {run.constraints or 'newest versions'}:", *_describe(python), flush=True)
-        kept = _KEEP_FILES if run.constraints in (OLDEST, OLDEST_ADAPTERS) else ()
+        kept = KEEP_FILES if run.constraints in (OLDEST, OLDEST_ADAPTERS) else ()
         command = [str(python), "-m", "pytest", "-n", options.workers, *kept, *run.part.tests, *for_pytest]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(f"{run.python} ({run.constraints or 'newest'})")
