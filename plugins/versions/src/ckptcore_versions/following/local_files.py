@@ -42,6 +42,10 @@ _RUN_BLOCKS: Final = 16
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` of Linux, which `mmap` does not name."""
 
+_ENTERED_BYTES: Final = 8 << 20
+"""Maximum bytes of pages that one call enters into the page table: less than the 5 ms for which Python gives a thread
+the GIL anyway."""
+
 _WITHOUT_DESCRIPTOR: Final[Mapping[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Options of `mmap`. Older versions of Python keep a descriptor for each mapped file."""
 
@@ -226,7 +230,9 @@ def enter_pages(memory: mmap.mmap) -> None:
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # before Linux 5.14, or the disk fails; the copy then finds that
-            memory.madvise(_POPULATE_READ)
+            # In pieces: `mmap` keeps the GIL during a call, so that no other thread runs.
+            for start in range(0, len(memory), _ENTERED_BYTES):
+                memory.madvise(_POPULATE_READ, start, _ENTERED_BYTES)
 
 
 def array_of(part: Part, memory: mmap.mmap) -> HostArray:
