@@ -453,7 +453,7 @@ def _row_reader(timeline: JSON, location: str) -> Callable[[Sequence[Any]], Even
     if not isinstance(timeline, dict) or timeline.get("operation") not in _OPERATIONS:
         raise _InvalidFieldError
     operation: Any = timeline["operation"]
-    step = None if timeline.get("step") is None else _whole(timeline["step"], -_MAX_INTEGER, _MAX_INTEGER)
+    step = None if timeline.get("step") is None else _whole(timeline["step"], -_MAX_INTEGER - 1, _MAX_INTEGER)
     save_id = None if timeline.get("save_id") is None else _text(timeline["save_id"], _SAVE_ID)
     first = _whole(timeline.get("began"), 0, _MAX_MICROSECONDS)
 

@@ -202,7 +202,9 @@ _NEWEST_STEPS: Final = ("latest", "last", "newest", "auto")
 
 
 def hint_of_step(step: object) -> str:
-    """Return a suffix for the error about a step that is not a number: what to pass instead."""
+    """Return a suffix for the error about a step that is not a number, or too large: what to pass instead."""
+    if isinstance(step, int):
+        return "; a step is a whole number from 0 to 2**63 - 1"
     if not isinstance(step, str):
         return "; pass the abstract tree as abstract="
     if step.lower() in _NEWEST_STEPS:

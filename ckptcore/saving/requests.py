@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 NOTHING_COMMITTED: Final = "nothing was committed"
 """The consequence of an error on any rank before the commit. Part of error messages."""
 
-_MAX_INTEGER: Final = 2**63 - 1
-
 _EMPTY: Final[Mapping[str, Any]] = {}
 
 
@@ -447,9 +445,9 @@ def as_integer(name: str, value: object, *, hint: str = "") -> int:
     try:
         if not isinstance(value, bool):
             number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
-            if abs(number) <= _MAX_INTEGER:
+            if -(2**63) <= number < 2**63:
                 return number
-            raise ValueError(f"{name}= must fit into 64 bits, as a signed integer")
+            raise ValueError(f"{name}= must fit into 64 bits, as a signed integer{hint}")
     except TypeError:
         pass
     raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")

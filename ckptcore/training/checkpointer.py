@@ -299,9 +299,9 @@ class Checkpointer(CheckpointReader):
         overwrite: Overwrite,
     ) -> StepSaveRequest:
         """Check the arguments of a save, and that this process can save."""
-        step = as_integer("step", step)
+        step = as_integer("step", step, hint="; a step is a whole number from 0 to 2**63 - 1. Nothing was written")
         self._expect_open()
-        epoch = None if epoch is None else as_integer("epoch", epoch)
+        epoch = None if epoch is None else as_integer("epoch", epoch, hint=". Nothing was written")
         return StepSaveRequest(step, values, metrics, metadata, epoch, force, overwrite)
 
     # --- deleting -----------------------------------------------------------------------------------------------------
@@ -316,6 +316,7 @@ class Checkpointer(CheckpointReader):
             CheckpointReferredError: other checkpoints refer to it.
             CheckpointExistsError: its directory has another checkpoint. Or it has files that no save wrote, and this
                 object was created without ``other_files=True``. Raised by `wait`.
+            TypeError, ValueError: `step` is not an integer of at most 64 bits.
         """
         self._expect_open()
         step = as_integer("step", step, hint=hint_of_step(step))

@@ -140,6 +140,7 @@ class StepReader(ExplainsAttributes):
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
+            TypeError, ValueError: `step` is not an integer of at most 64 bits.
         """
         step = as_integer("step", step, hint=hint_of_step(step))
         return self._directory_of(step).info(step)
@@ -179,6 +180,7 @@ class StepReader(ExplainsAttributes):
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
+            TypeError, ValueError: `step` is not an integer of at most 64 bits.
         """
         step = as_integer("step", step, hint=hint_of_step(step))
         return describe_checkpoint(self._directory_of(step).location(step), self._context)
@@ -204,6 +206,7 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError: there is no step, or the step does not exist.
             CorruptCheckpointError: it is damaged; with ``step=None``, all steps are damaged.
+            TypeError, ValueError: `step` is not an integer of at most 64 bits.
             The errors of `ckptcore.load`.
         """
         request = LoadRequest(
@@ -280,6 +283,7 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError: the step does not exist.
             StorageError: the pin cannot be written to the directory.
+            TypeError, ValueError: `step` is not an integer of at most 64 bits.
         """
         step = as_integer("step", step, hint=hint_of_step(step))
         with ExitStack() as pins:

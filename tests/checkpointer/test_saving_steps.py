@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     InvalidLocationError,
     UnknownPluginError,
     UnsupportedLeafError,
@@ -33,7 +35,18 @@ from ckptcore.policies import (
     TimeInterval,
 )
 from ckptcore.step_names import StepNameFormat, StepNames
-from tests.checkpointer.runs import Gate, Watch, assert_is_step, keys_of, save_steps, store_of, through, tree, watched
+from tests.checkpointer.runs import (
+    ROOT,
+    Gate,
+    Watch,
+    assert_is_step,
+    keys_of,
+    save_steps,
+    store_of,
+    through,
+    tree,
+    watched,
+)
 
 
 def test_a_tree_is_restored(directory: str) -> None:
@@ -102,11 +115,33 @@ def test_numbers_that_cannot_be_stored_are_refused_by_name(directory: str, numbe
     with Checkpointer(directory) as run:
         with pytest.raises(ValueError, match=r"metrics={'loss': ...}: no float is as large. Nothing was written"):
             run.save(1, tree(1), metrics={"loss": number})
-        with pytest.raises(ValueError, match="epoch= must fit into 64 bits"):
+        with pytest.raises(ValueError, match=r"epoch= must fit into 64 bits.*Nothing was written"):
             run.save(1, tree(1), epoch=number)
-        with pytest.raises(ValueError, match="step= must fit into 64 bits"):
+        with pytest.raises(
+            ValueError, match=r"step= must fit into 64 bits.*from 0 to 2\*\*63 - 1. Nothing was written"
+        ):
             run.save(number, tree(1))
         assert list(run.steps) == []
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**5000], ids=["large", "small", "larger"])
+def test_steps_that_do_not_fit_into_64_bits_are_refused_by_name(directory: str, number: int) -> None:
+    with Checkpointer(directory) as run:
+        run.save_blocking(1, tree(1))
+        for call in (run.metadata, run.step_info, run.delete, run.load):
+            with pytest.raises(ValueError, match=r"step= must fit into 64 bits.*; a step is a whole number from 0"):
+                call(number)
+            with pytest.raises(CheckpointNotFoundError, match="-9223372036854775808"):
+                call(-(2**63))
+
+
+def test_the_smallest_epoch_is_stored_and_the_next_refused(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        run.save_blocking(1, tree(1), epoch=-(2**63))
+        assert json.loads(store_of(directory).get(f"1/{ROOT}"))["progress"]["epoch"] == -(2**63)
+        assert run.load(1)
+        with pytest.raises(ValueError, match="epoch= must fit into 64 bits"):
+            run.save(2, tree(2), epoch=-(2**63) - 1)
 
 
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {1: 2}, {"x": {1: 2}}])

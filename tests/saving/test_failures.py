@@ -156,7 +156,7 @@ def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: 
         strategy=ckptcore.PlainSave(),
         notes=SaveNotes(**given),
     )
-    with pytest.raises((TypeError, ValueError), match=f"{name}="):
+    with pytest.raises((TypeError, ValueError), match=rf"{name}=.*\. Nothing was written"):
         perform_save(request, ckptcore.Context())
     assert os.listdir(tmp_path) == []
 

@@ -155,7 +155,7 @@ def checked_step(step: object) -> int:
         TypeError: it is no integer.
         ValueError: it is out of range.
     """
-    number = as_integer("step", step)
+    number = as_integer("step", step, hint=f"; a step is a whole number from 0 to {_MAX_STEP}")
     if not 0 <= number <= _MAX_STEP:
         raise ValueError(f"step {step!r}: a step is a whole number from 0 to {_MAX_STEP}")
     return number

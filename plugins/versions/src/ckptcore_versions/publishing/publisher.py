@@ -191,7 +191,8 @@ class Publisher:
             SaveLostError: another job owns the directory now, or the base was deleted. Nothing was published.
             The errors of `ckptcore.save`.
         """
-        version, step = as_integer("version", version), None if step is None else as_integer("step", step)
+        version = as_integer("version", version, hint=". Nothing was published")
+        step = None if step is None else as_integer("step", step, hint=". Nothing was published")
         runtime_of(self._context).saves.wait()
         latest = self._checkpointer.latest
         if latest is not None and version <= latest:
