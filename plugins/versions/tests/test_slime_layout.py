@@ -363,6 +363,22 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
     assert not [key for operation in plan.operations for key in operation.keys if key.endswith(".safetensors")]
 
 
+def test_assets_that_were_deleted_during_a_save_are_refused_by_name(tmp_path: Path) -> None:
+    class Deleting(SlimeLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            state = super().write(snapshot, store)  # type: ignore[misc]  # a slotted dataclass is a second class
+            (tmp_path / "assets").rmdir()
+            return state
+
+    (tmp_path / "assets").mkdir()
+    layout = Deleting(assets=tmp_path / "assets")
+    refused(
+        lambda: ckptcore.save(tmp_path / "v1", weights(1), layout=layout, context=CONTEXT),
+        "assets'): there is no such directory", "not committed", error=InvalidLocationError,
+    )  # fmt: skip
+    assert not (tmp_path / "v1").exists()
+
+
 def test_blake3_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     refused(

@@ -153,13 +153,11 @@ class SlimeLayout(VersionLayout):
 
         Raises:
             UnsupportedLeafError: an array is divided among processes.
+            InvalidLocationError: the directory of the assets does not exist.
         """
         plan, items = snapshot.plan, _whole_items(snapshot.plan)
-        if plan.rank == 0 and self.assets is not None and not Path(self.assets).is_dir():
-            raise InvalidLocationError(
-                f"SlimeLayout(assets={os.fspath(self.assets)!r}): there is no such directory. Give the directory of "
-                "the model. The save is not committed"
-            )
+        if plan.rank == 0:
+            self._check_assets()
         names = tensor_names(plan.tree)
         state: dict[str, list[Any]] = {"files": [], "leaf": [], "file": [], "offset": []}
 
@@ -179,7 +177,11 @@ class SlimeLayout(VersionLayout):
         return state
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Copy the assets, and then write the index, which publishes the version."""
+        """Copy the assets, and then write the index, which publishes the version.
+
+        Raises:
+            InvalidLocationError: the directory of the assets does not exist.
+        """
         state = _merged(receipts, ("files", "leaf", "file", "offset"))
         names = tensor_names(tree)
         metadata: dict[str, JSON] = {"total_size": tree.nbytes}
@@ -188,11 +190,19 @@ class SlimeLayout(VersionLayout):
         weight_map = {
             names[leaf]: state["files"][file] for leaf, file in zip(state["leaf"], state["file"], strict=True)
         }
+        self._check_assets()  # they may have been deleted since `write`
         for path in [] if self.assets is None else sorted(Path(self.assets).iterdir()):
             if path.is_file() and not path.name.startswith((".", "checkpoint.")) and not path.name.endswith(_WEIGHTS):
                 store.put(path.name, path.read_bytes())
         store.put(INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode())
         return dict(state)
+
+    def _check_assets(self) -> None:
+        if self.assets is not None and not Path(self.assets).is_dir():
+            raise InvalidLocationError(
+                f"SlimeLayout(assets={os.fspath(self.assets)!r}): there is no such directory. Give the directory of "
+                "the model. The save is not committed"
+            )
 
     # --- read
 
