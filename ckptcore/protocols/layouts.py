@@ -354,8 +354,9 @@ class LayoutCapabilities(NamedTuple):
             the cuts of the array's record. If False, replica 0 writes the whole box: formats that store an array as a
             whole need this.
         sessions: True if several saves can fill one checkpoint, one after another. See `Layout.renumbered`.
-        differences: True if it writes differences from a base: see `Layout.base`. Only a plain save of one tree stores
-            them; other saves refuse the layout before they write.
+        differences: True if it writes differences from a base: see `Layout.base`. Only a plain save of one tree and
+            `ckptcore.copy` store them; updates, saves of several objects and saves of a host refuse the layout before
+            they write. The directory of the base is not checked: a checkpoint elsewhere cannot be loaded.
     """
 
     any_replica_writes: bool = False

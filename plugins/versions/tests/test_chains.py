@@ -201,6 +201,16 @@ def test_differences_are_refused_in_an_update_or_a_composite_before_anything_is_
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["v0", "v1"]
 
 
+def test_a_copy_can_be_differences_from_a_checkpoint_next_to_it(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 2)
+    layout = DeltaLayout(HeldState(version_at(last), weights(1)))
+    ckptcore.save(tmp_path / "plain", weights(2), context=CONTEXT)
+    ckptcore.copy(tmp_path / "plain", tmp_path / "copied", layout=layout, context=CONTEXT)
+    assert_loads(f"{tmp_path}/copied", 2)
+    shutil.rmtree(last)
+    refused(lambda: ckptcore.load(tmp_path / "copied", context=CONTEXT), "copied has arrays in", "v1", "was deleted")
+
+
 def test_differences_of_a_layout_that_does_not_declare_them_are_not_committed(tmp_path: Path) -> None:
     last = save_chain(str(tmp_path), 2)
     layout = Undeclared(HeldState(version_at(last), weights(1)))
