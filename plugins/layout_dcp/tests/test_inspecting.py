@@ -237,6 +237,15 @@ def test_files_of_ranks_that_saved_separately_are_merged(tmp_path: Path) -> None
     assert isinstance(record, ArrayRecord) and record.cuts == ((2,), ())
 
 
+def test_cuts_are_released_with_the_inspection(tmp_path: Path) -> None:
+    """A large array has thousands of them."""
+    _two_ranks(tmp_path)
+    inspections = [_inspect(tmp_path) for _ in range(2)]
+    first, second = [inspection.tree.leaves[0] for inspection in inspections]
+    assert isinstance(first, ArrayRecord) and isinstance(second, ArrayRecord)
+    assert first.cuts == second.cuts and first.cuts is not second.cuts
+
+
 def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
     metadata: theirs.Metadata = pickle.loads((tmp_path / "__1.metadata").read_bytes())

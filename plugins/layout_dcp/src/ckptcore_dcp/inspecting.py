@@ -283,7 +283,7 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)
         if cuts is not None:
-            leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape, cuts)
+            leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape)._replace(cuts=cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
     return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER, unused=metadata.unlisted)
 

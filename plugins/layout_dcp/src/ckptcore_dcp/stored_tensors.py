@@ -69,11 +69,9 @@ def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
 
 
 @functools.lru_cache(maxsize=512)  # many tensors have one shape
-def record_of_tensor(
-    dtype: str, shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] | None = None
-) -> ArrayRecord:
-    """Return the record of a tensor that PyTorch saved. `dtype` comes from `known_dtype`."""
-    return ArrayRecord(*spec_and_kind(dtype, shape), cuts, FRAMEWORK)
+def record_of_tensor(dtype: str, shape: tuple[int, ...]) -> ArrayRecord:
+    """Return the record of a tensor that PyTorch saved, without cuts. `dtype` comes from `known_dtype`."""
+    return ArrayRecord(*spec_and_kind(dtype, shape), notes=FRAMEWORK)
 
 
 def torch_dtype(dtype: str, kind: str) -> str:
