@@ -1,6 +1,7 @@
 """Compare the benchmarks with those of an older commit: ``python -m benchmarks.compare COMMIT [--only NAME ...]``.
 
-The commit is checked out into a worktree for the time of the comparison. A directory is a worktree that exists.
+The commit is checked out into a worktree for the time of the comparison. `old` may also be the directory of an existing
+worktree.
 
 Three processes run each benchmark: one of the old worktree, one of the new, and a second one of the old. In each round
 each of them runs the same contender once, and each round begins with another process. The ratio of new to old contains
@@ -21,6 +22,7 @@ import difflib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, BUDGET
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _MOST: Final = 1.05
@@ -256,11 +258,14 @@ def worktree_of(old: str, new: Path, directory: Path) -> Iterator[Path]:
 
 
 def compare_trees(benchmark: str, options: Options) -> Iterator[Comparison | str]:
-    """Compare one benchmark of two worktrees. Return rows, and the names of rows that only one worktree has.
+    """Compare one benchmark of two worktrees. Return rows, and what only one worktree has: rows, or the benchmark.
 
     Raises:
         RuntimeError: the benchmark failed in one of them.
     """
+    if not (options.old / "benchmarks" / f"{benchmark}.py").exists():
+        yield "only in the new worktree"
+        return
     old, new = (_listed(tree, benchmark, options) for tree in (options.old, options.new))
     cases = _cases_of_both(list(old["cases"]), list(new["cases"]))
     launches = min(options.launches, options.pairs) if cases else options.pairs
@@ -369,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("old", help="the commit to compare with, or a worktree of it")
     parser.add_argument("--new", type=Path, default=_ROOT, help="the worktree to measure (default: this one)")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="run only these")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=tuple(BUDGET), help="run only these")
     parser.add_argument("--pairs", type=int, default=15, help="rounds of each row (default: 15)")
     parser.add_argument("--launches", type=int, default=3, help="starts of the processes (default: 3)")
     parser.add_argument("--scale", type=float, default=0.25, help="share of the full sizes (default: 0.25)")
@@ -377,6 +382,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
     given = parser.parse_args(arguments)
     new, directory = given.new.resolve(), given.directory.resolve()
+    find = ["git", "rev-parse", "--verify", "--quiet", f"{given.old}^{{commit}}"]
+    if (
+        not Path(given.old).is_dir()
+        and subprocess.run(find, cwd=new, stdout=subprocess.DEVNULL, check=False).returncode
+    ):
+        parser.error(f"old: {given.old!r} is neither a commit in {new} nor a directory")
     with worktree_of(given.old, new, directory) as old:
         options = Options(old, new, directory, given.pairs, given.launches, given.scale)
         return _compare(options, given.only, given.out)
@@ -412,4 +423,5 @@ def _compare(options: Options, benchmarks: Sequence[str], out: Path | None) -> i
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the worktree would remain
     sys.exit(main())

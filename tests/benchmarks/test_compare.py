@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ def _tree(root: Path, *, cases: list[str], seconds: float, requests: int) -> Pat
     text = _BENCHMARK.format(cases=cases, seconds=seconds, requests=requests)
     (root / "benchmarks" / "tiny.py").write_text(text, encoding="utf-8")
     return root
+
+
+def _committed(tree: Path) -> list[str]:
+    """Make a tree a repository with one commit. Return the beginning of commands of git there."""
+    git = ["git", "-c", "user.name=tester", "-c", "user.email=tester@example.com", "-C", str(tree)]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        subprocess.run([*git, *command], check=True)
+    return git
+
+
+def _worktrees(git: list[str]) -> list[str]:
+    listed = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True)
+    return listed.stdout.splitlines()
 
 
 def test_worktrees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
@@ -117,14 +132,57 @@ def test_a_run_must_not_read_more_bytes(new: int, passed: bool) -> None:
     assert summarise("case", "ours", samples).passed == passed
 
 
+def test_a_benchmark_that_the_old_worktree_lacks_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trees = [_tree(tmp_path / name, cases=["first"], seconds=2.0, requests=3) for name in ("old", "new")]
+    (trees[1] / "benchmarks" / "bounds.py").touch()
+    arguments = ["--new", str(trees[1]), "--only", "bounds", "--directory", str(tmp_path)]
+    assert main([str(trees[0]), *arguments]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "bounds: only in the new worktree",
+        "0 rows are worse, 0 benchmarks failed",
+    ]
+
+
+def test_an_unknown_commit_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = _tree(tmp_path / "new", cases=["first"], seconds=2.0, requests=3)
+    _committed(new)
+    with pytest.raises(SystemExit) as exit:
+        main(["v0.0.unknown", "--new", str(new), "--directory", str(tmp_path)])
+    assert exit.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"error: old: 'v0.0.unknown' is neither a commit in {new} nor a directory")
+
+
+def test_the_worktree_is_removed_if_the_comparison_is_terminated(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    new = _tree(tmp_path / "new", cases=["first"], seconds=2.0, requests=3)
+    text = f"""
+import pathlib, sys
+def rows(setting):
+    pathlib.Path({str(began)!r}).touch()
+    sys.exit(sys.stdin.read())
+"""
+    (new / "benchmarks" / "local.py").write_text(text, encoding="utf-8")
+    git = _committed(new)
+    arguments = ["HEAD", "--new", str(new), "--only", "local", "--directory", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.compare", *arguments], cwd=ROOT) as process:
+        while not began.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+    assert process.returncode == 143
+    assert len(_worktrees(git)) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"began", "new"}
+
+
 def test_a_commit_is_compared_in_a_worktree_that_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "BENCHMARKS", ("tiny",))
-    git = ["git", "-c", "user.name=tester", "-c", "user.email=tester@example.com", "-C", str(tmp_path / "new")]
+    monkeypatch.setattr(compare, "BUDGET", {"tiny": 1})
     new = _tree(tmp_path / "new", cases=["first"], seconds=2.0, requests=3)
-    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
-        subprocess.run([*git, *command], check=True)
+    git = _committed(new)
     tiny = new / "benchmarks" / "tiny.py"
     arguments = ["HEAD", "--new", str(new), "--pairs", "3", "--launches", "1", "--directory", str(tmp_path)]
     assert main(arguments) == 0
@@ -134,8 +192,7 @@ def test_a_commit_is_compared_in_a_worktree_that_is_removed(
     *_, count, worse = capsys.readouterr().out.splitlines()
     assert count == "1 rows are worse, 0 benchmarks failed"
     assert worse.split()[:2] == ["first", "ckptcore.save"] and worse.endswith("WORSE")
-    listed = subprocess.run([*git, "worktree", "list"], check=True, capture_output=True, text=True).stdout
-    assert len(listed.splitlines()) == 1
+    assert len(_worktrees(git)) == 1
     assert list(tmp_path.iterdir()) == [new]
 
 
