@@ -103,10 +103,7 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        computed = checksums_of(data, self.block_bytes)
-        first = start // self.block_bytes * CHECKSUM_BYTES
-        if computed != self._sums[first : first + len(computed)]:
-            self._compare(start, computed)
+        self._compare(start, checksums_of(data, self.block_bytes))
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.

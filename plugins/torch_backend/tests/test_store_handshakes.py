@@ -168,7 +168,7 @@ def told(job: list[StoreCoordinator], key: str, payload: bytes) -> list[bytes]:
 
 
 def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes. It was one request after each sixth of the time waited."""
+    """However long it takes."""
     job = life(dist.HashStore(), 3)
     meet(job)
     told(job, "first", b"")  # each process has its connection from now on

@@ -400,7 +400,7 @@ def read_opcodes(data: bytes, *, key: str) -> DcpMetadata:
 
 def _read(data: bytes, key: str, reader: MetadataDecoder, objects: ObjectReader | None) -> DcpMetadata:
     value, stop = read_pickle(data, key=key, objects=objects)
-    del objects  # its columns of all rows
+    del objects  # frees its columns of all rows before the metadata is built
     if stop != len(data):
         raise CorruptCheckpointError(f"{key} has {len(data)} bytes, but its pickle ends at byte {stop}", key=key)
     return reader.metadata(value)
