@@ -366,7 +366,7 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
 def test_assets_that_were_deleted_during_a_save_are_refused_by_name(tmp_path: Path) -> None:
     class Deleting(SlimeLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            state = super().write(snapshot, store)  # type: ignore[misc]  # a slotted dataclass is a second class
+            state = super().write(snapshot, store)
             (tmp_path / "assets").rmdir()
             return state
 
