@@ -325,8 +325,9 @@ class StepLoader:
             return self._pin_to_load(copy, pinned) if agreement.rank == 0 else None
 
         decided = take_step(agreement, "pin", begin, is_current=lambda: True, decide=lambda messages: messages[0])
+        assert decided is not None, "the attempt is current"
         if agreement.rank != 0:
-            self._pin_on_host(copy, decided[0] if decided else None, pinned)
+            self._pin_on_host(copy, decided[0], pinned)
 
     def _attempt(self, copy: _StepCopy, loading: StepLoad[T]) -> T:
         """Load a copy of a step, which is pinned."""
@@ -353,18 +354,22 @@ class StepLoader:
     def _pin_on_host(self, copy: _StepCopy, pin: str | None, pinned: ExitStack) -> None:
         """Pin a step unless the pin of the leader is in this directory, too.
 
-        A shared directory has one pin. A path on the disks of several hosts has one on each of them.
+        A shared directory has one pin. A path on the disks of several hosts has one on each of them. An error is logged
+        and not raised: the other processes already wait in the load, which also reports that the step was deleted.
 
         Args:
             copy: the copy of the step.
             pin: the key of the leader's pin; None if it has none.
             pinned: gets the pin.
         """
-        with suppress(StorageError):
-            if pin is not None and self._directories[copy.directory].has_pin(pin):
+        steps = self._directories[copy.directory]
+        with suppress(Exception):
+            if pin is not None and steps.has_pin(pin):
                 return
-        with suppress(CheckpointNotFoundError):  # the load reports it to all processes
-            self._pin_to_load(copy, pinned)
+        try:
+            pinned.enter_context(steps.pin(copy.step))
+        except Exception as error:  # noqa: BLE001  # see above
+            logger.debug("step %d in %s is loaded without a pin: %s", copy.step, steps.display, error)
 
 
 def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:

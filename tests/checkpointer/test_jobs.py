@@ -23,6 +23,7 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DirectoryInUseError,
+    InvalidLocationError,
     OnlyStepError,
     RankFailedError,
     StepPinnedError,
@@ -470,6 +471,27 @@ def test_each_host_pins_its_own_copy_of_a_step(tmp_path: Path) -> None:
             owner.delete(1)
             owner.wait()
             assert owner.steps == (2,), "no pin is left"
+
+
+@pytest.mark.parametrize("error", [InvalidLocationError("the pins are elsewhere"), MemoryError("no memory")])
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_process_that_cannot_pin_loads_without_a_pin(directory: str, step: int | None, error: Exception) -> None:
+    """The others wait in the load meanwhile, so an error would leave them waiting until the deadline."""
+
+    def work(run: Checkpointer, rank: int) -> bool:
+        save_steps(run, [1])
+        failed: list[str] = []
+
+        def fail(name: str, keys: Sequence[str]) -> None:
+            if rank == 1 and any(".ckptcore/pins" in key for key in keys):
+                failed.append(name)
+                raise error
+
+        watch_of(run).before = fail
+        assert_is_step(run.load(step), 1)
+        return bool(failed)
+
+    assert job(directory, work)[0] == [rank == 1 for rank in range(SIZE)]
 
 
 class _Counted:
