@@ -36,8 +36,8 @@ class StoreCoordinator:
     """Coordinator over a `torch.distributed.Store` that every process of the job can reach.
 
     The store can be the store of the job. The coordinator waits on connections of its own, because
-    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time on each. It polls
-    stores that cannot be cloned. It ignores keys of an earlier run of the job. If the store fails, an
+    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time on each connection.
+    It polls stores that cannot be cloned. It ignores keys of an earlier run of the job. If the store fails, an
     exchange raises an error immediately. If the store does not answer a request, the exchange raises an
     error after the timeout. Thread-safe.
 
