@@ -80,6 +80,7 @@ def test_without_a_device_nothing_is_written(checkout: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.system
+@pytest.mark.slow
 def test_every_row_is_measured_and_written(checkout: Path, tmp_path: Path) -> None:
     ended, report = fake_run(checkout, tmp_path / "out" / "report.json", "--only", "copies", "stall", "load")
     assert ended.returncode in (0, 1) and "failed to load" not in ended.stderr, ended.stderr

@@ -202,6 +202,7 @@ def test_impossible_indexes_are_refused(name: str, tmp_path: Path) -> None:
     _assert_refused(directory)
 
 
+@pytest.mark.slow
 def test_tampered_indexes_are_refused_or_load(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes(_file(_HEADER))
     weight_map = {name: "one.safetensors" for name in _HEADER if name != "__metadata__"}

@@ -127,6 +127,7 @@ PLACES: Final = [
 ]
 
 
+@pytest.mark.slow
 def test_an_invalid_value_in_each_optional_field_is_ignored(run: _Run) -> None:
     for number, place in enumerate(_odd(run.root)):
         root = copy.deepcopy(run.root)

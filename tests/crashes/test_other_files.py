@@ -315,6 +315,7 @@ def test_another_process_at_any_operation_leaves_a_whole_checkpoint(task: str, t
     assert "saved" in outcomes
 
 
+@pytest.mark.slow
 def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
     def copy(place: _Place, plan: FaultPlan) -> None:
         options: Any = {"overwrite": "keep-other-files", "context": faulty_context(place.location, plan)}

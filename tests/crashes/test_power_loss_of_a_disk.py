@@ -107,6 +107,7 @@ def test_a_save_without_syncs_is_detected(warm: Saver, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "left_out", ["parent", *[pytest.param(name, marks=pytest.mark.slow) for name in ("data", "directory")]]
 )
+@pytest.mark.slow
 def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite"], warm, tmp_path)
     wrong = {"data": ".safetensors", "directory": ".ckptcore", "parent": "run"}[left_out]
@@ -116,6 +117,7 @@ def test_a_save_with_a_missing_sync_is_detected(left_out: str, warm: Saver, tmp_
     assert not set(outcomes) <= {OLD, NEW} or outcomes[-1] != NEW
 
 
+@pytest.mark.slow
 def test_a_power_loss_without_durability_is_detected(warm: Saver, tmp_path: Path) -> None:
     trial = _Trial(SCENARIOS["overwrite without durability"], warm, tmp_path)
     assert not [call for call in trial.calls if "sync" in call.name]

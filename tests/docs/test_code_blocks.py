@@ -109,6 +109,7 @@ def starts_ray(page: Path) -> bool:
     return any("\nimport ray\n" in block.code for block in code_blocks(page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow  # each starts a cluster, as the demo of tests/examples does in every run
 @pytest.mark.system
 @pytest.mark.parametrize("page", [page for page in PAGES if starts_ray(page)], ids=page_name)
 def test_programs_run(page: Path, tmp_path: Path) -> None:

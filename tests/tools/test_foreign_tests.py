@@ -86,6 +86,7 @@ def test_tables_without_results_are_empty() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.slow
 def test_calls_are_counted_only_with_the_replacement(tmp_path: Path) -> None:
     (tmp_path / "test_files.py").write_text(TESTS)
     result = run_file("test_files.py", tmp_path, "safetensors")

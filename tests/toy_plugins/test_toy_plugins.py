@@ -89,6 +89,7 @@ def test_toy_plugins_pass_the_full_matrix(installed: Path, full: bool) -> None:
     assert sum("toyframe" in name for name in outcomes) > (500 if full else 50)
 
 
+@pytest.mark.slow
 def test_without_the_installation_the_matrix_has_no_toy_plugins() -> None:
     """Show that only the installation adds the toy plugins to the matrix."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", str(ROOT / "pyproject.toml"), str(MATRIX)]

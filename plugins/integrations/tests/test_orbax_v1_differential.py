@@ -124,6 +124,7 @@ def abstract_of(tree: Any) -> Any:
 @example({"t": (), "u": [(), {}], "v": (1, ()), "w": {"a": (), "b c": {}}})
 @example({"t": optax.EmptyState(), "u": Pair(None, ()), "v": Struct([])})
 @given(TREES)
+@pytest.mark.slow
 def test_four_combinations(tree: Any) -> None:
     """Both libraries load the same values from each checkpoint, with and without an abstract tree."""
     with tempfile.TemporaryDirectory() as directory:

@@ -334,6 +334,7 @@ def test_a_tensor_of_many_axes_among_many_scalars_is_read() -> None:
     assert len(read_metadata(data, key=".metadata").tensors["deep"].chunks) == 1
 
 
+@pytest.mark.slow
 def test_damage_raises_an_error_or_changes_a_value() -> None:
     data = pickle.dumps(_of_torch(), protocol=4)
     chance = random.Random(7)

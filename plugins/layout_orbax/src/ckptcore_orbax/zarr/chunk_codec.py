@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
+from threading import Semaphore
 from typing import Any, Final, Literal
 
 import google_crc32c
@@ -100,15 +101,19 @@ class ChunkCodec:
         }
         return tensorstore.open(spec, open=True, context=self._context).result(), memory
 
-    def encode(self, part: Box, elements: HostArray) -> EncodingChunk:
+    def encode(self, part: Box, elements: HostArray, encoders: Semaphore) -> EncodingChunk:
         """Start to encode a read chunk.
 
         Args:
             part: box of the given elements within the read chunk; the rest is the fill value.
             elements: elements of that box; must not change until the result is available.
+            encoders: limits the chunks that threads of this process encode at a time.
         """
         if self._frame is not None and part.shape == self._form.inner:
-            return EncodingChunk(self._name, start(partial(_encode_frame, elements, self._frame)), None, "")
+            encoders.acquire()
+            encoding = start(partial(_encode_frame, elements, self._frame), "ckptcore-encoder")
+            encoding.add_done_callback(lambda _: encoders.release())
+            return EncodingChunk(self._name, encoding, None, "")
         expect_usable()
         with _WriteErrors(self._name):
             array, memory = self._open()
@@ -221,9 +226,8 @@ class ReadErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError | OSError | IndexError | NotImplementedError) and not isinstance(
-            error, CheckpointError
-        ):
+        kinds = ValueError | OSError | IndexError | NotImplementedError | zstandard.ZstdError
+        if isinstance(error, kinds) and not isinstance(error, CheckpointError):
             raise self.error(str(error).split("[source locations", 1)[0].strip()) from error
 
     def error(self, text: str) -> CheckpointError:
@@ -239,7 +243,7 @@ class ReadErrors:
 
 
 class _WriteErrors(ReadErrors):
-    """Converts errors of tensorstore while writing."""
+    """Converts errors of tensorstore and zstandard while writing."""
 
     __slots__ = ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -132,14 +133,15 @@ class ChunkSource:
 
         Args:
             box: a read chunk.
-            memory: bytes for the elements, which may be too few: new memory is taken then.
+            memory: bytes for the elements. New memory is taken if they are too few, or more than twice as many.
         """
         valid = box.intersect(self._whole)
         assert valid is not None  # every chunk contains elements of the array
         dtype = self.format.spec.numpy_dtype.newbyteorder("<")
         nbytes = valid.size * dtype.itemsize
-        whole = (memory[:nbytes] if nbytes <= len(memory) else np.empty(nbytes, np.uint8)).view(dtype)
-        whole = whole.reshape(valid.shape)
+        if not nbytes <= len(memory) <= 2 * nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        whole = memory[:nbytes].view(dtype).reshape(valid.shape)
         for part, array in self.filled_parts(valid):
             whole[part.within(valid)] = array
         return whole
@@ -313,6 +315,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     started: deque[tuple[_PartialChunk, int, EncodingChunk, HostArray]] = deque()
     started_bytes = 0
     free: list[HostArray] = []  # memory that was faulted in, for the elements of further chunks
+    encoders = threading.Semaphore(os.cpu_count() or 1)  # each thread has a context of zstd
 
     def finish() -> Iterator[EncodedChunk]:
         nonlocal started_bytes
@@ -321,7 +324,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
         started.popleft()  # last: after an interrupt, `finally` waits for the chunks in `started`
         started_bytes -= len(elements)
         if not encoding.keeps_elements:
-            free.append(elements)
+            free.append(elements if elements.base is None else elements.base)  # whole, so that chunks count all of it
         assembly.pending -= 1
         if not assembly.pending:
             assembly.source.close()
@@ -347,7 +350,7 @@ def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
                     part = Box(
                         tuple(map(int.__sub__, valid.start, box.start)), tuple(map(int.__sub__, valid.stop, box.start))
                     )
-                    started.append((assembly, number, codec.encode(part, elements), memory))
+                    started.append((assembly, number, codec.encode(part, elements, encoders), memory))
                     started_bytes += len(memory)
                     while started_bytes > _STARTED_BYTES and len(started) > _MIN_STARTED:
                         yield from finish()

@@ -10,24 +10,26 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def start(function: Callable[[], T]) -> Future[T]:
-    """Call a function on a new thread, or on this one if no thread can be started.
+def start(function: Callable[[], T], name: str) -> Future[T]:
+    """Call a function on a new thread of this name, or on this one if no thread can be started.
 
     The executors of `concurrent.futures` refuse work once the main thread has ended, when a save in the background may
-    still write.
+    still write. `WriteStore.write_many` writes more objects at a time than `encode_buffer_bytes` counts.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001  # raised by `Future.result`
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
     try:
-        threading.Thread(target=run, name="ckptcore-encoded").start()
+        threading.Thread(target=_run, args=(future, function), name=name).start()
     except RuntimeError:  # the system has no more threads
-        run()
+        _run(future, function)
     return future
+
+
+def _run(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001  # raised by `Future.result`
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    finally:
+        del future, function  # the traceback of an error holds this frame

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,19 +42,20 @@ _THREADS: Final = 8
 class _ObjectWriter:
     """Writes objects in threads. As a context manager, waits for all writes. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._started: deque[Future[None]] = deque()
+    def __init__(self, most: int) -> None:
+        """Write at most `most` objects at a time."""
+        self._most = most
+        self._running: set[Future[None]] = set()
 
     def start(self, write: Callable[[], None]) -> None:
-        """Start to write one object.
+        """Start to write one object, once fewer than `most` are being written.
 
         Raises:
             StorageError: an earlier write failed. The caller should write no further objects, because
                 a failing storage may take minutes per object.
         """
-        while len(self._started) >= _THREADS:
-            self._started.popleft().result()
-        self._started.append(start(write))
+        self._wait_until(self._most - 1)
+        self._running.add(start(write, "ckptcore-objects"))
 
     def wait(self) -> None:
         """Wait until all objects are written.
@@ -63,8 +63,14 @@ class _ObjectWriter:
         Raises:
             StorageError: the error of a failed write.
         """
-        while self._started:
-            self._started.popleft().result()
+        self._wait_until(0)
+
+    def _wait_until(self, most: int) -> None:
+        while len(self._running) > most or any(map(Future.done, self._running)):
+            # An interrupt of this wait leaves all writes in `_running`, and `__exit__` waits for them.
+            done, self._running = wait(self._running, return_when=FIRST_COMPLETED)
+            while done:
+                done.pop().result()
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +82,7 @@ class _ObjectWriter:
             if error is None:
                 self.wait()
         finally:
-            wait(self._started)  # the memory that writes read is released after this
+            wait(self._running)  # the memory that writes read is released after this
 
 
 _SMALL_BYTES: Final = 64 << 10
@@ -245,24 +251,17 @@ class _DataFiles:
 
     def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
         """Write encoded chunks as they arrive. One file is written while the chunks of the next are encoded."""
-        writing: deque[Future[None]] = deque()
         segments: list[Segment] = []
         position = 0
-        try:
+        with _ObjectWriter(1) as files:
             for chunk in chunks:
                 self._record_chunk(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
                 self._columns.add_digests(chunk)
                 segments.extend(chunk.segments)
                 position += chunk.nbytes
                 if position >= min(self._options.data_file_bytes, ENCODED_FILE_BYTES):
-                    if writing:
-                        writing.popleft().result()
-                    writing.append(start(partial(self._store.write, self._next_file(), segments)))
+                    files.start(partial(self._store.write, self._next_file(), segments))
                     segments, position = [], 0
-            if writing:
-                writing.popleft().result()
-        finally:
-            wait(writing)  # after an error, its memory is released
         if segments:
             self._store.write(self._next_file(), segments)
 
@@ -311,7 +310,7 @@ def _write_objects(
                     yield key, list(_chunk_segments(source, outer))
 
     store.write_many(direct_objects())
-    with _ObjectWriter() as small:
+    with _ObjectWriter(_THREADS) as small:
         waiting = 0
         for chunk in encoded:
             columns.add_digests(chunk)
