@@ -79,7 +79,10 @@ def read_root(store: StorageBackend) -> AnyRoot | None:
 
 
 def root_bytes(store: StorageBackend, start: int = 0) -> bytes | None:
-    """Return the bytes of the root from `start` on, which differ between any two saves; None without a root."""
+    """Return the bytes of the root from `start` on; None without a root.
+
+    If they include the checksum of the root, they differ between any two saves.
+    """
     try:
         return store.get(ROOT_KEY, start)
     except ObjectNotFoundError:

@@ -295,7 +295,8 @@ class ReportsAwaited(Protocol):
     def awaited(self, key: str) -> Sequence[int]:
         """Return the ranks whose payloads are missing in an exchange that this rank waits for; empty if unknown.
 
-        Called on another thread while the exchange runs, or right after it.
+        Called on another thread while the exchange runs, or right after it. It must not block: if the service does not
+        answer within some seconds, return nothing.
 
         Args:
             key: the key of the exchange.

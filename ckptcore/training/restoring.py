@@ -14,6 +14,7 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     PartialLoadError,
+    RankFailedError,
     StorageError,
     TargetUndefinedError,
     UnknownCheckpointableError,
@@ -165,10 +166,10 @@ class StepLoader:
         agreement = self._agree(f"load-{step}")
         has_loaded = False
         try:
-            with ExitStack() as pinned, agreement.stage("load"):
+            with ExitStack() as pinned, ExitStack() as recorded, agreement.stage("load"):
                 copy = _StepCopy(step, last)
                 self._pin_together(copy, agreement.part("begin"), pinned)
-                value = self._attempt(copy, loading)
+                value = self._attempt(copy, loading, recorded)
                 has_loaded = True
         except CheckpointError as error:
             for skip in skipped.skipped:
@@ -263,28 +264,33 @@ class StepLoader:
         """
         directory = self._directories[copy.directory]
         loaded: tuple[T] | None = None
+        damage: Exception | None = None
         agreement = self._agree(f"load-{copy.step}")
         # A process that cannot load this copy reports its error to the other processes, and does not raise it.
         try:
-            with ExitStack() as own, agreement.stage("load") as stage:
-                stage.decide = lambda: _outcome(stage.payloads)
-                try:
-                    if pinned is None:
-                        self._pin_together(copy, agreement.part("begin"), own)
-                    loaded = (self._attempt(copy, loading),)
-                except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
-                    if not _is_damage(error):
-                        raise
-                    skipped.last = error
-                    skipped.changed = skipped.changed or isinstance(error, TargetUndefinedError)
-                    stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
+            with ExitStack() as own, ExitStack() as recorded:
+                with agreement.stage("load") as stage:
+                    stage.decide = lambda: _outcome(stage.payloads)
+                    try:
+                        if pinned is None:
+                            self._pin_together(copy, agreement.part("begin"), own)
+                        loaded = (self._attempt(copy, loading, recorded),)
+                    except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
+                        if not _is_damage(error):
+                            raise
+                        skipped.last = damage = error
+                        skipped.changed = skipped.changed or isinstance(error, TargetUndefinedError)
+                        stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
+                if stage.decision is not None:
+                    raise damage or RankFailedError(stage.decision[0])  # only for the events of this attempt
         except CheckpointError as error:
-            # An error that is not damage, here or in another process. The load of an earlier copy may have changed the
-            # target.
-            changed = loading.changes if skipped.changed or loaded is not None else None
-            if changed is None or isinstance(error, TargetUndefinedError):
-                raise
-            raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
+            if stage.decision is None:
+                # An error that is not damage, here or in another process. The load of an earlier copy may have changed
+                # the target.
+                changed = loading.changes if skipped.changed or loaded is not None else None
+                if changed is None or isinstance(error, TargetUndefinedError):
+                    raise
+                raise _left_undefined(changed, copy.step, self._display(copy.directory), error) from error
         if stage.decision is None:
             directory.broken.discard(copy.step)
             return loaded
@@ -325,22 +331,29 @@ class StepLoader:
             return self._pin_to_load(copy, pinned) if agreement.rank == 0 else None
 
         decided = take_step(agreement, "pin", begin, is_current=lambda: True, decide=lambda messages: messages[0])
+        assert decided is not None, "the attempt is current"
         if agreement.rank != 0:
-            self._pin_on_host(copy, decided[0] if decided else None, pinned)
+            self._pin_on_host(copy, decided[0], pinned)
 
-    def _attempt(self, copy: _StepCopy, loading: StepLoad[T]) -> T:
-        """Load a copy of a step, which is pinned."""
+    def _attempt(self, copy: _StepCopy, loading: StepLoad[T], recorded: ExitStack) -> T:
+        """Load a copy of a step, which is pinned.
+
+        Args:
+            copy: the copy.
+            loading: loads it.
+            recorded: ends the recording; closed when all processes know whether the load succeeded.
+        """
         steps, step = self._directories[copy.directory], copy.step
         location = self._steps.copy_location(step, copy.directory)
-        with recorded_load(location, self._context, step=step) as recording:
-            try:
-                return loading.run(location, recording)
-            except PartialLoadError:
-                self.restored_step = copy.step
-                raise
-            except (CorruptCheckpointError, CheckpointNotFoundError):
-                steps.expect_present()  # files of a file system that is not mounted are not missing
-                raise
+        recording = recorded.enter_context(recorded_load(location, self._context, step=step))
+        try:
+            return loading.run(location, recording)
+        except PartialLoadError:
+            self.restored_step = copy.step
+            raise
+        except (CorruptCheckpointError, CheckpointNotFoundError):
+            steps.expect_present()  # files of a file system that is not mounted are not missing
+            raise
 
     def _pin_to_load(self, copy: _StepCopy, pinned: ExitStack) -> str | None:
         """Pin a step for a load. Return the key of the pin; None if the directory is not writable."""
@@ -353,18 +366,22 @@ class StepLoader:
     def _pin_on_host(self, copy: _StepCopy, pin: str | None, pinned: ExitStack) -> None:
         """Pin a step unless the pin of the leader is in this directory, too.
 
-        A shared directory has one pin. A path on the disks of several hosts has one on each of them.
+        A shared directory has one pin. A path on the disks of several hosts has one on each of them. An error is logged
+        and not raised: the other processes already wait in the load, which also reports that the step was deleted.
 
         Args:
             copy: the copy of the step.
             pin: the key of the leader's pin; None if it has none.
             pinned: gets the pin.
         """
-        with suppress(StorageError):
-            if pin is not None and self._directories[copy.directory].has_pin(pin):
+        steps = self._directories[copy.directory]
+        with suppress(Exception):
+            if pin is not None and steps.has_pin(pin):
                 return
-        with suppress(CheckpointNotFoundError):  # the load reports it to all processes
-            self._pin_to_load(copy, pinned)
+        try:
+            pinned.enter_context(steps.pin(copy.step))
+        except Exception as error:  # noqa: BLE001  # see above
+            logger.debug("step %d in %s is loaded without a pin: %s", copy.step, steps.display, error)
 
 
 def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,14 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DirectoryInUseError,
+    InvalidLocationError,
     OnlyStepError,
     RankFailedError,
     StepPinnedError,
     StorageError,
     TargetUndefinedError,
 )
+from ckptcore.events import Event
 from ckptcore.hookspecs import hookimpl
 from ckptcore.loading.load import Load
 from ckptcore.loading.reading import TreeRead
@@ -472,6 +475,27 @@ def test_each_host_pins_its_own_copy_of_a_step(tmp_path: Path) -> None:
             assert owner.steps == (2,), "no pin is left"
 
 
+@pytest.mark.parametrize("error", [InvalidLocationError("the pins are elsewhere"), MemoryError("no memory")])
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_process_that_cannot_pin_loads_without_a_pin(directory: str, step: int | None, error: Exception) -> None:
+    """The others wait in the load meanwhile, so an error would leave them waiting until the deadline."""
+
+    def work(run: Checkpointer, rank: int) -> bool:
+        save_steps(run, [1])
+        failed: list[str] = []
+
+        def fail(name: str, keys: Sequence[str]) -> None:
+            if rank == 1 and any(".ckptcore/pins" in key for key in keys):
+                failed.append(name)
+                raise error
+
+        watch_of(run).before = fail
+        assert_is_step(run.load(step), 1)
+        return bool(failed)
+
+    assert job(directory, work)[0] == [rank == 1 for rank in range(SIZE)]
+
+
 class _Counted:
     """A coordinator that counts its exchanges by the last words of their keys."""
 
@@ -550,3 +574,37 @@ def test_if_building_fails_on_one_rank_the_target_of_all_is_undefined(
             run.load_into(tree(0), step=step)
 
     job(directory, work)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+@pytest.mark.parametrize("error", [RuntimeError, CorruptCheckpointError])
+def test_events_of_all_ranks_say_that_an_attempt_failed_on_one(
+    directory: str, step: int | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Load.build
+
+    def fail(load: Load[Any], reading: TreeRead) -> Any:
+        if load.runtime.job().rank == 1 and load.recording.step == 2:
+            raise error("no room for it")
+        return build(load, reading)
+
+    monkeypatch.setattr(Load, "build", fail)
+
+    def work(coordinator: Coordinator) -> Sequence[Any]:
+        loads: list[Any] = []
+
+        def see(event: Event) -> None:
+            if event.operation == event.phase == "load":
+                loads.append([event.step, event.error and event.error.partition(":")[0]])
+
+        context = ckptcore.Context(job=JobOptions(coordinator=coordinator), observers=(see,))
+        with Checkpointer(directory, context=context) as run:
+            save_steps(run, [1, 2])
+            with suppress(RuntimeError, CheckpointError):
+                assert_is_step(run.load(step), 1)
+        return loads
+
+    attempts = [[[2, error.__name__ if rank == 1 else "RankFailedError"]] for rank in range(SIZE)]
+    if step is None and error is CorruptCheckpointError:
+        attempts = [[*failed, [1, None]] for failed in attempts]
+    assert ThreadJob(SIZE).run(work) == attempts

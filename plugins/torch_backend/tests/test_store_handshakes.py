@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
+from ckptcore_torch import store_coordinator
 from ckptcore_torch.store_coordinator import StoreCoordinator
-from ckptcore_torch.store_handshakes import WatchedStore, pause_after
+from ckptcore_torch.store_handshakes import StoreHandshake, WatchedStore, pause_after
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 
@@ -169,8 +171,10 @@ def told(job: list[StoreCoordinator], key: str, payload: bytes) -> list[bytes]:
 
 def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes."""
-    job = life(dist.HashStore(), 3)
+    store = dist.HashStore()
+    job = life(store, 3)
     meet(job)
+    wait_for_keys(store, 0)  # the leader's thread sends no more requests
     told(job, "first", b"")  # each process has its connection from now on
     names: list[str] = []
     request = WatchedStore._request
@@ -234,6 +238,67 @@ def test_a_store_without_further_connections_is_polled() -> None:
     assert caught.value.missing == (1,)
 
 
+def test_a_file_store_is_polled_and_keeps_its_file(tmp_path: Path) -> None:
+    """A clone of it would remove the file, and fails before the time of a wait is over."""
+    path = tmp_path / "store"
+    make: Any = dist
+    job = [StoreCoordinator(make.FileStore(str(path), 2), rank, 2, timeout_seconds=30) for rank in range(2)]
+    assert together(*[lambda rank=rank: rank.gather("key", b"x") for rank in job])[0] == [b"x"] * 2
+    assert told(job, "told", b"y") == [b"y"] * 2
+    store = make.PrefixStore("job", make.FileStore(str(path), 2))
+    with pytest.raises(CoordinationTimeoutError) as caught:
+        StoreCoordinator(store, 0, 2, timeout_seconds=0.05).gather("late", b"")
+    assert caught.value.missing == (1,)
+    assert path.exists()
+
+
+class _Refusing:
+    """A store that takes no further connection."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.clones = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def clone(self) -> Any:
+        self.clones += 1
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_server_that_refused_a_connection_is_not_asked_for_another(caplog: pytest.LogCaptureFixture) -> None:
+    store: Any = dist.HashStore()
+    stores = [_Refusing(store) for _ in range(2)]
+    handshakes = [StoreHandshake(refusing, rank, 2) for rank, refusing in enumerate(stores)]
+    job = [StoreCoordinator(store, rank, 2, handshake=handshake) for rank, handshake in enumerate(handshakes)]
+    with caplog.at_level("INFO", "ckptcore"):
+        for key in ("first", "second"):
+            assert together(*[lambda rank=rank: rank.gather(key, b"x") for rank in job])[0] == [b"x"] * 2  # noqa: B023
+            assert told(job, f"told-{key}", b"y") == [b"y"] * 2
+    assert [refusing.clones for refusing in stores] == [1, 1]
+    assert [record.levelname for record in caplog.records if "reset by peer" in record.message] == ["INFO"] * 2
+
+
+def test_a_report_of_awaited_ranks_does_not_wait_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_coordinator, "_REPORT_SECONDS", 0.05)
+    goes_on = threading.Event()
+
+    def hang() -> None:
+        goes_on.wait()
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    coordinator = StoreCoordinator(_Broken(hang), 0, 2, timeout_seconds=30)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(coordinator.gather, "key", b"")
+        while not coordinator._awaited:
+            time.sleep(0.001)
+        assert coordinator.awaited("key") == ()
+        goes_on.set()
+        with pytest.raises(RankFailedError):
+            waiting.result()
+
+
 _INTERRUPTED: Final = """
 import os, signal, sys, threading, time
 import torch.distributed as dist
@@ -257,15 +322,18 @@ threading.Thread(target=interrupt).start()
 try:
     job[0].gather("key", b"") if rank == 0 else job[1].broadcast("key", None)
 except KeyboardInterrupt:
-    print("interrupted")
+    deadline = time.monotonic() + 30  # a separate thread of the leader deletes the hellos
+    while store.num_keys() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("interrupted", store.num_keys())
 """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupted_exchange_leaves_no_thread_in_the_store(rank: int) -> None:
+def test_an_interrupted_exchange_leaves_no_thread_and_no_key_in_the_store(rank: int) -> None:
     command = [sys.executable, "-c", _INTERRUPTED, str(rank)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stdout.strip()) == (0, "interrupted"), ended.stderr
+    assert (ended.returncode, ended.stdout.strip()) == (0, "interrupted 0"), ended.stderr
 
 
 class _Broken(dist.Store):

@@ -28,12 +28,16 @@ _COPIED_BYTES: Final = 1 << 16
 """Up to this size in all, each rank gets its own copy of a broadcast payload."""
 
 
+_REPORT_SECONDS: Final = 5.0
+"""Maximum time in seconds that a report of the awaited ranks takes, if the store does not answer."""
+
+
 class StoreCoordinator:
     """Coordinator over a `torch.distributed.Store` that every process of the job can reach.
 
     The store can be the store of the job. The coordinator waits on connections of its own, because
-    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time on each. It polls
-    stores that cannot be cloned. It ignores keys of an earlier run of the job. If the store fails, an
+    ``torch.distributed.TCPStore`` allows only one thread of a process to wait at a time on each connection.
+    It polls stores that cannot be cloned. It ignores keys of an earlier run of the job. If the store fails, an
     exchange raises an error immediately. If the store does not answer a request, the exchange raises an
     error after the timeout. Thread-safe.
 
@@ -122,9 +126,15 @@ class StoreCoordinator:
     def awaited(self, key: str) -> Sequence[int]:
         """Return the ranks for which a running exchange waits. See `ckptcore.protocols.ReportsAwaited`."""
         names = self._awaited.get(key, {})
-        store = self._handshake.watched(key)
-        missing = [rank for rank, name in names.items() if not store.has(name)]
-        return missing if self._awaited.get(key) is names else ()
+
+        def missing(store: WatchedStore) -> Sequence[int]:
+            return [rank for rank, name in names.items() if not store.has(name)]
+
+        try:
+            ranks = run_watched(self._handshake.watched(key), key, self.rank, _REPORT_SECONDS, missing)
+        except CoordinationTimeoutError:
+            return ()
+        return ranks if self._awaited.get(key) is names else ()
 
     def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
         """Run an exchange with the key prefix of this run of the job."""
@@ -152,9 +162,9 @@ class StoreCoordinator:
         return gathered
 
     def _send(self, store: WatchedStore, prefix: str, payload: bytes) -> None:
-        """Set a name for each rank, with the payload or, if it is large, without: then it has a name of its own.
+        """Set a name for each rank. A small payload is its value; a large one is stored once under ``payload``.
 
-        Each rank waits for its own name, so that it can end its wait: see `WatchedStore.end_wait`.
+        Each rank waits for its own name, so that it can end its wait: see `WatchedStore.abandon`.
         """
         is_copied = len(payload) * (self.size - 1) <= _COPIED_BYTES
         value = _COPY + payload if is_copied else _SHARED

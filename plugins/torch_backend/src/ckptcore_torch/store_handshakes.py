@@ -22,6 +22,9 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
+from ckptcore.events import logger_named
+
+logger = logger_named("ckptcore.job")
 
 T = TypeVar("T")
 
@@ -34,6 +37,50 @@ _CANCEL_SECONDS: Final = 5.0
 """Maximum time in seconds that the store takes to answer a wait whose time is over."""
 
 
+class Connections:
+    """The unused connections of this process to the store, on which an exchange can wait. Thread-safe.
+
+    A store without further connections is asked again and again instead: FileStore, whose clone would remove its file,
+    stores written in Python, all stores before torch 2.8, and a server that has refused a connection.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Connect nothing yet."""
+        self._store = store
+        self._unused: list[Any] = []
+        self._can_connect = hasattr(store, "clone") and not _is_file_store(store)
+
+    def take(self) -> Any | None:
+        """Return an unused connection; None if there is none."""
+        try:
+            return self._unused.pop()
+        except IndexError:
+            return None
+
+    def connect(self) -> Any | None:
+        """Return a new connection; None if the store takes none, or while another thread connects."""
+        if not self._can_connect:
+            return None
+        self._can_connect = False  # a server that refuses connections takes as long as the timeout of the store
+        try:
+            connection = self._store.clone()
+        except RuntimeError as error:
+            logger.info("the store of the job is asked again and again, as it takes no further connection: %s", error)
+            return None
+        self._can_connect = True
+        return connection
+
+    def give_back(self, connection: Any) -> None:
+        """Give a connection back that has answered."""
+        self._unused.append(connection)
+
+
+def _is_file_store(store: Any) -> bool:
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]  # exported only at run time
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)  # type: ignore[attr-defined]  # as above
+
+
 class WatchedStore:
     """The store of one exchange, used on the thread of `run_watched`.
 
@@ -44,13 +91,13 @@ class WatchedStore:
         running: a lock that is released when the exchange ends.
     """
 
-    def __init__(self, store: Any, key: str, connections: list[Any]) -> None:
+    def __init__(self, store: Any, key: str, connections: Connections) -> None:
         """Send no request yet.
 
         Args:
             store: the store of the job.
             key: the key of the exchange.
-            connections: the unused connections of this process on which an exchange can wait.
+            connections: the connections of this process on which an exchange can wait.
         """
         self._store = store
         self._key = key
@@ -91,17 +138,18 @@ class WatchedStore:
         self._request(lambda: self._store.delete_key(name))
 
     def wait(self, names: Sequence[str], seconds: float) -> bool:
-        """Wait until all names exist, which no other process waits for. Return False after some seconds.
+        """Wait until all names exist. Return False after some seconds.
+
+        No other process may wait for these names: `abandon` sets them.
 
         The store answers when the last name is set. This takes a connection, because no other thread of this process
         can send a request on it meanwhile. Asking again and again takes five times as much processor time.
         """
-        try:
-            connection = self._connections.pop()
-        except IndexError:
-            connection = self._request(lambda: _connect(self._store))
+        connection = self._connections.take()
         if connection is None:
-            began = time.monotonic()
+            connection = self._request(self._connections.connect)
+        began = time.monotonic()
+        if connection is None:
             while not self.has(*names):
                 if (waited := time.monotonic() - began) >= seconds:
                     return False
@@ -112,6 +160,8 @@ class WatchedStore:
             try:
                 connection.wait(list(names), timedelta(seconds=seconds))
             except dist.DistStoreError:
+                if time.monotonic() - began < seconds / 2:  # not a timeout, which clocks may measure differently
+                    raise
                 return False
             return True
 
@@ -119,7 +169,7 @@ class WatchedStore:
         exist = self._request(wait)
         self.awaited = ()
         if exist:
-            self._connections.append(connection)
+            self._connections.give_back(connection)
         return exist
 
     def abandon(self) -> None:
@@ -128,12 +178,18 @@ class WatchedStore:
         A thread in the store at interpreter exit would abort the process: see `StoreHandshake.end`.
         """
         self.abandoned.set()
-        _thread.start_new_thread(self._end_wait, ())  # a server that hangs would block this thread
-        self.running.acquire(timeout=_CANCEL_SECONDS)
+        ending = threading.Thread(target=self._end_wait, daemon=True)  # a server that hangs would block this thread
+        ending.start()
+        ending.join(_CANCEL_SECONDS)
 
     def _end_wait(self) -> None:
+        names = list(self.awaited)
         with suppress(RuntimeError):  # the store failed, which ends the wait, too
-            self._store.multi_set(list(self.awaited), [b""] * len(self.awaited))
+            self._store.multi_set(names, [b""] * len(names))
+        self.running.acquire(timeout=_CANCEL_SECONDS)
+        with suppress(RuntimeError):
+            for name in names:
+                self._store.delete_key(name)
 
     def pause(self, seconds: float) -> None:
         """Sleep, but wake up if the exchange is abandoned."""
@@ -151,14 +207,6 @@ class WatchedStore:
             ) from error
         finally:
             self.pending = None
-
-
-def _connect(store: Any) -> Any | None:
-    """Return a new connection to a store; None if it has none: before torch 2.8, or if it is written in Python."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def run_watched(
@@ -267,7 +315,7 @@ class StoreHandshake:
         self._store: Final = store
         self._rank: Final = rank
         self._size: Final = size
-        self._connections: Final[list[Any]] = []
+        self._connections: Final = Connections(store)
         self._word: Final = secrets.token_hex(8)
         self._lock: Final = threading.Lock()
         self._run_id: str | None = None
