@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,32 @@ def test_other_software_follows_a_publisher(layout: Any, tmp_path: Path) -> None
         assert {name: array.tobytes() for name, array in loaded.items()} == bytes_of(number)
     assert [number for number in range(1, 8) if is_full(tmp_path, number)] == [1, 5]
     assert (labels(version_at(tmp_path, 6)).step, labels(version_at(tmp_path, 7)).run) == (60, "night")
+
+
+_AFTER_MAIN = """
+import sys, threading
+import numpy as np
+from ckptcore_versions import Publisher
+
+def publish():
+    threading.main_thread().join()
+    with Publisher(sys.argv[1], layout="slime") as versions:
+        for number in (1, 2):
+            versions.publish(number, {"w": np.arange(64.0) + (number == 2) * (np.arange(64) < 3)})
+
+threading.Thread(target=publish).start()
+"""
+
+
+@pytest.mark.system
+def test_a_delta_is_published_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    """As a delta in the background may be. The executors of `concurrent.futures` take no more work then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AFTER_MAIN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [is_full(tmp_path, number) for number in (1, 2)] == [True, False]
+    assert ckptcore.load(version_at(tmp_path, 2))["w"][:4].tolist() == [1, 2, 3, 3]
 
 
 def test_a_gap_begins_a_new_chain(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from ckptcore.builtin.safetensors_files import encode_file
 from ckptcore.errors import CheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.io.elements import copy_elements, is_little, little_dtype, plain
+from ckptcore.io.threads import BackgroundThreads
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
@@ -299,18 +300,17 @@ class _DeltaLayout(SlimeLayout):
         plan = snapshot.plan
         names = tensor_names(plan.tree)
         pending: deque[tuple[str, Future[EncodedTensor | None]]] = deque()
-        with ThreadPoolExecutor(_THREADS, "ckptcore-frames") as threads:
-            try:
-                for number in _whole_items(plan):
-                    while len(pending) > 2 * _THREADS:
-                        yield from _changed(*pending.popleft())
-                    encoding = threads.submit(self._encode, snapshot, number)
-                    pending.append((names[plan.items[number].leaf], encoding))
-                while pending:
+        threads = BackgroundThreads(_THREADS, "ckptcore-frames")
+        try:
+            for number in _whole_items(plan):
+                while len(pending) > 2 * _THREADS:
                     yield from _changed(*pending.popleft())
-            finally:
-                for _, encoding in pending:
-                    encoding.cancel()
+                encoding = threads.submit(partial(self._encode, snapshot, number))
+                pending.append((names[plan.items[number].leaf], encoding))
+            while pending:
+                yield from _changed(*pending.popleft())
+        finally:
+            threads.join(cancel=True)
 
     def _encode(self, snapshot: Snapshot, number: int) -> EncodedTensor | None:
         item = snapshot.plan.items[number]
