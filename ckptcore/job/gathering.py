@@ -61,16 +61,15 @@ class _Timers:
         while True:
             with self._lock:
                 now = time.monotonic()
-                due = [timer for timer in self._waiting if timer.due <= now]
-                self._waiting.difference_update(due)
+                for timer in [timer for timer in self._waiting if timer.due <= now]:
+                    with suppress(RuntimeError):  # the system has no more threads: try again after the pause
+                        threading.Thread(target=timer.fire, name="ckptcore-timer", daemon=True).start()
+                        self._waiting.remove(timer)
                 if not self._waiting and was_idle:
                     self._is_running = False
                     return
                 was_idle = not self._waiting
-                pause = min([_LATE_SECONDS, *[timer.due - now for timer in self._waiting]])
-            for timer in due:
-                with suppress(RuntimeError):  # as for `Timer.start`: this call is lost, and later ones are not
-                    threading.Thread(target=timer.fire, name="ckptcore-timer", daemon=True).start()
+                pause = min([_LATE_SECONDS, *[timer.due - now for timer in self._waiting if timer.due > now]])
             time.sleep(pause)
 
 

@@ -251,3 +251,20 @@ def test_timers_share_a_thread() -> None:
     again = threading.Event()
     gathering.Timer(0.0, again.set, []).start()
     assert again.wait(60)
+
+
+def test_a_timer_fires_late_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process can reach its limit of threads for a moment."""
+    failures: list[threading.Thread] = []
+    fired, start = threading.Event(), threading.Thread.start
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name == "ckptcore-timer" and not failures:
+            failures.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    gathering.Timer(0.0, fired.set, []).start()
+    assert fired.wait(60)
+    assert len(failures) == 1
