@@ -9,7 +9,8 @@ load the same bytes: the state is sharded over the processes. The phases are:
 - transfer: the bytes are moved.
 - building: the rest: the memory of the state before, and until all processes have finished a step.
 
-The processor time is that of all new processes until their first step, and what the servers used meanwhile.
+The processor time is that of all new processes until their first step, and what the servers used meanwhile. A note
+divides it: if there are more processes than processors, it decides how long all of them take.
 
 The start of a program is not measured: all processes are forked from one that has imported all libraries, and the
 memory server of the spare host runs already, as if a launcher had started it (see the how-to). In the row "no server

@@ -403,30 +403,34 @@ def _prepare(member: Member) -> Mapping[str, Any]:
 
 def _recover(member: Member) -> Mapping[str, Any]:
     """Recover, and measure when each phase has ended, by the clock that all processes of a machine share."""
-    first = time.monotonic()
+    first, used = time.monotonic(), [time.process_time()]
     messages = _count_messages()
     _join(member)
+    used.append(time.process_time())
     method = _METHODS[member.contender](member)
     method.agree()
     dist.barrier()
     agreed = time.monotonic()
+    used.append(time.process_time())
     # Memory of the state is touched, as that of a module that was initialised.
     state = _state(member, lambda number: torch.zeros(member.rows // member.size, COLUMNS, dtype=torch.int32))
     dist.barrier()
     built = time.monotonic()
+    used.append(time.process_time())
     transfer = method.load(state)
     loaded = time.monotonic()
+    used.append(time.process_time())
     step = state["layers.0.weight"].to_local()[:1].float().sum().reshape(1)
     dist.all_reduce(step)
     stepped = time.monotonic()
-    used = os.times()
+    used.append(time.process_time())
     for number in range(ARRAYS):
         assert torch.equal(state[f"layers.{number}.weight"].to_local(), _local(member, number))
     _KEPT.append(method)
     return {
         "marks": [first, agreed, built, loaded, stepped],
         "transfer": transfer,
-        "cpu": used.user + used.system,
+        "used": used,
         "messages": messages,
         "modules": sorted(sys.modules) if member.rank == 0 else [],
     }
