@@ -273,7 +273,8 @@ class BlockCache:
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
         """Fill memory with whole blocks, verify them, and mark them for the stamp that the object had before."""
         assert self._sums is not None  # nothing is verified without checksums
-        self._fill(start, memory)
+        self._reader.get_into(((start, memory),))
+        self._count(len(memory))
         self._sums.verify(start, memory)
         if stamp is None:
             return
