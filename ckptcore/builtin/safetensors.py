@@ -276,10 +276,8 @@ class SafetensorsLayout(Layout):
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
-        slices = ChunkColumns()
-        for state in states:
-            if "slices" in state:
-                slices.extend(state["slices"], tree, offsets)
+        slices = ChunkColumns.merged([state["slices"] for state in states if "slices" in state], tree, offsets)
+        has_slices = bool(slices["leaf"])
         key_of: dict[int, str] = {}
         for state in sessions:
             key_of.update(zip(state["leaf"], [state["files"][file] for file in state["file"]], strict=True))
@@ -289,13 +287,13 @@ class SafetensorsLayout(Layout):
             _expect_files(keys, files, receipts)
             for key, leaves in zip(keys, files, strict=True):
                 # If an array is in slices, no process wrote its file.
-                key_of.update({leaf: key for leaf in leaves if leaf in offsets or not slices})
+                key_of.update({leaf: key for leaf in leaves if leaf in offsets or not has_slices})
         keys = list(dict.fromkeys(key_of.values()))
-        if not key_of and not slices:
+        if not key_of and not has_slices:
             keys = list(self.file_names(tree))  # one file without arrays
             if sessions:  # not written yet: a session cannot know that no other session has arrays
                 store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
-        if not slices and keys != file_names(self.stem, 1):
+        if not has_slices and keys != file_names(self.stem, 1):
             names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
             names = names or _names(tree)
             index: JSON = {
@@ -310,7 +308,7 @@ class SafetensorsLayout(Layout):
             "file": [numbers[key] for key in key_of.values()],
             "offset": [offsets[leaf] for leaf in key_of],
         }
-        return {**columns, "slices": slices.to_json()} if slices else columns
+        return {**columns, "slices": slices} if has_slices else columns
 
     @property
     def session_options(self) -> str:
