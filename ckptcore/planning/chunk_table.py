@@ -60,9 +60,12 @@ class ChunkColumns:
                 kept = ~np.isin(parts["leaf"], left_out)
                 kept_bounds = np.repeat(kept, 2 * axes[parts["leaf"]])
                 parts = {name: part[kept_bounds if name == "box" else kept] for name, part in parts.items()}
-            used = np.unique(parts["file"])
-            numbers = [files.setdefault(columns["files"][number], len(files)) for number in used.tolist()]
-            parts["file"] = np.array(numbers, np.int64)[np.searchsorted(used, parts["file"])]
+            number_of: HostArray = np.zeros(len(columns["files"]), np.int64)
+            for number in sorted(
+                set(parts["file"].tolist())
+            ):  # `numpy.unique` takes longer for the chunks of a process
+                number_of[number] = files.setdefault(columns["files"][number], len(files))
+            parts["file"] = number_of[parts["file"]]
             for name, part in parts.items():
                 merged[name].append(part)
         none = np.zeros(0, np.int64)  # `concatenate` refuses an empty list
