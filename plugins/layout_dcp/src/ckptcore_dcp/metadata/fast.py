@@ -15,6 +15,7 @@ read again without this module (see `read_metadata`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,9 +37,11 @@ _NEW: Final = b")\x81\x94}\x94("
 _APPENDS, _SET_ITEMS = b"eu"
 _BOOLEANS: Final = {TRUE: True, FALSE: False}
 _TEXT_COLUMNS: Final = 3
-_FRAME: Final = 0x95
-_REFERENCES: Final = ((1, ord("h")), (4, ord("j")))
-"""Bytes of the number of a memo entry, and the opcode before it."""
+_MARK, _MEMOIZE, _FRAME = b"(\x94\x95"
+_NAME_OPCODES: Final = b"hjX\x8c\x95"
+_IS_NAME: Final = np.isin(np.arange(256), list(_NAME_OPCODES))
+_ENDS_ITEM: Final = np.isin(np.arange(256), list(b"ut\x85\x86\x87"))
+"""By opcode, whether a name of ``planner_data`` may begin with it, and whether it may end the item before."""
 _PIECE_BYTES: Final = 1 << 19
 """Bytes searched for rows at a time: little memory if each byte may begin a row."""
 _MAX_TEMPLATES: Final = 256
@@ -128,7 +131,7 @@ def _read_tensor(row: RowTemplate) -> None:
 
 
 class _Table:
-    """All rows of a form in a pickle that begin after a reference to one class, in order.
+    """Rows of a form in a pickle that begin after a reference to one class, in order.
 
     Attributes:
         form: their form.
@@ -140,7 +143,7 @@ class _Table:
         ends: numbers of the rows that no row follows.
     """
 
-    def __init__(self, data: bytes, starts: HostArray, form: _Form, class_entry: int) -> None:
+    def __init__(self, data: bytes, starts: HostArray, form: _Form, class_entry: int | None) -> None:
         self.form = form
         self.references: list[Sequence[int]] = []
         self.closing: list[int] = []
@@ -160,7 +163,9 @@ class _Table:
             is_left = np.ones(len(starts), bool)
             is_left[rows] = is_left[middle] = False
             starts = starts[is_left]
-        if not parts:
+        width = max([sum([column[:1].size for column in part]) for part in parts], default=0)
+        if not parts or width * sum([len(part[0]) for part in parts]) > len(data):
+            # Without this limit, a few long paths among many short ones would take much memory.
             self.begins: HostArray = np.zeros(0, np.int64)
             return
         begins, *rest = map(_joined, zip(*parts, strict=True))
@@ -169,11 +174,12 @@ class _Table:
         nexts, self.templates, self.stops, *self.columns = [column[order] for column in rest]
         self.ends = np.flatnonzero(nexts != np.append(self.begins[1:], -1))
 
-    def _template(self, data: bytes, start: int, class_entry: int) -> tuple[RowTemplate, bool]:
+    def _template(self, data: bytes, start: int, class_entry: int | None) -> tuple[RowTemplate, bool]:
         """Return the template of a row; or of all that is no row for the same reason, and False."""
         template = RowTemplate(data, start)
         try:
-            template.exactly(_NEW)
+            if class_entry is not None:
+                template.exactly(_NEW)
             self.form.read(template)
         except NotARowError:
             template.any_opcode()
@@ -181,6 +187,8 @@ class _Table:
         template.place()
         self.references.append(template.references)
         self.closing.append(template.opcode())
+        if class_entry is None:
+            return template, True
         count = template.count + _TEXT_COLUMNS * self.form.is_named
         try:
             if self.form.is_named:
@@ -206,6 +214,8 @@ class FastObjectReader:
     def __init__(self, data: bytes) -> None:
         """Create a reader of the pickle."""
         self._data = padded_bytes(data)
+        self._stop = len(data)
+        self._text = data.decode("latin-1")
         self._padded = np.frombuffer(self._data, np.uint8)
         pieces = [self._begins_of_objects(first) for first in range(0, len(data), _PIECE_BYTES)]
         self._starts: HostArray = np.concatenate([np.zeros(0, np.int64), *pieces])
@@ -213,6 +223,8 @@ class FastObjectReader:
         # identity.
         self._classes: dict[int, tuple[Global, _Form | None]] = {}
         self._tables: dict[int, _Table] = {}
+        self._paths = _Table(b"", np.zeros(0, np.int64), _PATHS, None)
+        self._paths_stop = 0
 
     def _begins_of_objects(self, first: int) -> HostArray:
         """Return the offsets of `_NEW` in the piece of the pickle at `first`."""
@@ -224,28 +236,25 @@ class FastObjectReader:
     def _class_entry(self, position: int, function: Global, memo: list[Any]) -> int | None:
         """Return the memo entry of a class if a reference to it is before a position, else None."""
         before = position - 9 * (self._data[position - 9] == _FRAME)
-        for nbytes, opcode in _REFERENCES:
+        for nbytes in (1, 4):
             entry = int.from_bytes(self._data[before - nbytes : before], "little")
-            if self._data[before - nbytes - 1] == opcode and entry < len(memo) and memo[entry] is function:
+            if self._data.endswith(_reference(entry), 0, before) and entry < len(memo) and memo[entry] is function:
                 return entry
         return None
 
     def _starts_after(self, entry: int) -> HostArray:
         """Return the offsets of `_NEW` after a reference to this memo entry."""
-        starts = self._starts
-        starts = starts[starts > 9 + 4]
+        starts = self._starts[self._starts > 9 + 5]
         before = starts - 9 * (self._padded[starts - 9] == _FRAME)
-        found = np.zeros(len(starts), bool)
-        for nbytes, opcode in _REFERENCES:
-            if entry < 1 << 8 * nbytes:
-                same = self._padded[before - nbytes - 1] == opcode
-                for number, byte in enumerate(entry.to_bytes(nbytes, "little")):
-                    same &= self._padded[before - nbytes + number] == byte
-                found |= same
-        return starts[found]
+        for offset, byte in enumerate(reversed(_reference(entry)), 1):
+            found = self._padded[before - offset] == byte
+            starts, before = starts[found], before[found]
+        return starts
 
     def read(self, stack: list[Any], position: int, memo: list[Any]) -> int | None:
         """Read consecutive objects. See `ObjectReader`."""
+        if not stack:
+            return self._read_paths(stack, position, memo)
         function: Global = stack[-1]
         known = self._classes.get(id(function))
         if known is None:
@@ -280,6 +289,40 @@ class FastObjectReader:
         else:
             stack.append(CompactObject((form.name, *lists)))
         return int(table.stops[last - 1])
+
+    def _read_paths(self, stack: list[Any], position: int, memo: list[Any]) -> int | None:
+        """Read consecutive names and paths, the items of ``planner_data``."""
+        try:
+            RowTemplate(self._data, position).path()
+        except NotARowError:
+            return None
+        if position >= self._paths_stop:
+            self._paths = _Table(self._data, self._begins_of_paths(position), _PATHS, None)
+        table = self._paths
+        number = int(table.begins.searchsorted(position))
+        if number == len(table.begins) or table.begins[number] != position:
+            return None
+        last = int(table.ends[table.ends.searchsorted(number)]) + 1
+        lists = self._lists(table, slice(number, last), stack, memo)
+        if lists is None:
+            table.begins = table.begins[:0]
+            return None
+        stack += _PATHS.expand(*lists)
+        return int(table.stops[last - 1])
+
+    def _begins_of_paths(self, position: int) -> HostArray:
+        """Return a position, and the offsets after it at which a name may begin, until a piece has none.
+
+        Before a name are TUPLE and MEMOIZE, or SETITEMS and MARK.
+        """
+        found: list[HostArray] = [np.array([position])]
+        while len(found[-1]):
+            piece = self._padded[position : min(position + _PIECE_BYTES, self._stop)]
+            at = position + np.flatnonzero((piece == _MEMOIZE) | (piece == _MARK))
+            at = at[_IS_NAME[self._padded[at + 1]]]
+            found.append(at[_ENDS_ITEM[self._padded[at - 1]]] + 1)
+            position = self._paths_stop = position + _PIECE_BYTES
+        return np.concatenate(found)
 
     def _lists(self, table: _Table, rows: slice, stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
         """Return the attributes of rows and add their memo entries, or return None and do neither."""
@@ -333,19 +376,53 @@ class FastObjectReader:
         of_rows = [memo[number] for number in at.tolist()]
         return [stack[-2], *names], of_rows, tuple(shape), tuple(offsets), tuple(sizes)
 
+    def paths(self, columns: Sequence[Any], stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
+        """Return names and their paths."""
+        count, *texts = columns
+        is_text = np.arange(texts[0].shape[1]) < count[:, None]
+        new = (texts[0] < 0) & is_text
+        begins = _begins(new.sum(axis=1) + 1, memo)
+        entries = begins[:, None] + new.cumsum(axis=1) - new
+        is_text[:, 0] = False
+        names = self._texts([column[:, 0] for column in texts], entries[:, 0], memo)
+        steps = names and self._texts([column[is_text] for column in texts], entries[is_text], memo)
+        if steps is None:
+            return None
+        depth, each = int(count[0]) - 1, iter(steps)
+        if (count == depth + 1).all():
+            paths = list(zip(*[each] * depth, strict=True))
+        else:
+            paths = [tuple(islice(each, length - 1)) for length in count.tolist()]
+        for entry, path in zip((begins + new.sum(axis=1)).tolist(), paths, strict=True):
+            memo[entry] = path
+        return names, paths
+
     def _texts(self, text: Sequence[HostArray], entries: HostArray, memo: list[Any]) -> list[str] | None:
         """Return texts, with memo entries if they are new; None if one must be read by the machine."""
         at, start, stop = text
-        new = np.flatnonzero(at < 0)
-        try:
-            for entry, first, last in zip(entries[new].tolist(), start[new].tolist(), stop[new].tolist(), strict=True):
-                memo[entry] = self._data[first:last].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return None
+        is_new = at < 0
+        new = np.flatnonzero(is_new)
+        data = self._text
+        # A slice of a text is one object, and decoding bytes makes two.
+        texts = [data[first:last] for first, last in zip(start[new].tolist(), stop[new].tolist(), strict=True)]
+        if not "".join(texts).isascii():
+            try:
+                texts = [text.encode("latin-1").decode("utf-8", "surrogatepass") for text in texts]
+            except UnicodeDecodeError:
+                return None
+        for entry, text_of_row in zip(entries[new].tolist(), texts, strict=True):
+            memo[entry] = text_of_row
+        if len(new) == len(at):
+            return texts
         if (at >= entries).any():
             return None
-        texts = [memo[entry] for entry in np.where(at < 0, entries, at).tolist()]
+        texts = [memo[entry] for entry in np.where(is_new, entries, at).tolist()]
         return texts if _STR.issuperset(map(type, texts)) else None
+
+
+def _reference(entry: int) -> bytes:
+    """Return the opcode that refers to a memo entry."""
+    return b"h" + entry.to_bytes(1, "little") if entry < 256 else b"j" + entry.to_bytes(4, "little")
 
 
 def _begins(entries: HostArray, memo: list[Any]) -> HostArray:
@@ -399,6 +476,11 @@ def _expand_tensors(names: Sequence[str], properties: Sequence[Value], *sizes: S
     return [value for pair in zip(names, tensors, strict=True) for value in pair]
 
 
+def _expand_paths(names: Sequence[str], paths: Sequence[tuple[str, ...]]) -> list[Any]:
+    return [value for pair in zip(names, paths, strict=True) for value in pair]
+
+
+_PATHS: Final = _Form("paths", RowTemplate.path, (), FastObjectReader.paths, _expand_paths)
 _BOX: Final = ("offsets", _SIZE, "sizes", _SIZE)
 _FORMS: Final[Mapping[str, _Form]] = {
     "ChunkStorageMetadata": _Form(CHUNKS, _read_chunk, _BOX, FastObjectReader.chunks, _expand_chunks, closing=_APPENDS),

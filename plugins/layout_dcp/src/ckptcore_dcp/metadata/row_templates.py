@@ -17,6 +17,7 @@ MAX_ITEMS: Final = 8
 _PADDING: Final = 16
 """Zeros after the pickle, more than the longest opcode with a number has. Zero is not an opcode."""
 _MAX_AXES: Final = 16
+_MAX_STEPS: Final = 16
 _MAX_NUMBER: Final = 1 << 62
 _WORD: Final = 8
 _BLOCK_ROWS: Final = 1 << 13
@@ -29,6 +30,7 @@ _NUMBER_BYTES: Final = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 """Bytes of the argument of each opcode."""
 
 _Values: TypeAlias = Sequence[HostArray]
+_Column: TypeAlias = Callable[[_Values], HostArray | int]
 
 
 class NotARowError(Exception):
@@ -101,7 +103,7 @@ class RowTemplate:
         self.references: list[int] = []
         self._segments = [_Segment()]
         self._values = 0
-        self._columns: list[Callable[[_Values], HostArray | int]] = []
+        self._columns: list[_Column] = []
 
     @property
     def count(self) -> int:
@@ -139,12 +141,28 @@ class RowTemplate:
 
     def text(self) -> None:
         """Read a text, or a reference to one. Adds the number of the memo entry or -1, and the range of a new text."""
+        self._columns += self._text()
+
+    def path(self) -> None:
+        """Read a text and a tuple of texts. Adds the number of texts; and what `text` adds, as rows."""
+        texts = [self._text()]
+        marked = self.opcode() == _MARK
+        if marked:
+            self._literal(1)
+        while len(texts) <= _MAX_STEPS and self.opcode() in (_TEXT, _SHORT_TEXT, *_REFERENCE_BYTES):
+            texts.append(self._text())
+        count = len(texts) - 1
+        self._expect(marked == (count > 3) and count > 0)
+        self.exactly(bytes([_TUPLE if marked else _TUPLE_0 + count, _MEMOIZE]))
+        self.constant(len(texts))
+        self._columns += [_stacked(columns) for columns in zip(*texts, strict=True)]
+
+    def _text(self) -> tuple[_Column, _Column, _Column]:
         code = self.opcode()
         if code in _REFERENCE_BYTES:
-            self.entry()
-            self.constant(0)
-            self.constant(0)
-            return
+            self._literal(1)
+            value = self._field(_REFERENCE_BYTES[code])
+            return lambda of: of[value], lambda of: 0, lambda of: 0
         self._expect(code in (_TEXT, _SHORT_TEXT))
         self._literal(1)
         begin, nbytes = self.at, 4 if code == _TEXT else 1
@@ -154,11 +172,9 @@ class RowTemplate:
         self._segments[-1].has_text = True
         self._segments.append(_Segment())
         self._values += 1  # the offset after the text; the length becomes the offset of the text
-        self.constant(-1)
-        self._column(value)
-        self._column(value + 1)
         self.at = stop
         self.exactly(bytes([_MEMOIZE]))
+        return lambda of: -1, lambda of: of[value], lambda of: of[value + 1]
 
     def number(self, *, optional: bool = False) -> None:
         """Read a number below 2**62, or None if it is optional. Adds the number; -1 for None."""
@@ -183,11 +199,7 @@ class RowTemplate:
         self.exactly(bytes([_TUPLE if marked else _TUPLE_0 + len(values) if values else _EMPTY_TUPLE]))
         self.exactly((b"\x94" if values else b"") + b"\x85\x94R\x94")
         self.constant(len(values))
-        self._columns.append(
-            lambda of: (
-                np.stack([of[value] for value in values], axis=1) if values else np.zeros((len(of[-1]), 0), np.int64)
-            )
-        )
+        self._columns.append(_stacked([_value(value) for value in values]))
 
     def state(self) -> None:
         """Read the creation of an object with a tuple of references and booleans as state, if there is one.
@@ -220,7 +232,7 @@ class RowTemplate:
         self._segments.append(_Segment())
         value = self._values
         self._values += 1
-        self._columns.insert(0, lambda of: of[value])
+        self._columns.insert(0, _value(value))
 
     def link(self, class_entry: int) -> None:
         """Read the reference to a class that precedes another row."""
@@ -312,7 +324,23 @@ class RowTemplate:
         return self._values - 1
 
     def _column(self, value: int) -> None:
-        self._columns.append(lambda of: of[value])
+        self._columns.append(_value(value))
+
+
+def _value(number: int) -> _Column:
+    return lambda of: of[number]
+
+
+def _stacked(columns: Sequence[_Column]) -> _Column:
+    """Return a column of rows with the numbers of these columns."""
+
+    def stacked(of: _Values) -> HostArray:
+        rows = np.empty((len(of[-1]), len(columns)), np.int64)
+        for number, column in enumerate(columns):
+            rows[:, number] = column(of)
+        return rows
+
+    return stacked
 
 
 def _number_at(rows: HostArray, field: _Field) -> HostArray:
@@ -324,8 +352,8 @@ def _number_at(rows: HostArray, field: _Field) -> HostArray:
         return numbers.astype(np.int64)
     whole = np.zeros((len(rows), 8), np.uint8)
     whole[:, :nbytes] = raw
-    numbers = whole.view("<i8")[:, 0]
-    return numbers
+    signed: HostArray = whole.view("<i8")[:, 0]
+    return signed
 
 
 def padded_bytes(data: bytes) -> bytes:
