@@ -32,6 +32,13 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
         PeerMemory("run", **{"memory_bytes": 1, "upload_policy": FixedInterval(1), **arguments})
 
 
+@pytest.mark.parametrize("again", ["s3://bucket/run/", "file:///data/run"])
+def test_a_directory_is_one_job_however_it_is_spelled(again: str) -> None:
+    directory = "s3://bucket/run" if again.startswith("s3") else "/data/run"
+    first, second = (PeerMemory(one, memory_bytes=1, upload_policy=FixedInterval(1)) for one in (directory, again))
+    assert first.job == second.job, "a restart finds its steps in memory"
+
+
 @pytest.fixture(autouse=True)
 def use_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the memory of a host of its own."""

@@ -88,7 +88,7 @@ class PeerMemory:
             raise ValueError(f"PeerMemory(bytes_per_second={bytes_per_second!r}): expected a positive number or None")
         if interface in ("", "0.0.0.0", "::"):
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
-        identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
+        identity = absolute_location(directory)  # `s3://bucket/run/` is the run of `s3://bucket/run`
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
         self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
