@@ -154,6 +154,25 @@ def test_no_memory_is_kept_in_a_directory_of_another_user(tmp_path: Path) -> Non
     assert not elsewhere.exists()
 
 
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("{}/file", "may write"),
+        ("{}/file/below", "may write"),
+        ("/proc/nothing", "may write"),
+        ("below", "absolute path"),
+    ],
+)
+def test_a_place_that_cannot_have_the_memory_is_named(
+    base: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, base.format(tmp_path))
+    with pytest.raises(StorageError, match=reason) as error:
+        ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0)
+    assert DIRECTORY_VARIABLE in str(error.value) and base.format(tmp_path) in str(error.value)
+
+
 # --- containers: namespaces of processes and of mounts, with one memory file system that both mount ------------------
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from ckptcore.errors import StorageError
 from ckptcore_recovery.peers.connections import ServerConnections
@@ -47,13 +47,19 @@ def server_directory(job: str, base: str | None = None) -> Path:
         base: the directory of all jobs; None: the default.
 
     Raises:
-        StorageError: the name could be a path.
+        StorageError: the name could be a path, or the default is a relative path.
     """
+    given = os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/ckptcore-{os.getuid()}"
+    if not os.path.isabs(given):
+        raise StorageError(
+            f"{DIRECTORY_VARIABLE}={given}: expected an absolute path, because processes of a host have different "
+            "working directories"
+        )
     if _JOB_NAME.fullmatch(job) is None:
         raise StorageError(
             f"invalid name of a job: {job[:80]!r}; expected letters, digits, '_', '.' and '-', at most 100"
         )
-    return Path(base or os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/ckptcore-{os.getuid()}") / job
+    return Path(base or given) / job
 
 
 def find_server(job: str, base: str | None = None) -> LocalServer | None:
@@ -71,7 +77,7 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
             )
         described = json.loads((directory / "server.json").read_bytes())
         token = (directory / "token").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         raise StorageError(
@@ -132,19 +138,34 @@ def log_of(directory: Path) -> Path:
     return directory.parent / f"{directory.name}.log"
 
 
+def _open_log(errors: Path) -> BinaryIO:
+    """Create the directory of all jobs, and open the file with the errors of a server.
+
+    Raises:
+        StorageError: the directory cannot be written, or another user owns it, who could put links into it.
+    """
+    base = errors.parent
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if base.lstat().st_uid in (os.getuid(), 0):
+            return open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600))
+    except OSError as error:
+        raise StorageError(
+            f"{base} cannot have the memory of this host: {error.strerror}. Set {DIRECTORY_VARIABLE} to a directory in "
+            "a memory file system that this user may write"
+        ) from error
+    raise StorageError(
+        f"{base} belongs to another user, who could replace the memory in it. Remove it, or set "
+        f"{DIRECTORY_VARIABLE} to a directory of your own"
+    )
+
+
 def _start_server(directory: Path, limit: int, interface: str, idle_seconds: float) -> tuple[str, Path]:
     """Start a server in a session of its own. Return the line that it printed, and the file with its errors.
 
     Raises:
-        StorageError: another user owns the directory of all jobs, and could put links into it.
+        StorageError: see `_open_log`.
     """
-    base = directory.parent
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if base.lstat().st_uid not in (os.getuid(), 0):
-        raise StorageError(
-            f"{base} belongs to another user, who could replace the memory in it. Remove it, or set "
-            f"{DIRECTORY_VARIABLE} to a directory of your own"
-        )
     command = [
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
@@ -152,7 +173,7 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
     import subprocess  # here, because the server uses this module, and jobs wait for its start
 
     errors = log_of(directory)
-    with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
+    with _open_log(errors) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         assert started.stdout is not None  # a pipe
         with started.stdout:
