@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 
 from ckptcore import Checkpointer
-from ckptcore.errors import DirectoryInUseError, StorageFullError
+from ckptcore.errors import DirectoryInUseError, StorageError, StorageFullError
 from ckptcore.policies import SpecificSteps
 
 pytestmark = pytest.mark.system
@@ -93,6 +94,24 @@ def test_a_second_start_by_mistake_does_not_end_the_first(tmp_path: Path, memory
         run.save(2, state(2))
         run.wait()
         expect(run, 2)
+
+
+def test_a_run_does_not_load_steps_of_another_run_with_the_same_name_of_a_job(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far") as run:
+        run.save(1, state(1))
+        run.wait()
+        for _ in range(2):  # a start that was refused changes nothing
+            with pytest.raises(StorageError, match=f"steps of another run, {tmp_path}/far, .*: pass another job="):
+                open_run(tmp_path / "other")
+        run.save(2, state(2))
+        run.wait()
+    server = json.loads((memory / JOB / "server.json").read_bytes())["pid"]
+    with pytest.raises(StorageError, match=rf"end their memory server \(process {server}\), and remove") as refused:
+        open_run(tmp_path / "other")
+    kill_server(memory)
+    shutil.rmtree(str(refused.value).partition(" has ")[0])
+    with open_run(tmp_path / "other") as run:
+        assert run.latest is None
 
 
 @pytest.fixture

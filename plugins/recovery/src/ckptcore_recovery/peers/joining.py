@@ -49,6 +49,7 @@ class MemoryOptions:
         idle_seconds: the server ends after this time without a process of the job.
         bytes_per_second: the maximum rate of each process; None for no limit.
         base: the directory of all memory servers of this host; None: the default.
+        run: the location of the run, without secrets. Memory with steps of another run is refused.
     """
 
     limit: int
@@ -59,6 +60,7 @@ class MemoryOptions:
     idle_seconds: float = 900.0
     bytes_per_second: float | None = None
     base: str | None = None
+    run: str = ""
 
 
 def join_job(
@@ -74,7 +76,8 @@ def join_job(
             incarnation may get, or raises an error if the job may not start.
 
     Raises:
-        StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
+        StorageError: the server of this host cannot be started or has the memory of another run, or there are too few
+            failure domains for fragments.
         RankFailedError: another process failed.
     """
     start = partial(
@@ -90,6 +93,12 @@ def join_job(
         stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         local, own = start()
         status, _ = own.call({"op": "status"})
+        if options.run and status["run"] not in ("", options.run):
+            raise StorageError(
+                f"{local.directory} has steps of another run, {status['run']}, and not of {options.run}: pass another "
+                f"job= to PeerMemory. If they are not needed, end their memory server (process {status['pid']}), and "
+                "remove this directory"
+            )
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         offered = launcher_domain(os.environ) if options.domain is None else None
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex(), offered]
@@ -107,7 +116,7 @@ def join_job(
 
         with agreement.stage("fence") as stage:
             stage.decide = prepare
-            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit})
+            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit, "run": options.run})
             acts = answer["acts"]
             left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
             with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:

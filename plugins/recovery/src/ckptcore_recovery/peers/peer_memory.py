@@ -17,7 +17,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 from ckptcore.step_names import StepNames
 from ckptcore.training.run_directory import Ownership, RunSteps
 from ckptcore.training.steps import StepDirectory
@@ -65,7 +65,8 @@ class PeerMemory:
             erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
-            job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
+            job: the name of the job; equal in all its processes and restarts, and not that of another run, whose memory
+                is refused. None: derived from the directory.
             interface: the IP address of this host on which its memory server listens. Other hosts connect to it.
             domain: what fails together with this host, such as the name of its rack. None: its slice of a TPU, or its
                 leaf switch or block, if TPU multislice or Slurm name one and there are enough of them; else the host
@@ -91,7 +92,10 @@ class PeerMemory:
         identity = absolute_location(directory)  # `s3://bucket/run/` is the run of `s3://bucket/run`
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
-        self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
+        self._options = MemoryOptions(
+            memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second,
+            run=redacted_location(identity),
+        )  # fmt: skip
         self._near = NearTier(
             f"{SCHEME}://{self.job}/steps",
             preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,

@@ -179,13 +179,15 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation, that of the view, and the used memory."""
+        """Return the id, the incarnation, that of the view, the run, the process, and the used memory."""
         memory = self.memory
         stated: dict[str, JSON] = {
             "id": self.member_id,
             "epoch": memory.epoch,
             "view": 0 if self._view is None else self._view.epoch,
             "next": 0 if self._next is None else self._next.epoch,
+            "run": _text_of(memory.directory / "run"),
+            "pid": os.getpid(),
             "used": memory.used,
             "limit": memory.limit,
         }
@@ -194,8 +196,8 @@ class MemoryServer:
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
 
-        The server keeps its entries if it has the newest view, and takes the token of that view, and the limit of the
-        job's memory.
+        The server keeps its entries if it has the newest view, and takes the token of that view, the limit of the job's
+        memory, and the run.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
         token = bytes.fromhex(header["token"]) if "token" in header else self._token
@@ -205,6 +207,8 @@ class MemoryServer:
                 self.memory.limit = _integer(header, "limit") if "limit" in header else self.memory.limit
                 self._acting = rank
                 _write_private(self.memory.directory / "token", token)
+                if header.get("run"):
+                    _write_private(self.memory.directory / "run", str(header["run"]).encode("utf-8", "surrogatepass"))
                 self._token, self._is_ending = token, False
                 self._take(before)
             return {"acts": self._acting == rank}, _NO_PAYLOAD
@@ -499,6 +503,10 @@ def _write_private(path: Path, data: bytes) -> None:
     with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
         file.write(data)
     os.replace(temporary, path)
+
+
+def _text_of(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "surrogatepass") if path.exists() else ""
 
 
 def _is_file(path: Path, descriptor: int) -> bool:
