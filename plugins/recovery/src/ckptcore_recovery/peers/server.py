@@ -12,6 +12,8 @@ import fcntl
 import json
 import logging
 import os
+import resource
+import selectors
 import signal
 import socket
 import struct
@@ -49,6 +51,8 @@ _MAX_CONNECTIONS: Final = 4096
 _TOKEN_BYTES: Final = 32
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 """`ckptcore.commit.locks.OWNER`."""
+
+_PAUSE_SECONDS: Final = 0.1
 
 _ENDING_SECONDS: Final = 60.0
 """A server whose job has ended waits so long for another start of the job."""
@@ -90,21 +94,37 @@ class MemoryServer:
         self._last_used = time.monotonic()
         self._is_ending = False
         self._accepted = 0
+        self._listening = selectors.DefaultSelector()
+        self._ports: dict[str, int] = {}
 
     # --- connections --------------------------------------------------------------------------------------------------
 
     def serve(self, listening: socket.socket) -> None:
-        """Accept connections until the server ends."""
-        listening.settimeout(min(1.0, self._idle_seconds))
+        """Accept connections until the server ends.
+
+        Args:
+            listening: the socket that listens.
+        """
+        self._listen(listening.getsockname()[0], listening)
         while not self._is_over():
-            try:
-                accepted, _ = listening.accept()
-            except TimeoutError:
-                continue
-            if len(self._connections) >= _MAX_CONNECTIONS:
-                accepted.close()
-                continue
-            self.serve_channel(partial(_accept, accepted))
+            for ready, _ in self._listening.select(min(1.0, self._idle_seconds)):
+                try:
+                    accepted, _ = ready.data.accept()
+                except BlockingIOError:  # the client has gone
+                    continue
+                except OSError as error:
+                    logger.warning("cannot accept a connection: %s", error)
+                    time.sleep(_PAUSE_SECONDS)  # there are too many open files
+                    continue
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    accepted.close()
+                    continue
+                self.serve_channel(partial(_accept, accepted))
+
+    def _listen(self, interface: str, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._ports[interface] = listening.getsockname()[1]
+        self._listening.register(listening, selectors.EVENT_READ, listening)
 
     def serve_channel(self, begin: Callable[[bytes], Channel]) -> None:
         """Serve a connection on a thread of its own until it ends.
@@ -192,6 +212,17 @@ class MemoryServer:
             "limit": memory.limit,
         }
         return stated, _NO_PAYLOAD
+
+    def listen(self, header: Header, payload: memoryview) -> Answer:
+        """Listen on another address of this host, too: the job starts with another `interface`. Return the port."""
+        interface = str(header["interface"])
+        with self._lock:
+            if interface not in self._ports:
+                self._listen(interface, _listening_on(interface, next(iter(self._ports.values()))))
+                path = self.memory.directory / "server.json"
+                described = {**json.loads(path.read_bytes()), "interface": interface, "port": self._ports[interface]}
+                _write_private(path, json.dumps(described).encode())
+            return {"port": self._ports[interface]}, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
@@ -431,8 +462,8 @@ class MemoryServer:
 _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Answer]]] = {
     operation.__name__: operation
     for operation in (
-        MemoryServer.status, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over, MemoryServer.load,
-        MemoryServer.install, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
+        MemoryServer.status, MemoryServer.listen, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over,
+        MemoryServer.load, MemoryServer.install, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
         MemoryServer.end, MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.abort,
         MemoryServer.read, MemoryServer.drop, MemoryServer.find, MemoryServer.sizes, MemoryServer.delete,
         MemoryServer.reserve, MemoryServer.cancel, MemoryServer.apply,
@@ -484,6 +515,29 @@ def _accept(accepted: socket.socket, token: bytes) -> Channel:
     except BaseException:
         accepted.close()
         raise
+
+
+def _listening_on(interface: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address of this host, at a port, or at another one if that is taken.
+
+    Raises:
+        StorageError: the address does not belong to this host.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listening.bind((interface, port))
+        except OSError:  # another program took the port meanwhile
+            listening.bind((interface, 0))
+    except OSError as error:
+        listening.close()
+        raise StorageError(
+            f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the other "
+            "hosts of the job reach"
+        ) from error
+    listening.listen(128)
+    return listening
 
 
 def _integer(header: Header, name: str) -> int:
@@ -545,14 +599,11 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     if not token_path.exists():
         _write_private(token_path, os.urandom(_TOKEN_BYTES))
     member_id = before.get("id") or os.urandom(8).hex()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # systems differ in the highest value that they accept
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each blob and each connection is an open file
     memory = HostMemory(directory, limit)
-    listening = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((interface, before.get("port", 0)))
-    except OSError:  # another program took the port meanwhile
-        listening.bind((interface, 0))
-    listening.listen(128)
+    listening = _listening_on(interface, before.get("port", 0))
     port = listening.getsockname()[1]
     if background:
         if os.fork():  # no thread runs yet

@@ -17,6 +17,9 @@ DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
 """Environment variable with the directory of all memory servers of a host."""
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_LOOPBACK: Final = "127.0.0.1"
+"""The default interface of a process. It uses a server that listens elsewhere."""
+
 _START_SECONDS: Final = 60.0
 _FIRST_PAUSE_SECONDS: Final = 0.05
 
@@ -94,12 +97,12 @@ def ensure_server(
     Args:
         job: the name of the job.
         limit: the maximum bytes in its memory.
-        interface: the address to listen on.
+        interface: the address to listen on; a server that runs already listens on it, too.
         idle_seconds: the server ends after this time without a connection.
         base: see `server_directory`.
 
     Raises:
-        StorageError: it cannot be started.
+        StorageError: it cannot be started, or the address does not belong to this host.
     """
     deadline = time.monotonic() + _START_SECONDS
     pause = _FIRST_PAUSE_SECONDS
@@ -114,7 +117,11 @@ def ensure_server(
             )
         time.sleep(pause)  # another process starts it, or it is about to end
         pause *= 2
-    return running
+    local, own = running
+    if interface not in (_LOOPBACK, local.interface):  # the last start of the job had another one
+        answer, _ = own.call({"op": "listen", "interface": interface})
+        local = local._replace(interface=interface, port=answer["port"])
+    return local, own
 
 
 def _running_server(job: str, base: str | None) -> tuple[LocalServer, ServerConnections] | None:
