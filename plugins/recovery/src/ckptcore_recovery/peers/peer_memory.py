@@ -19,7 +19,7 @@ from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.step_names import StepNames
-from ckptcore.training.run_directory import Ownership, RunSteps
+from ckptcore.training.run_directory import Ownership, RunSteps, StepTarget
 from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -182,6 +182,11 @@ class PeerRun(TieredRun):
     def shared(self) -> Sequence[StepDirectory]:
         """See `TieredRun`. All processes have agreed on the memory."""
         return self.steps.directories[1:]
+
+    def target(self, step: int, name: str) -> StepTarget:
+        """See `OwnedRun`. Called on every rank before any of them writes, so each host has its server."""
+        self.session.keep_server()
+        return super().target(step, name)
 
     def close(self) -> None:
         """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.
