@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -315,6 +316,34 @@ def test_a_corrupt_copy_is_named_and_passed_over(hosts: Hosts, caplog: pytest.Lo
         assert storage(first).get("step/data") == LARGE
         assert storage(second).get("step/data") == LARGE
     assert any("step/data" in message and "corrupt" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("damaged", ["entries/*", "view", "server.json", "epoch"])
+def test_a_damaged_memory_is_named_and_can_be_removed(hosts: Hosts, damaged: str) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "large", LARGE)
+    storage(first).put("small", b"1")
+    server = hosts.server("a")
+    assert server is not None
+    hosts.kill("a")
+    for path in server.directory.glob(damaged):
+        path.write_text('["torn')
+    with pytest.raises(ExceptionGroup) as failed:
+        hosts.join("a", "b")
+    assert f"the memory in {server.directory} is damaged" in str(failed.value.exceptions)
+    shutil.rmtree(server.directory)
+    for session in hosts.join("a", "b"):
+        assert storage(session).get("large") == LARGE and storage(session).get("small") == b"1"
+
+
+def test_a_copy_with_a_damaged_description_is_passed_over(hosts: Hosts) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "large", LARGE)
+    hosts.kill("a")
+    (path,) = blobs(hosts, "a")
+    path.with_suffix(".json").write_text('{"size": 1')
+    for session in hosts.join("a", "b"):
+        assert storage(session).get("large") == LARGE
 
 
 def test_an_object_without_a_good_copy_is_lost(hosts: Hosts) -> None:

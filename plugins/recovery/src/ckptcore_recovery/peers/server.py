@@ -25,7 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+    StorageFullError,
+)
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -39,7 +45,7 @@ from ckptcore_recovery.peers.messages import (
 )
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
-from ckptcore_recovery.peers.starting import LocalServer, log_of
+from ckptcore_recovery.peers.starting import LocalServer, damaged_memory, log_of, read_description
 from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
 
 if TYPE_CHECKING:
@@ -594,7 +600,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
         print("already running", flush=True)
         return 0
     described = directory / "server.json"
-    before = json.loads(described.read_bytes()) if described.exists() else {}
+    before = read_description(directory) if described.exists() else {}
     token_path = directory / "token"
     if not token_path.exists():
         _write_private(token_path, os.urandom(_TOKEN_BYTES))
@@ -602,7 +608,13 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # systems differ in the highest value that they accept
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each blob and each connection is an open file
-    memory = HostMemory(directory, limit)
+    try:
+        memory = HostMemory(directory, limit)
+        serving = MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds)
+    except StorageFullError:
+        raise
+    except (StorageError, ValueError, TypeError) as error:
+        raise damaged_memory(directory, error) from error
     listening = _listening_on(interface, before.get("port", 0))
     port = listening.getsockname()[1]
     if background:
@@ -618,7 +630,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)  # the process that reads the pipe may have ended
     memory.keep_room()
-    MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
+    serving.serve(listening)
     listening.close()
     import shutil  # here, because jobs wait for the start of a server
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from ckptcore.errors import StorageError
 from ckptcore_recovery.peers.connections import ServerConnections
@@ -69,7 +69,7 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
     """Return the memory server of this host, or None if none was started. It may have ended without cleaning up.
 
     Raises:
-        StorageError: another user owns the directory, or it cannot be read.
+        StorageError: another user owns the directory, or it cannot be read, or is damaged.
     """
     directory = server_directory(job, base)
     try:
@@ -78,7 +78,7 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
                 f"{directory} belongs to another user. Its memory can be read by its user alone. To save, use another "
                 f"directory: set {DIRECTORY_VARIABLE}"
             )
-        described = json.loads((directory / "server.json").read_bytes())
+        described = read_description(directory)
         token = (directory / "token").read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -87,6 +87,31 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
             f"{directory} cannot be read: {error.strerror}. Its memory can be read by its user alone"
         ) from error
     return LocalServer(directory, described["id"], described["interface"], described["port"], token)
+
+
+def read_description(directory: Path) -> dict[str, Any]:
+    """Return the description of the last server of a directory.
+
+    Raises:
+        FileNotFoundError: there was none.
+        StorageError: the description is damaged.
+    """
+    data = (directory / "server.json").read_bytes()
+    try:
+        described: dict[str, Any] = json.loads(data)
+        if not {"id", "interface", "port"} <= described.keys():
+            raise ValueError("server.json lacks values")
+    except (AttributeError, ValueError) as error:
+        raise damaged_memory(directory, error) from error
+    return described
+
+
+def damaged_memory(directory: Path, error: Exception) -> StorageError:
+    """Return the error for the files of a memory that cannot be read."""
+    return StorageError(
+        f"the memory in {directory} is damaged: {error}. Remove this directory, and start the job again: what it had "
+        "comes from other hosts, or from the directory of the run"
+    )
 
 
 def ensure_server(
@@ -108,8 +133,8 @@ def ensure_server(
     pause = _FIRST_PAUSE_SECONDS
     while (running := _running_server(job, base)) is None:
         line, errors = _start_server(server_directory(job, base), limit, interface, idle_seconds)
-        if line == "ready":
-            continue
+        if line == "ready" and time.monotonic() < deadline:
+            continue  # otherwise it ends as soon as it is ready
         if line != "already running" or time.monotonic() > deadline:
             reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or [line or "no message"]
             raise StorageError(
