@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -83,6 +84,17 @@ def test_a_step_that_is_newer_in_the_directory_is_loaded(tmp_path: Path, memory:
         run.save(6, state(6))
     with open_run(tmp_path / "far") as run:
         expect(run, 6)
+
+
+@pytest.mark.parametrize("uploaded", [1, 2])
+def test_a_last_step_that_is_in_memory_alone_is_named(
+    uploaded: int, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ckptcore.recovery"), open_run(tmp_path / "far", uploaded) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+    named = [message for message in caplog.messages if "upload_policy" in message and f"{tmp_path}/far" in message]
+    assert [message.partition(" is in")[0] for message in named] == ([] if uploaded == 2 else ["step 2"])
 
 
 def test_a_second_start_by_mistake_does_not_end_the_first(tmp_path: Path, memory: Path) -> None:

@@ -19,7 +19,7 @@ from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.step_names import StepNames
-from ckptcore.training.run_directory import Ownership, RunSteps, StepTarget
+from ckptcore.training.run_directory import Ownership, RunSteps, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -177,6 +177,7 @@ class PeerRun(TieredRun):
     ) -> None:
         """See `TieredRun`."""
         self.session = session
+        self._last: int | None = None
         super().__init__(near, steps, context, ownership, far_lock=far_lock)
 
     def shared(self) -> Sequence[StepDirectory]:
@@ -188,6 +189,11 @@ class PeerRun(TieredRun):
         self.session.keep_server()
         return super().target(step, name)
 
+    def committed(self, saved: SavedStep) -> None:
+        """See `OwnedRun`."""
+        self._last = saved.step
+        super().committed(saved)
+
     def close(self) -> None:
         """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.
 
@@ -195,6 +201,13 @@ class PeerRun(TieredRun):
         """
         super().close()
         if self._leads and sys.exc_info()[1] is None:
+            if self._last is not None and self._last not in self.uploads.status.uploaded:
+                logger.warning(
+                    "step %d is in the memory of the hosts alone, which is freed a minute after the end of the job: "
+                    "let upload_policy choose the last step, and with PreemptionCheckpointing() that of a preemption, "
+                    "to have it in %s",
+                    self._last, self.steps.main.display,
+                )  # fmt: skip
             try:
                 spread(self.session, {"op": "end", "epoch": self.session.view.epoch}, b"")
             except CheckpointError as error:
