@@ -49,7 +49,6 @@ class MemoryOptions:
         idle_seconds: the server ends after this time without a process of the job.
         bytes_per_second: the maximum rate of each process; None for no limit.
         base: the directory of all memory servers of this host; None: the default.
-        run: the location of the run, without secrets. Memory with steps of another run is refused.
     """
 
     limit: int
@@ -60,11 +59,10 @@ class MemoryOptions:
     idle_seconds: float = 900.0
     bytes_per_second: float | None = None
     base: str | None = None
-    run: str = ""
 
 
 def join_job(
-    job: str, agreement: Agreement, options: MemoryOptions, *, least: Callable[[], int] = lambda: 1
+    job: str, agreement: Agreement, options: MemoryOptions, *, run: str = "", least: Callable[[], int] = lambda: 1
 ) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
@@ -72,6 +70,7 @@ def join_job(
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
+        run: the location of the run, without secrets. Memory with steps of another run is refused.
         least: called on the leader, while other processes start their servers. Returns the lowest number that the
             incarnation may get, or raises an error if the job may not start.
 
@@ -93,10 +92,10 @@ def join_job(
         stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         local, own = start()
         status, _ = own.call({"op": "status"})
-        if options.run and status["run"] not in ("", options.run):
+        if run and status["run"] not in ("", run):
             raise StorageError(
-                f"{local.directory} has steps of another run, {status['run']}, and not of {options.run}: pass another "
-                f"job= to PeerMemory. If they are not needed, end their memory server (process {status['pid']}), and "
+                f"{local.directory} has steps of another run, {status['run']}, and not of {run}: pass another job= to "
+                f"PeerMemory. If they are not needed, end their memory server (process {status['pid']}), and "
                 "remove this directory"
             )
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
@@ -116,7 +115,7 @@ def join_job(
 
         with agreement.stage("fence") as stage:
             stage.decide = prepare
-            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit, "run": options.run})
+            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit, "run": run})
             acts = answer["acts"]
             left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
             with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:

@@ -92,10 +92,8 @@ class PeerMemory:
         identity = absolute_location(directory)  # `s3://bucket/run/` is the run of `s3://bucket/run`
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
-        self._options = MemoryOptions(
-            memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second,
-            run=redacted_location(identity),
-        )  # fmt: skip
+        self._identity = redacted_location(identity)
+        self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
         self._near = NearTier(
             f"{SCHEME}://{self.job}/steps",
             preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,
@@ -131,7 +129,8 @@ class PeerMemory:
 
         if_in_use = ownership.if_in_use
         try:
-            session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=own_directory)
+            agreement = ownership.agreement.part("memory")
+            session = join_job(self.job, agreement, self._options, run=self._identity, least=own_directory)
             far_lock = locks[0] if locks else None
             self._run = PeerRun(session, self._near, steps, context, ownership, far_lock)
         except BaseException:
