@@ -64,32 +64,55 @@ _SYSTEM: Final = frozenset(
 
 _COMBINATIONS: Final = frozenset(
     {
+        "plugins/collective/tests/test_shared_adjustments.py",
+        "plugins/formats/tests/test_conversions.py",
         "plugins/incremental/tests/partial/test_crashes.py",
         "plugins/incremental/tests/partial/test_hostile_sessions.py",
         "plugins/incremental/tests/partial/test_lost_answers.py",
         "plugins/incremental/tests/partial/test_simultaneous.py",
         "plugins/incremental/tests/updates/test_interleavings.py",
+        "plugins/incremental/tests/updates/test_updates.py",
         "plugins/jax_backend/tests/test_equal_values.py",
+        "plugins/jax_backend/tests/test_jax_keys.py",
         "plugins/jax_backend/tests/test_jax_settings.py",
         "plugins/jax_backend/tests/test_nnx_modules.py",
         "plugins/layout_dcp/tests/test_exploits.py",
+        "plugins/layout_dcp/tests/test_items.py",
+        "plugins/layout_dcp/tests/test_ours_loads_torch.py",
+        "plugins/layout_dcp/tests/test_resharding.py",
+        "plugins/layout_dcp/tests/test_torch_loads_ours.py",
         "plugins/layout_dcp/tests/test_weaknesses_of_torch.py",
+        "plugins/layout_dcp/tests/test_without_torch.py",
         "plugins/layout_dcp/tests/test_zips.py",
         "plugins/layout_orbax/tests/test_conversions.py",
         "plugins/layout_orbax/tests/test_damage.py",
+        "plugins/layout_orbax/tests/test_encoding.py",
+        "plugins/layout_orbax/tests/test_handlers.py",
         "plugins/layout_orbax/tests/test_hostile_checkpoints.py",
+        "plugins/layout_orbax/tests/test_layouts.py",
+        "plugins/layout_orbax/tests/test_orbax_containers.py",
         "plugins/layout_orbax/tests/test_orbax_loads_ours.py",
+        "plugins/layout_orbax/tests/test_orbax_matching.py",
         "plugins/layout_orbax/tests/test_ours_loads_orbax.py",
         "plugins/layout_orbax/tests/test_weaknesses_of_orbax.py",
+        "plugins/layout_orbax/tests/test_zarr_arrays.py",
         "plugins/tiers/tests/test_orders.py",
         "plugins/tools/tests/copying/test_interrupted_copies.py",
+        "plugins/torch_backend/tests/test_named_optimizers.py",
+        "plugins/torch_backend/tests/test_optimizer_classes.py",
         "plugins/torch_backend/tests/test_optimizer_matrix.py",
+        "plugins/torch_backend/tests/test_optimizer_parts.py",
+        "plugins/torch_backend/tests/test_parameter_order.py",
         "plugins/torch_backend/tests/test_peft_models.py",
+        "plugins/torch_backend/tests/test_scheduler_matrix.py",
+        "plugins/transforms/tests/test_quantized.py",
         "tests/benchmarks/test_benchmarks.py",
         "tests/checkpointer/test_busy.py",
         "tests/checkpointer/test_unusual_runs.py",
+        "tests/composites/test_jobs.py",
         "tests/conformance/test_kit_notices.py",
         "tests/consistent_reads/test_every_moment.py",
+        "tests/consistent_reads/test_polling.py",
         "tests/corruption/test_budgets.py",
         "tests/corruption/test_damage.py",
         "tests/corruption/test_hostile_composites.py",
@@ -98,29 +121,43 @@ _COMBINATIONS: Final = frozenset(
         "tests/crashes/test_kill_at_each_call.py",
         "tests/crashes/test_other_files.py",
         "tests/crashes/test_power_loss.py",
+        "tests/crashes/test_ranks.py",
         "tests/crashes/test_sync_order.py",
         "tests/crashes/test_system_calls.py",
+        "tests/events/test_redaction.py",
+        "tests/events/test_secrets.py",
         "tests/foreign/test_resharding.py",
         "tests/fuzzing/test_seeds.py",
+        "tests/jobs/test_ranks_that_differ.py",
+        "tests/jobs/test_simulated_jobs.py",
+        "tests/loading/test_adjustments.py",
+        "tests/loading/test_loop_values.py",
+        "tests/loading/test_unsafe_defaults.py",
         "tests/matrix/test_any_tree.py",
         "tests/matrix/test_matrix.py",
         "tests/object_stores/test_closed_features.py",
         "tests/object_stores/test_expiring_credentials.py",
         "tests/object_stores/test_kill_at_each_request.py",
+        "tests/object_stores/test_network_faults.py",
         "tests/object_stores/test_one_commit.py",
         "tests/object_stores/test_refusals.py",
+        "tests/open_checkpoints/test_iter_boxes.py",
         "tests/resume/test_bit_exact.py",
+        "tests/servers/test_layout_crashes.py",
         "tests/servers/test_matrix.py",
         "tests/stateful/test_grain.py",
         "tests/stateful/test_in_place.py",
         "tests/storage/test_file_systems.py",
         "tests/storage/test_passing_faults.py",
         "tests/toy_plugins/test_toy_plugins.py",
+        "tests/transforms/test_maxtext.py",
+        "tests/transforms/test_scanned.py",
     }
 )
-"""Files whose tests have many parameters, each of which starts a process, runs a crash or compiles. See `_sampled`."""
+"""Files whose tests have many parameters: products of a few kinds, or each starts a process, runs a crash or compiles.
+See `_not_sampled`."""
 
-_EVERY: Final = 3
+_EVERY: Final = 6
 """One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
 _LONGEST_SECONDS: Final = 1200
@@ -226,9 +263,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _not_sampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield two of three parameters of the tests in `_COMBINATIONS`, in each run the same ones. The first one stays.
+    """Yield five of six parameters of the tests in `_COMBINATIONS`, in each run the same ones. The first one stays.
 
-    By a hash of the name: with every third one, a parameter of three values would always have the same value.
+    By a hash of the name: with every sixth one, a parameter of three values would always have the same value.
     """
     files = {Path(__file__).parent / file for file in _COMBINATIONS}
     tried: set[str] = set()

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 import ckptcore
 from benchmarks.alternating import Case, Contender, compare
 from benchmarks.dcp_metadata import write_single_chunks
-from benchmarks.local import load_and_copy
+from benchmarks.local import Clearing, load_and_copy
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.slices import SETTLED_SECONDS, open_and_read, open_with_safetensors
@@ -37,8 +37,8 @@ _WIDTH = 1024
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure slices of an open checkpoint, a load of small arrays, and the metadata of a DCP checkpoint."""
-    for case in (*_slices(setting), _small(setting), _metadata(setting)):
+    """Measure slices of an open checkpoint, a load and a save of small arrays, and the metadata of a DCP checkpoint."""
+    for case in (*_slices(setting), _small(setting), _saved(setting), _metadata(setting)):
         yield from compare(case, setting.rounds)
 
 
@@ -76,6 +76,44 @@ def _small(setting: Setting) -> Case:
     )
 
 
+def _saved(setting: Setting) -> Case:
+    state = small_state(setting.count(1000))
+    ours, theirs, plain = (setting.directory / name for name in ("saved", "saved.safetensors", "saved-plain"))
+    clear = Clearing(ours, theirs, plain)
+    return Case(
+        f"bounds: save {len(state)} small",
+        [
+            Contender("ckptcore.save", lambda: ckptcore.save(ours, state, context=_FAST), clear),
+            Contender("save_file", lambda: safetensors.torch.save_file(state, theirs), clear),
+            Contender("plain Python, with checksums", lambda: _save_plainly(plain, state), clear),
+        ],
+        writes=True,
+    )
+
+
+def _save_plainly(path: Path, state: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file, and a root with names, shapes and checksums, into a directory that is then renamed."""
+    header: dict[str, Any] = {}
+    parts, position = [b"", b""], 0
+    for name, tensor in state.items():
+        array = tensor.numpy()
+        bounds = [position, position + array.nbytes]
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": bounds}
+        parts.append(array.tobytes())
+        position = bounds[1]
+    parts[1] = json.dumps(header, separators=(",", ":")).encode()
+    parts[0] = len(parts[1]).to_bytes(8, "little")
+    data = b"".join(parts)
+    sums = [xxh3_64_intdigest(data[start : start + _BLOCK]) for start in range(0, len(data), _BLOCK)]
+    shapes = [entry["shape"] for entry in header.values()]
+    root = json.dumps({"names": list(state), "shapes": shapes, "checksums": sums}).encode()
+    hidden = path.with_name(f".{path.name}")
+    hidden.mkdir()
+    (hidden / "model.safetensors").write_bytes(data)
+    (hidden / "checkpoint.json").write_bytes(root)
+    hidden.rename(path)
+
+
 def _metadata(setting: Setting) -> Case:
     path = setting.directory / "single"
     write_single_chunks(path, setting.count(100_000, least=1000))
@@ -100,10 +138,10 @@ class _Verified:
         self._header = json.loads(data[8 : self._begin])
         self._scratch = memoryview(bytearray(2 * _BLOCK))
 
-    def slices(self, wanted: list[tuple[str, int]]) -> list[Any]:
-        """Return 16 rows of each array, from whole blocks that are verified before they are copied."""
+    def slices(self, wanted: list[tuple[str, int]]) -> None:
+        """Create 16 rows of each array, from whole blocks that are verified before they are copied."""
         self._expect_root()
-        descriptor, results = os.open(self._file, os.O_RDONLY), []
+        descriptor = os.open(self._file, os.O_RDONLY)
         for name, row in wanted:
             start = self._begin + self._header[name]["data_offsets"][0] + row * 4 * _WIDTH
             result = np.empty((16, _WIDTH), np.float32)
@@ -112,10 +150,8 @@ class _Verified:
             blocks = self._scratch[: os.preadv(descriptor, [self._scratch[: stop - first]], first)]
             self._verify(blocks, first // _BLOCK)
             result.data.cast("B")[:] = blocks[start - first : start - first + result.nbytes]
-            results.append(result)
         os.close(descriptor)
         self._expect_root()
-        return results
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors, from one verified read."""

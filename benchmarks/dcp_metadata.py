@@ -13,7 +13,6 @@ import torch
 from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_dcp.metadata import read_metadata
-from ckptcore_dcp.metadata.reading import read_opcodes
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -92,7 +91,6 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
                 Contender("ckptcore, the table of its root", lambda: dcp_index(tree, state)),
                 Contender("pickle.load of torch's", lambda: pickle.loads(theirs), target=10.0),
                 Contender("ckptcore, torch's .metadata", lambda: read_metadata(theirs, key=".metadata")),
-                Contender("ckptcore, torch's opcode by opcode", lambda: read_opcodes(theirs, key=".metadata")),
             ],
         ),
         Case(

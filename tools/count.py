@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,6 +100,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
+@cache  # it reads the whole project
 def count_packages(root: Path) -> Mapping[str, Count]:
     """Count a worktree: packages of the core, sources and tests of plugins, and the other directories."""
     counts: dict[str, Count] = {}

@@ -1,4 +1,4 @@
-"""Count what ten operations do: calls of Python functions, system calls, requests, bytes and memory.
+"""Count what ten operations do: calls of Python functions, system calls, syncs, requests, bytes and memory.
 
 ``python -m tools.counts`` prints the present numbers and the limits of ``tests/architecture/test_counts.py``.
 ``--write`` writes new limits, a little above the present numbers, into that file. Each operation runs in a process with
@@ -9,6 +9,7 @@ moves bytes, so that they do not depend on the order of several.
   lambdas are parts of the function around them.
 - system calls: on files and descriptors, as strace reports them. Others depend on the allocator and on the order of
   threads.
+- syncs: those of the system calls that wait for a disk, fsync and fdatasync.
 - requests and bytes: to an object store in memory, and what it read and wrote.
 - memory: growth of the peak of the process, in MiB. A large array has 32 MiB, so each copy of it adds 32.
 """
@@ -59,6 +60,7 @@ class Counts(NamedTuple):
 
     calls: int
     system_calls: int | None
+    syncs: int | None
     requests: int
     nbytes: int
     memory: int | None
@@ -79,6 +81,7 @@ class Counts(NamedTuple):
         return Counts(
             self.calls + self.calls // 50 + 20,
             None if calls is None else calls + calls // 50 + 12,
+            self.syncs,
             self.requests,
             self.nbytes + self.nbytes // 100 + 100,
             None if memory is None else memory + memory // 20 + 4,
@@ -208,8 +211,9 @@ def trace(run: Callable[[], object]) -> Trace:
 def count(name: str, directory: Path) -> Counts:
     """Count an operation. The directory must be empty."""
     requests, nbytes = _at_a_store(OPERATIONS[name])
-    calls, system_calls, memory = _in_a_process(name, directory)
-    return Counts(calls, system_calls, requests, nbytes, memory)
+    calls, traced, memory = _in_a_process(name, directory)
+    syncs = None if traced is None else sum(call in ("fsync", "fdatasync") for call in traced)
+    return Counts(calls, None if traced is None else len(traced), syncs, requests, nbytes, memory)
 
 
 def _context() -> Context:
@@ -232,8 +236,8 @@ def _at_a_store(operation: Operation) -> tuple[int, int]:
     return len(plan.operations) - before, plan.bytes_read + plan.bytes_written - nbytes
 
 
-def _in_a_process(name: str, directory: Path) -> tuple[int, int | None, int | None]:
-    """Return the calls, the system calls and the memory of an operation in a process of its own."""
+def _in_a_process(name: str, directory: Path) -> tuple[int, Sequence[str] | None, int | None]:
+    """Return the calls, the names of the system calls and the memory of an operation in a process of its own."""
     import subprocess
 
     packages = packages_without_metadata(directory / "packages", "ckptcore", "tools")
@@ -265,15 +269,15 @@ def has_strace() -> bool:
     return subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
 
 
-def _system_calls(log: Path) -> int:
-    """Return the number of calls between both marks, without those that map memory."""
+def _system_calls(log: Path) -> Sequence[str]:
+    """Return the names of the calls between both marks, without those that map memory."""
     import re
 
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     (begin,) = [number for number, line in enumerate(lines) if _BEGIN in line]
     (end,) = [number for number, line in enumerate(lines) if _END in line]
     names = [match[1] for line in lines[begin + 1 : end] if (match := re.match(r"\d+ +(\w+)\(", line))]
-    return sum(name != "mmap" for name in names)
+    return [name for name in names if name != "mmap"]
 
 
 def _count_here(operation: Operation, location: str) -> None:

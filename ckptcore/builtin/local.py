@@ -476,8 +476,12 @@ class LocalStorage(StorageBackend):
         for directory in directories:
             self._directories.make_durable(directory)
 
+    def defer_names(self, key: str) -> None:
+        """Sync no names in a directory and below it until `sync_directory`. See `AtomicDirectories`."""
+        self._directories.deferred.add(self._path(key))
+
     def sync_directory(self, key: str) -> None:
-        """Make the name of a directory durable, and also all names in it and in its subdirectories.
+        """Make the names in a directory and in its subdirectories durable. See `AtomicDirectories`.
 
         Does not sync the contents of files.
         """
@@ -486,14 +490,19 @@ class LocalStorage(StorageBackend):
         _expect_directory(path)
         if not self._durable:
             return
-        below = [entry for entry, _, _ in os.walk(path)]
+        above, *below = [entry for entry, _, _ in os.walk(path)]
         for directory in reversed(below):
             sync_names(directory)
-        self._directories.make_durable(path)
+        if above in self._directories.deferred:
+            sync_names(above)
+            self._directories.deferred.discard(above)
+        else:
+            self._directories.make_durable(above)
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory and its contents. Ignores a missing directory. Does not follow links."""
         path = self._checked_path(key)
+        self._directories.deferred.discard(path)
         try:
             if os.path.islink(path):
                 os.unlink(path)
@@ -509,7 +518,7 @@ class LocalStorage(StorageBackend):
             if os.path.lexists(path):
                 self.delete_directory(key)
             return
-        if self._durable:
+        if self._durable and not self._directories.defers(os.path.dirname(path)):
             sync_names(os.path.dirname(path))
 
 

@@ -103,6 +103,8 @@ class LocalDirectories:
     def __init__(self, root: str) -> None:
         self.root = root
         self._created: set[str] = set()
+        self.deferred: set[str] = set()
+        """Paths of directories in which names are not synced. See `AtomicDirectories.defer_names`."""
         # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
@@ -229,15 +231,21 @@ class LocalDirectories:
             return converted
         return local_error(error, "open the directory", directory)
 
+    def defers(self, directory: str) -> bool:
+        """Return True if the names in a directory are left to a later sync. See `AtomicDirectories.defer_names`."""
+        return any(directory == path or _is_below(directory, path) for path in tuple(self.deferred))
+
     def make_durable(self, directory: str) -> None:
         """Make the names in a directory durable, and the names of the directory and its parents.
 
         The name of the root in its parent is synced too, if permissions allow it. Above that, only the names of
-        directories that this storage created are synced.
+        directories that this storage created are synced. Does nothing in deferred directories.
 
         Raises:
             StorageError
         """
+        if self.defers(directory):
+            return
         sync_names(directory)
         while _is_below(directory, self.root) or directory == self.root or directory in self._created:
             with SystemCall("read the status of the directory", directory):

@@ -128,8 +128,8 @@ class SafetensorsLayout(Layout):
         """Return the arrays of each file, wide elements first, so that every element is aligned to its size."""
         arrays = [
             (-record.spec.numpy_dtype.itemsize, leaf, prod(record.spec.shape))
-            for leaf, record in enumerate(tree.leaves)
-            if isinstance(record, ArrayRecord) and leaf not in tree.aliases
+            for leaf, record in tree.arrays.items()
+            if leaf not in tree.aliases
         ]
         files: list[list[int]] = [[]]
         room = self.max_file_bytes
@@ -170,7 +170,7 @@ class SafetensorsLayout(Layout):
         keys = self._file_names(len(files))
         if plan.session is not None:
             keys = file_names(f"{self.stem}-session-{plan.session + 1:05d}", len(files))
-        names = _names(plan.tree)
+        names, records = _names(plan.tree), plan.tree.arrays
         own = _own_files(plan, files)
         if self._tag and items.keys() - {leaf for number in own for leaf in files[number]}:
             raise UnsupportedLeafError(
@@ -185,7 +185,7 @@ class SafetensorsLayout(Layout):
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             for number in own:
                 leaves = files[number]
-                tensors = [(names[leaf], _array_record(plan.tree, leaf)) for leaf in leaves]
+                tensors = [(names[leaf], records[leaf]) for leaf in leaves]
                 head, starts = encode_file(self._metadata_of(plan.tree, names, leaves), tensors)
                 leaf_column.extend(leaves)
                 file_column.extend([number] * len(leaves))
@@ -251,7 +251,7 @@ class SafetensorsLayout(Layout):
                     ArraySegment(
                         part.box,
                         plan.items[part.item].spec.numpy_dtype.itemsize,
-                        partial(_boxes_with_arrays, snapshot, part.item, part.positions),
+                        partial(_some_boxes, snapshot, part.item, part.positions),
                         partial(releases.release, part.item),
                     )
                     for part in slices
@@ -276,10 +276,8 @@ class SafetensorsLayout(Layout):
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
-        slices = ChunkColumns()
-        for state in states:
-            if "slices" in state:
-                slices.extend(state["slices"], tree, offsets)
+        slices = ChunkColumns.merged([state["slices"] for state in states if "slices" in state], tree, offsets)
+        has_slices = bool(slices["leaf"])
         key_of: dict[int, str] = {}
         for state in sessions:
             key_of.update(zip(state["leaf"], [state["files"][file] for file in state["file"]], strict=True))
@@ -289,13 +287,13 @@ class SafetensorsLayout(Layout):
             _expect_files(keys, files, receipts)
             for key, leaves in zip(keys, files, strict=True):
                 # If an array is in slices, no process wrote its file.
-                key_of.update({leaf: key for leaf in leaves if leaf in offsets or not slices})
+                key_of.update({leaf: key for leaf in leaves if leaf in offsets or not has_slices})
         keys = list(dict.fromkeys(key_of.values()))
-        if not key_of and not slices:
+        if not key_of and not has_slices:
             keys = list(self.file_names(tree))  # one file without arrays
             if sessions:  # not written yet: a session cannot know that no other session has arrays
                 store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
-        if not slices and keys != file_names(self.stem, 1):
+        if not has_slices and keys != file_names(self.stem, 1):
             names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
             names = names or _names(tree)
             index: JSON = {
@@ -310,7 +308,7 @@ class SafetensorsLayout(Layout):
             "file": [numbers[key] for key in key_of.values()],
             "offset": [offsets[leaf] for leaf in key_of],
         }
-        return {**columns, "slices": slices.to_json()} if slices else columns
+        return {**columns, "slices": slices} if has_slices else columns
 
     @property
     def session_options(self) -> str:
@@ -347,8 +345,8 @@ class SafetensorsLayout(Layout):
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:
-    arrays = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
-    return leaf_names(arrays, reserved=(METADATA,))
+    paths = tree.paths
+    return leaf_names({leaf: paths[leaf] for leaf in tree.arrays}, reserved=(METADATA,))
 
 
 def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
@@ -382,7 +380,8 @@ def _own_files(plan: WritePlan, files: Sequence[Sequence[int]]) -> list[int]:
     contains arrays.
     """
     # The elements of each array that this process lacks.
-    lacked = {leaf: prod(_array_record(plan.tree, leaf).spec.shape) for leaves in files for leaf in leaves}
+    arrays = plan.tree.arrays
+    lacked = {leaf: prod(arrays[leaf].spec.shape) for leaves in files for leaf in leaves}
     has_elements = {leaf for leaf, size in lacked.items() if size}
     for item in plan.items:
         for box in item.boxes:
@@ -395,12 +394,6 @@ def _own_files(plan: WritePlan, files: Sequence[Sequence[int]]) -> list[int]:
     return own
 
 
-def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
-    record = tree.leaves[leaf]
-    assert isinstance(record, ArrayRecord)  # plans have no other items
-    return record
-
-
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     """Return the elements of an array, one segment for each item; none if the array is empty."""
     segments = []
@@ -408,7 +401,7 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
         item = snapshot.plan.items[number]
         if item.spec.size:
             box = item.boxes[0] if len(items) > 1 or len(item.boxes) == 1 else Box.whole(item.spec.shape)
-            open_arrays = partial(_boxes_with_arrays, snapshot, number, range(len(item.boxes)))
+            open_arrays = partial(_boxes_with_arrays, snapshot, number)
             release = partial(snapshot.release, number)
             segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
         else:
@@ -416,11 +409,15 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     return segments
 
 
-def _boxes_with_arrays(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
+def _boxes_with_arrays(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
+    """Return the boxes of an item with their elements."""
+    return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
+
+
+def _some_boxes(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
     """Return some boxes of an item, by their positions, with their elements."""
-    boxes, arrays = snapshot.plan.items[number].boxes, snapshot.take(number)
-    # Called for each array, so avoid a comprehension: before Python 3.12 it costs an additional call.
-    return tuple(zip(map(boxes.__getitem__, positions), map(arrays.__getitem__, positions), strict=True))
+    boxes = _boxes_with_arrays(snapshot, number)
+    return [boxes[position] for position in positions]
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:

@@ -397,6 +397,7 @@ class RenameMethod(CommitMethod):
             if resume:
                 # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
+                self.directories.defer_names(hidden)  # as `NewDirectory` does
             # The new files must not be readable by users who may not read the old files.
             self.directories.hide_from_others(location.name, hidden)
             features = self.features(hidden, limits)

@@ -171,6 +171,10 @@ class AtomicSubdirectories(Subdirectory):
         """See `AtomicDirectories`."""
         self._directories.keep_attributes(self._prefix + old, self._prefix + new)
 
+    def defer_names(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.defer_names(self._prefix + key)
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.sync_directory(self._prefix + key)
@@ -181,12 +185,18 @@ class AtomicSubdirectories(Subdirectory):
 
 
 class NewDirectory(AtomicSubdirectories):
-    """A new directory, as a storage. No object replaces another object, even if the file system merges their names."""
+    """A new directory, as a storage. No object replaces another object, even if the file system merges their names.
+
+    Each process calls `sync_names` once it has written its objects, or `AtomicDirectories.sync_directory`. Without it,
+    objects may be missing after a loss of power.
+    """
 
     def __init__(self, parent: StorageBackend, name: str, display: str) -> None:
         """Open a directory that a save writes. `display` is its location, for errors."""
         super().__init__(parent, name)
         self._display = display
+        # One sync of each directory once all names are in it, instead of one for each object and its parents.
+        self._directories.defer_names(name)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`. A put without a condition does not replace an existing object."""
@@ -221,6 +231,12 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
 def has_directories(storage_type: type[StorageBackend]) -> bool:
     """Return True if a type of storage has real directories. Cached, because the check is slow and frequent."""
     return issubclass(storage_type, AtomicDirectories)
+
+
+def sync_names(store: StorageBackend) -> None:
+    """Make durable the names in a `NewDirectory`. Other storages have done so when each object was complete."""
+    if isinstance(store, NewDirectory):
+        store.sync_directory("")
 
 
 def stamps_of(store: StorageBackend, keys: Sequence[str]) -> Mapping[str, str]:

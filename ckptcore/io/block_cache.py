@@ -23,6 +23,10 @@ _WINDOW_BYTES: Final = 256 << 10
 """Maximum bytes of blocks that are verified outside of the memory of the caller: they stay in the cache until they are
 copied. A block may be larger."""
 
+_HEAP_BYTES: Final = 64 << 10
+"""The size of the smallest blocks. One such block is read directly into the memory of the caller, which malloc takes
+from its heap: unlike memory of whole pages, it rarely begins where copies are slow, see `_Spare.take`."""
+
 
 class _Spare(threading.local):
     """Memory in which a thread verifies blocks. It is freed when the thread ends.
@@ -214,6 +218,10 @@ class BlockCache:
             # The stamp is compared after the read. If the object changed meanwhile, the bytes are read again below.
             if self._stamp() == stamp:
                 return
+            stamp = None
+        if stamp is None:
+            # Blocks may be marked for a stamp that the object had earlier: a mark counts only while it has that stamp.
+            stamp = self._stamp()
         # Verify now. Many whole blocks are read directly into the memory. In an object without a `StampedReader` each
         # read is a request. Therefore, if at most one block is left to read, it is taken from the recent blocks, or
         # added to them.
@@ -224,20 +232,20 @@ class BlockCache:
             if self._stamped is None:
                 is_direct = begin < whole and stop - begin > self.block_bytes
             else:
-                is_direct = whole - begin >= max(_WINDOW_BYTES, self.block_bytes)
+                is_direct = whole - begin >= max(_WINDOW_BYTES, self.block_bytes) or whole - begin == _HEAP_BYTES
             if is_direct and position == begin:
                 end = whole
-                self._verify(begin, memory[position - start : end - start], self._stamp())
+                self._verify(begin, memory[position - start : end - start], stamp)
             else:
-                blocks = self._blocks(begin, stop)
+                blocks = self._blocks(begin, stop, stamp)
                 end = min(begin + len(blocks), stop)
                 memory[position - start : end - start] = blocks[position - begin : end - begin]
             position = end
 
-    def _blocks(self, begin: int, stop: int) -> Buffer:
+    def _blocks(self, begin: int, stop: int, stamp: Hashable | None) -> Buffer:
         """Return the verified blocks from `begin` to `stop`, or the first of them.
 
-        Their memory may be used until this thread verifies other blocks.
+        Their memory may be used until this thread verifies other blocks. `stamp` is one that the object had before.
         """
         if self._stamped is None:
             cached = self._recent.find(self._key, begin)
@@ -248,7 +256,7 @@ class BlockCache:
             return cached
         stop = min(-(-stop // self.block_bytes) * self.block_bytes, self._size)
         nbytes = min(stop - begin, max(_WINDOW_BYTES, self.block_bytes))
-        stamp, held = self._stamped.stamp(), _spare.block
+        held = _spare.block
         if stamp is None and held is not None and held[0] is self._token and held[1] <= begin < held[1] + held[2]:
             assert _spare.memory is not None  # it has the block
             return _spare.memory[begin - held[1] : held[2]]
@@ -265,7 +273,8 @@ class BlockCache:
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
         """Fill memory with whole blocks, verify them, and mark them for the stamp that the object had before."""
         assert self._sums is not None  # nothing is verified without checksums
-        self._fill(start, memory)
+        self._reader.get_into(((start, memory),))
+        self._count(len(memory))
         self._sums.verify(start, memory)
         if stamp is None:
             return

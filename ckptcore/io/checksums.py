@@ -103,7 +103,10 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        self._compare(start, checksums_of(data, self.block_bytes))
+        computed = checksums_of(data, self.block_bytes)
+        first = start // self.block_bytes * CHECKSUM_BYTES
+        if computed != self._sums[first : first + len(computed)]:
+            raise self._difference(start, computed)
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.
@@ -121,28 +124,28 @@ class RecordedChecksums:
                 left = len(piece) - at
                 if position == begin and left >= end - begin:
                     nbytes = left if position + left == self._size else left - left % self.block_bytes
-                    self._compare(begin, checksums_of(piece[at : at + nbytes], self.block_bytes))
+                    self.verify(begin, piece[at : at + nbytes])
                 else:
                     nbytes = min(left, end - position)
                     digest = digest or xxh3_64()
                     digest.update(piece[at : at + nbytes])
                     if position + nbytes == end:
-                        self._compare(begin, _SUM.pack(digest.intdigest()))
+                        computed, first = digest.intdigest(), begin // self.block_bytes * CHECKSUM_BYTES
+                        if computed != _SUM.unpack_from(self._sums, first)[0]:
+                            raise self._difference(begin, _SUM.pack(computed))
                         digest = None
                 position += nbytes
                 at += nbytes
 
-    def _compare(self, start: int, computed: bytes) -> None:
-        """Compare the checksums of blocks from `start`."""
+    def _difference(self, start: int, computed: bytes) -> ChecksumError:
+        """Return the error for the first block from `start` whose checksum differs from the computed one."""
         first = start // self.block_bytes * CHECKSUM_BYTES
         expected = self._sums[first : first + len(computed)]
-        if computed == expected:
-            return
         for (found,), (recorded,) in zip(_SUM.iter_unpack(computed), _SUM.iter_unpack(expected), strict=True):
             if found != recorded:
                 break
             start += self.block_bytes
-        raise _checksum_error(
+        return _checksum_error(
             self._key,
             start,
             min(start + self.block_bytes, self._size),

@@ -64,7 +64,7 @@ def new_bytes(nbytes: int) -> memoryview:
 def bytes_of(array: HostArray) -> memoryview:
     """Return the memory of a C-contiguous array, as bytes."""
     # NumPy's stubs declare the buffer protocol only for Python 3.12 and later.
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return memoryview(np.ndarray(array.nbytes, np.uint8, array))  # type: ignore[arg-type]
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

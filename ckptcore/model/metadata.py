@@ -127,14 +127,15 @@ class TreeMetadata:
         """The path of each leaf."""
         return tuple(leaf_paths(self.skeleton))
 
+    @cached_property
+    def arrays(self) -> Mapping[int, ArrayRecord]:
+        """The records of the arrays, by leaf, in order; aliases included."""
+        return {leaf: record for leaf, record in enumerate(self.leaves) if isinstance(record, ArrayRecord)}
+
     @property
     def nbytes(self) -> int:
         """Bytes of all array leaves; tied arrays count once."""
-        return sum(
-            record.spec.nbytes
-            for number, record in enumerate(self.leaves)
-            if isinstance(record, ArrayRecord) and number not in self.aliases
-        )
+        return sum(record.spec.nbytes for leaf, record in self.arrays.items() if leaf not in self.aliases)
 
     def to_json(self) -> dict[str, JSON]:
         """Return the tree as JSON: columns for arrays, and a row for each value. Columns are small and fast to parse.

@@ -118,7 +118,7 @@ class ReadPlan(NamedTuple):
 class BytesSegment(NamedTuple):
     """Known bytes of an object: a header, a footer, padding."""
 
-    data: bytes
+    data: bytes | memoryview
 
     @property
     def nbytes(self) -> int:

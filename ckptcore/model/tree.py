@@ -189,7 +189,9 @@ def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (),
     Raises:
         NameCollisionError: two leaves have the same escaped name.
     """
-    names = {leaf: _printable(".".join(map(str, path))) if path else root for leaf, path in paths.items()}
+    names = {leaf: ".".join(map(str, path)) if path else root for leaf, path in paths.items()}
+    if not "".join(names.values()).isascii():
+        names = {leaf: _printable(name) for leaf, name in names.items()}
     counts = Counter(names.values())
     if len(counts) == len(names) and not any(name in counts for name in reserved):
         return names
@@ -286,8 +288,10 @@ def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """
     if not isinstance(skeleton, Node):
         return 0
-    keys = [_key_to_json(key) for key in skeleton.keys]
-    flat = not any(isinstance(child, Node) for child in skeleton.children)
+    # Most keys are text that JSON stores as it is: look at all of them together.
+    plain = {*map(type, skeleton.keys)} == {str} and "".join(map(str, skeleton.keys)).isascii()
+    keys = list(map(str, skeleton.keys)) if plain else [_key_to_json(key) for key in skeleton.keys]
+    flat = skeleton.children.count(LEAF) == len(keys)
     children: JSON = len(keys) if flat else [skeleton_to_json(child) for child in skeleton.children]
     sequence = skeleton.kind in ("list", "tuple")
     encoded: list[JSON] = [skeleton.kind, None if sequence else keys, children]

@@ -133,7 +133,6 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
 
     def _child(self, key: object) -> _Entry | None:
         """Return the child with this key, or else a child whose key has the same text; None if there is none."""
-        checkpoint = self._state.checkpoint  # raises if the checkpoint is closed
         node = self._node
         number = self._numbers.get(key)
         if number is None:
@@ -142,9 +141,17 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         if number is None or (type(key) is bool and type(node.keys[number]) is not bool):
             return None
         child, path, first = node.children[number], (*self.path, node.keys[number]), self._firsts[number]
-        if isinstance(child, Node):
-            return StoredTree(self._state, child, path, first)
-        return _leaf_of(checkpoint, self._state, path, first)
+        if not isinstance(child, Node):
+            return self._leaf(path, first)
+        _ = self._state.checkpoint  # raises if the checkpoint is closed
+        return StoredTree(self._state, child, path, first)
+
+    def _leaf(self, path: TreePath, number: int) -> StoredArray | _SmallValue:
+        """Return an array, or the number of a small value."""
+        record = self._state.checkpoint.tree.leaves[number]  # raises if the checkpoint is closed
+        if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
+            return StoredArray(self._state, number, path, record.spec)
+        return _SmallValue(number)
 
     @cached_property
     def _numbers(self) -> Mapping[object, int]:
@@ -194,16 +201,10 @@ class _SmallValue(NamedTuple):
 _Entry: TypeAlias = StoredTree | StoredArray | _SmallValue
 
 
-def _leaf_of(checkpoint: Checkpoint, state: OpenState, path: TreePath, leaf: int) -> StoredArray | _SmallValue:
-    """Return an array, or the number of a small value."""
-    record = checkpoint.tree.leaves[leaf]
-    if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
-        return StoredArray(state, leaf, path, record.spec)
-    return _SmallValue(leaf)
-
-
 def _descend(tree: StoredTree, keys: Sequence[Key]) -> _Entry | None:
     """Follow keys. Text that is not a key is split at slashes."""
+    if keys in ((), ("",)) and not isinstance(tree._state.checkpoint.tree.skeleton, Node):
+        return tree._leaf((), 0)  # the whole tree is one leaf
     if not keys:  # a new object: caching a checkpoint in itself would be a reference cycle, and keep files open
         return StoredTree(tree._state, tree._node, tree.path, tree._first)
     key, rest = keys[0], keys[1:]
@@ -269,13 +270,6 @@ class OpenCheckpoint(StoredTree):
     ) -> None:
         """Close the checkpoint."""
         self.close()
-
-    def __getitem__(self, path: StoredPath) -> Any:
-        """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
-        if not path and path != 0 and not isinstance((checkpoint := self._state.checkpoint).tree.skeleton, Node):
-            entry = _leaf_of(checkpoint, self._state, (), 0)
-            return entry.read(self._state) if isinstance(entry, _SmallValue) else entry
-        return super().__getitem__(path)
 
     @property
     def bytes_read(self) -> int:

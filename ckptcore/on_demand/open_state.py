@@ -259,13 +259,12 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     if not isinstance(record, ArrayRecord) or 0 in record.spec.shape or checkpoint.read_instead:
         return None
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
-    whole = Box.whole(record.spec.shape)
-    index = checkpoint.index
+    shape, index = record.spec.shape, checkpoint.index
     # Look up only the chunk of the first element, because an array may have millions of chunks. If this chunk is the
     # whole array, the array has no other chunk.
-    chunks = iter(index.boxes(leaf, Box.whole((1,) * len(whole.stop))))
+    chunks = iter(index.boxes(leaf, Box.whole((1,) * len(shape))))
     chunk = next(chunks, None)
-    if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:
+    if chunk is None or not chunk.is_plain or chunk.box.stop != shape or any(chunk.box.start) or next(chunks, None):
         return None
     if chunk.is_exact:
         return PlainExtent(chunk.key, chunk.offset, False)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.commit.location import Location
@@ -26,7 +27,7 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind, is_text, whole_formats
-from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
+from ckptcore.model.metadata import UNREADABLE, ObjectRecord, TreeMetadata, check_key
 from ckptcore.opening.checkpoint import (
     Checkpoint,
     CompositeCheckpoint,
@@ -119,7 +120,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
 def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
     """Return True if a layout mistook a folder of ckptcore checkpoints for one tree with unreadable leaves."""
-    return any(unreadable_error(record) is not None for record in tree.leaves) and has_own_checkpoint(store, names)
+    return UNREADABLE in map(attrgetter("kind"), tree.leaves) and has_own_checkpoint(store, names)
 
 
 def _install_hint(file: str | None, names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -41,18 +41,36 @@ class ChunkColumns:
         self._box.extend(box.start)
         self._box.extend(box.stop)
 
-    def extend(self, state: JSON, tree: TreeMetadata, without: Container[int] = ()) -> None:
-        """Add the chunks that another process of this save wrote, except the chunks of the leaves in `without`."""
-        columns: Any = state
-        begin = 0
-        for leaf, file, offset in zip(columns["leaf"], columns["file"], columns["offset"], strict=True):
-            stop = begin + 2 * len(_spec(tree, leaf).shape)
-            if leaf not in without:
-                self._leaf.append(leaf)
-                self._file.append(self._files.setdefault(columns["files"][file], len(self._files)))
-                self._offset.append(offset)
-                self._box.extend(columns["box"][begin:stop])
-            begin = stop
+    @staticmethod
+    def merged(states: Sequence[JSON], tree: TreeMetadata, without: Collection[int] = ()) -> dict[str, JSON]:
+        """Return the state of the chunks that all processes of a save wrote, except those of the leaves in `without`.
+
+        In arrays: a large job has millions of chunks, and the leader would take 3 us of Python for each.
+        """
+        axes = np.zeros(len(tree.leaves), np.int64)
+        for leaf, record in tree.arrays.items():
+            axes[leaf] = len(record.spec.shape)
+        left_out = np.array(sorted(without), np.int64)
+        files: dict[str, int] = {}
+        merged: dict[str, list[HostArray]] = {name: [] for name in ("leaf", "file", "offset", "box")}
+        for state in states:
+            columns: Any = state
+            parts = {name: np.asarray(columns[name], np.int64) for name in merged}
+            if len(left_out):
+                kept = ~np.isin(parts["leaf"], left_out)
+                kept_bounds = np.repeat(kept, 2 * axes[parts["leaf"]])
+                parts = {name: part[kept_bounds if name == "box" else kept] for name, part in parts.items()}
+            number_of: HostArray = np.zeros(len(columns["files"]), np.int64)
+            for number in sorted(
+                set(parts["file"].tolist())
+            ):  # `numpy.unique` takes longer for the chunks of a process
+                number_of[number] = files.setdefault(columns["files"][number], len(files))
+            parts["file"] = number_of[parts["file"]]
+            for name, part in parts.items():
+                merged[name].append(part)
+        none = np.zeros(0, np.int64)  # `concatenate` refuses an empty list
+        columns = {name: np.concatenate([none, *parts]).tolist() for name, parts in merged.items()}
+        return {"files": list(files), **columns}
 
     def to_json(self) -> dict[str, JSON]:
         """Return the state that `ChunkTable` reads."""

@@ -225,11 +225,7 @@ def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
     Raises:
         CorruptCheckpointError: names the first array that they do not cover.
     """
-    arrays = [
-        (leaf, record)
-        for leaf, record in enumerate(tree.leaves)
-        if isinstance(record, ArrayRecord) and leaf not in tree.aliases
-    ]
+    arrays = [(leaf, record) for leaf, record in tree.arrays.items() if leaf not in tree.aliases]
     if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
         columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
         for leaf, record in arrays:
@@ -601,8 +597,8 @@ def plan_write(
         owners: by leaf, the owners of its cells, from `owners_of`; None: replica 0 writes.
     """
     items = []
-    for leaf, record in enumerate(tree.leaves):
-        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+    for leaf, record in tree.arrays.items():
+        if leaf in tree.aliases:
             continue
         boxes = written_boxes(record, shards.get(leaf, ()), None if owners is None else owners.get(leaf))
         if boxes:

@@ -480,8 +480,18 @@ class AtomicDirectories(Protocol):
         See `hide_from_others`. The result is durable if the storage was opened durable.
         """
 
+    def defer_names(self, key: str) -> None:
+        """Leave the names in a directory, and below it, to the next `sync_directory` of this storage.
+
+        Until then, writes make only the content of objects durable. After a loss of power, objects may be missing. The
+        name of the directory itself is left to a rename. For directories that are not committed yet.
+        """
+
     def sync_directory(self, key: str) -> None:
-        """Make the contents of a directory durable, including the names of objects and directories below it."""
+        """Make the contents of a directory durable, including the names of objects and directories below it.
+
+        The name of the directory itself becomes durable too, except after `defer_names`.
+        """
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory and its contents; a missing directory is no error."""

@@ -16,7 +16,7 @@ from ckptcore.commit.names import is_leftover_name
 from ckptcore.commit.root import ROOT_KEY, Base, Claim, CompositeRoot, References, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.stored_root import read_root
-from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.subdirectory import subdirectory, sync_names
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, logger_named, timeline_to_json
@@ -81,6 +81,8 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
                         [record.size for part in save.parts for receipt in part.receipts for record in receipt.objects]
                     )
                 if agreement.size > 1:
+                    if agreement.rank != 0:  # the commit does this on the leader
+                        sync_names(store)
                     stage.payload = save.encode_receipts()
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:

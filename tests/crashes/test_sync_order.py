@@ -60,6 +60,7 @@ def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_p
         named = [number for number, call in enumerate(before) if _names_in(call, directory)]
         synced = [number for number, call in enumerate(before) if call.name == "fsync" and call.paths == [directory]]
         assert synced and synced[-1] > named[-1], f"the names in {directory} changed after their last sync"
+        assert len(synced) == 1, f"{directory} is synced {len(synced)} times"
     parent = os.path.dirname(location)
     assert "fsync" in [call.name for call in after if call.paths == [parent]], "the commit is not durable"
     if name.startswith("first"):

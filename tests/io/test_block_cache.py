@@ -300,3 +300,30 @@ def test_threads_do_not_wait_for_each_other(stamp: Hashable | None) -> None:
     go_on.set()
     thread.join()
     assert results == [reader.data[250:260]]
+
+
+def test_first_reads_of_several_blocks_ask_once_for_the_stamp() -> None:
+    reader = ChangingObject(data_of())
+    stamps: list[Hashable | None] = []
+
+    def stamp() -> Hashable | None:
+        stamps.append(reader.now)
+        return reader.now
+
+    reader.stamp = stamp  # type: ignore[method-assign]
+    cache = held(reader)
+    for start in (0, 250, 510, 900):
+        assert read(cache, start, start + 60) == reader.data[start : start + 60]
+    assert len(stamps) == 1
+
+
+def test_blocks_that_are_verified_after_a_change_are_not_used_with_the_earlier_stamp() -> None:
+    reader = ChangingObject(data_of())
+    cache = held(reader)
+    read(cache, 0, 100)
+    reader.now = 1
+    read(cache, 100, 200)
+    assert not cache.is_cached(100, 200)
+    reader.data[150] ^= 1
+    with pytest.raises(ChecksumError, match="bytes 100 to 200"):
+        read(cache, 100, 200)

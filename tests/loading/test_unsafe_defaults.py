@@ -12,12 +12,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-import transformers
 from flax import serialization
 from orbax import checkpoint as v0  # type: ignore[import-untyped]  # it has no types
 from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
 from safetensors.numpy import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from transformers.models.bert import BertConfig, BertModel
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching
@@ -134,17 +134,15 @@ def test_differences_that_other_libraries_accept_are_refused(
 
 def test_missing_weights_are_not_initialized(tmp_path: Path) -> None:
     """transformers fills them with random numbers and only logs a warning."""
-    config = transformers.BertConfig(
-        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    transformers.BertModel(config).save_pretrained(tmp_path)
+    config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    BertModel(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     state = load_file(file)
     lost = state.pop("pooler.dense.weight")
     save_file(state, file, {"format": "pt"})
-    filled = transformers.BertModel.from_pretrained(tmp_path).state_dict()["pooler.dense.weight"].numpy()
+    filled = BertModel.from_pretrained(tmp_path).state_dict()["pooler.dense.weight"].numpy()
     assert filled.shape == lost.shape and not np.array_equal(filled, lost)
-    model = transformers.BertModel(config)
+    model = BertModel(config)
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load_into(file, dict(model.state_dict()))
     assert caught.value.differences == ("missing: ['pooler.dense.weight'] is not stored",)

@@ -17,7 +17,17 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import LEAF, Attribute, Node, TreePath
-from ckptcore.planning import boxes_of_range, check_coverage, cuts_of, leaf_names, plan_read, plan_write, uncovered
+from ckptcore.planning import (
+    ChunkColumns,
+    ChunkTable,
+    boxes_of_range,
+    check_coverage,
+    cuts_of,
+    leaf_names,
+    plan_read,
+    plan_write,
+    uncovered,
+)
 from ckptcore.planning.partition import covers_exactly
 
 SHAPE = (5, 4)
@@ -169,3 +179,22 @@ def test_the_boxes_of_a_range_have_its_elements_in_order(shape: tuple[int, ...])
         assert np.concatenate(parts).tolist() == list(range(start, stop))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert list(boxes_of_range((3, 4), 5, 5)) == []
+
+
+def test_merged_chunks_are_those_of_all_processes_without_some_leaves() -> None:
+    shapes = ((), (4,), (2, 3))
+    records = tuple(ArrayRecord(ArraySpec(shape, "float32")) for shape in shapes)
+    tree = TreeMetadata(Node("list", (0, 1, 2), (LEAF, LEAF, LEAF)), records)
+    first, second = ChunkColumns(), ChunkColumns()
+    first.add(2, "left-out", 0, Box((0, 0), (2, 3)))
+    first.add(1, "a", 8, Box((0,), (2,)))
+    first.add(0, "b", 16, Box((), ()))
+    second.add(1, "c", 24, Box((2,), (4,)))
+    merged = ChunkColumns.merged([first.to_json(), second.to_json()], tree, {2: 0})
+    assert merged["files"] == ["a", "b", "c"] and json.loads(json.dumps(merged)) == merged
+    table = ChunkTable(tree, merged)
+    chunks = [
+        (chunk.key, chunk.offset, chunk.box) for leaf in (0, 1) for chunk in table.boxes(leaf, Box.whole(shapes[leaf]))
+    ]
+    assert chunks == [("b", 16, Box((), ())), ("a", 8, Box((0,), (2,))), ("c", 24, Box((2,), (4,)))]
+    assert ChunkColumns.merged([], tree) == {"files": [], "leaf": [], "file": [], "offset": [], "box": []}

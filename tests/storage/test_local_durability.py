@@ -173,6 +173,37 @@ def test_a_commit_syncs_in_a_safe_order(storage: LocalStorage, calls: Calls) -> 
     assert calls.take() == ["sync /new/root"]
 
 
+def test_deferred_names_are_synced_once(storage: LocalStorage, calls: Calls) -> None:
+    storage.defer_names("hidden")
+    for key in ("hidden/a/b", "hidden/a/c", "hidden/d"):
+        storage.put(key, b"1")
+    writer = storage.open_writer("hidden/e")
+    writer.write_at(0, b"1")
+    writer.finish()
+    synced = [call for call in calls.take() if call.startswith("sync")]
+    assert synced == [
+        "sync /new/root/hidden/a/TEMPORARY",
+        "sync /new/root/hidden/a/TEMPORARY",
+        "sync /new/root/hidden/TEMPORARY",
+        "sync /new/root/hidden/e",
+    ]
+    storage.put("hidden-too/a", b"1")  # a name that only begins with the deferred one
+    assert calls.take()[-4:-2] == ["sync /new/root/hidden-too", "sync /new/root"]
+    storage.sync_directory("hidden")
+    assert calls.take() == ["sync /new/root/hidden/a", "sync /new/root/hidden"]
+    storage.put("hidden/f", b"1")
+    assert calls.take()[-2:] == ["sync /new/root/hidden", "sync /new/root"]
+
+
+def test_names_are_not_deferred_in_a_directory_that_is_made_again(storage: LocalStorage, calls: Calls) -> None:
+    storage.defer_names("hidden")
+    storage.put("hidden/a", b"1")
+    storage.delete_directory("hidden")
+    calls.take()
+    storage.put("hidden/a", b"1")
+    assert "sync /new/root/hidden" in calls.take()
+
+
 def test_a_storage_without_durability_syncs_nothing(tmp_path: Path, calls: Calls) -> None:
     storage = open_local(str(tmp_path / "root"), StorageOptions(durable=False))
     storage.put("a/b", b"1")

@@ -139,6 +139,20 @@ def test_changes_without_durability_may_be_lost(action: Callable[[SimulatedStora
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
 
+@pytest.mark.parametrize("action", [put, write])
+def test_deferred_names_survive_only_after_their_sync(action: Callable[[SimulatedStorage], None]) -> None:
+    disk = SimulatedDisk()
+    storage = open_simulated(disk, "disk://a/b", DURABLE)
+    storage.put("kept", b"1")
+    storage.defer_names("x")
+    action(storage)
+    assert {"a/b/kept": b"1"} in states(disk)
+    storage.sync_directory("x")
+    assert {"a/b/kept": b"1"} in states(disk), "the name of the directory is left to a rename"
+    storage.rename("x", "z")
+    assert states(disk) == [{"a/b/kept": b"1", "a/b/z/y": b"new"}] * 63
+
+
 def test_a_put_leaves_the_old_or_the_new_object_at_every_step() -> None:
     dry = SimulatedDisk()
     open_simulated(dry, "", DURABLE).put("x/y", b"old")

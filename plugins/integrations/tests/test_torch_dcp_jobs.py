@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import ckptcore
-from tests.jobs.torch_scripts import run_script, run_torchrun
+from tests.jobs.torch_scripts import run_script
 
 pytestmark = pytest.mark.system
 
@@ -20,9 +18,9 @@ HERE = Path(__file__).parent
 PROGRAM = HERE / "torch_dcp_job.py"
 
 
-def run(size: int, task: str, directory: Path, start: Callable[..., Any] = run_script) -> None:
+def run(size: int, task: str, directory: Path) -> None:
     """Run a task that must succeed on every rank."""
-    done = start(size, PROGRAM, task, directory)
+    done = run_script(size, PROGRAM, task, directory)
     assert done.returncode == 0, done.stderr[-6000:]
     assert len(list(directory.glob(f"{task}.*"))) == size
 
@@ -37,7 +35,7 @@ def test_groups_of_a_job(tmp_path: Path) -> None:
 
 
 def test_another_dtype_on_each_rank(tmp_path: Path) -> None:
-    run(2, "dtypes", tmp_path, run_torchrun)
+    run(2, "dtypes", tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -362,3 +362,62 @@ def test_sizes_of_many_axes_take_limited_memory(
     finally:
         tracemalloc.stop()
     assert peak < 48 * len(data), "a pickle of empty dicts takes more"
+
+
+def _path_runs(data: bytes) -> list[int]:
+    """Return the numbers of names and paths that the fast reader read in each step."""
+    reader = FastObjectReader(data)
+    runs: list[int] = []
+
+    def read(stack: list[Any], position: int, memo: list[Any]) -> int | None:
+        is_items = not stack
+        stop = reader.read(stack, position, memo)
+        if is_items and stop is not None:
+            runs.append(len(stack) // 2)
+        return stop
+
+    read_pickle(data, key=".metadata", objects=read)
+    return runs
+
+
+def test_each_batch_of_paths_is_read_in_one_step() -> None:
+    metadata, _ = _tensors(2500, 1, 1, shared=True)
+    data = pickle.dumps(metadata, protocol=4)
+    assert _path_runs(data) == [1000] * 5, "each tensor and each value has a path"
+    assert read_fast(data, key=".metadata").paths == _plain(data).paths == dict(metadata.planner_data)
+
+
+@pytest.mark.parametrize(
+    "path", [("a",), ("a", "é"), ("a", 1), (), tuple("abcdefghijklmnopqrstuvw"), ("\ud800", "b"), ("w" * 300, "v")]
+)
+def test_both_readers_agree_on_unusual_paths(path: tuple[str | int, ...]) -> None:
+    metadata, _ = _tensors(40, 1, 1, shared=True)
+    for name in list(metadata.planner_data)[::7]:
+        metadata.planner_data[name] = path
+    data = pickle.dumps(metadata, protocol=4)
+    assert _outcome(lambda: read_metadata(data, key=".metadata")) == _outcome(lambda: _plain(data))
+
+
+def test_one_long_path_among_short_ones_takes_limited_memory() -> None:
+    paths: dict[str, tuple[str, ...]] = {f"{number:x}": (str(number % 10),) for number in range(100_000)}
+    paths["long"] = tuple("abcdefghijklmno")
+    data = pickle.dumps(theirs.Metadata({}, paths, {}, None, *VERSION), protocol=4)
+    tracemalloc.start()
+    try:
+        assert read_fast(data, key=".metadata").paths == paths
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 48 * len(data)
+
+
+def test_objects_of_more_shapes_than_templates_are_read() -> None:
+    metadata, _ = _tensors(3, 300, 5, shared=False, step=1)
+    chance = random.Random(3)
+    places: dict[theirs.MetadataIndex, _StorageInfo] = {}
+    for index, info in metadata.storage_data.items():
+        size = torch.Size([chance.choice((1, 300, 70_000, 1 << 40)) for _ in range(5)])
+        places[theirs.MetadataIndex(index.fqn, size, index.index)] = info
+    metadata.storage_data = places
+    data = pickle.dumps(metadata, protocol=4)
+    assert _fast(data)[0] == _plain(data)

@@ -13,6 +13,7 @@ from concurrent.futures import ALL_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import ml_dtypes
 import numpy as np
 import pytest
@@ -330,3 +331,19 @@ def test_compressed_arrays_are_saved_after_the_main_thread_has_ended(tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("ocdbt", "zarr3"):
         assert ckptcore.load(tmp_path / name)["w"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("frame", "trailer"), [(FrameFormat(3, False, False), False), (FrameFormat(3, True, True), True)]
+)
+def test_only_large_frames_that_fill_their_memory_stay_there(frame: FrameFormat, trailer: bool) -> None:
+    random = np.random.default_rng(0).integers(0, 256, chunk_codec._LARGE_BYTES, np.uint8)
+    kinds = []
+    for elements in (random, random[:-1], np.zeros_like(random)):
+        pieces = chunk_codec._encode_frame(elements, frame)
+        kinds.append(type(pieces[0]))
+        encoded = bytes(pieces[0])
+        assert b"".join(pieces[1:]) == (google_crc32c.value(encoded).to_bytes(4, "little") if trailer else b"")
+        assert zstandard.get_frame_parameters(encoded).content_size == len(elements)
+        assert zstandard.ZstdDecompressor().decompress(encoded, max_output_size=1) == elements.tobytes()
+    assert kinds == [memoryview, bytes, bytes]

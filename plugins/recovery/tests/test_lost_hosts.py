@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import logging
 import random
+import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from ckptcore_recovery.peers.connections import ServerConnections, ServerLostErr
 from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.messages import BLOCK_BYTES, PIECE_BYTES
 from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.storage import PeerStorage
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError, StorageFullError
@@ -120,6 +123,51 @@ def test_a_job_goes_on_after_its_server_was_killed(hosts: Hosts) -> None:
     write(first, "after", LARGE)  # starts the server again
     for session in (first, second):
         assert storage(session).get("before") == storage(session).get("after") == LARGE
+
+
+def test_a_start_with_another_interface_has_the_memory_of_the_server_that_runs(hosts: Hosts) -> None:
+    (session,) = hosts.join("a")
+    write(session, "large", LARGE)
+    before = hosts.pids("a")
+    for interface, reached in (("127.0.0.2", "127.0.0.2"), ("127.0.0.1", "127.0.0.2"), ("127.0.0.3", "127.0.0.3")):
+        hosts.options = replace(hosts.options, interface=interface)  # 127.0.0.1 is the default
+        first, second = hosts.join("a", "b")
+        assert [member.host for member in first.view.members] == [reached] * 2
+        assert storage(second).get("large") == storage(session).get("large") == LARGE
+    assert hosts.pids("a") == before
+    hosts.kill("a")
+    for joined in hosts.join("a", "b"):
+        assert [member.host for member in joined.view.members] == ["127.0.0.3"] * 2
+        assert storage(joined).get("large") == LARGE
+
+
+def test_an_interface_that_is_not_of_this_host_is_named(hosts: Hosts) -> None:
+    for before in ((), ("a",)):  # without a server, and with one
+        hosts.options = replace(hosts.options, interface="127.0.0.1")
+        for host in before:
+            hosts.join(host)
+        hosts.options = replace(hosts.options, interface="198.51.100.1")
+        with pytest.raises(ExceptionGroup) as failed:
+            hosts.join("a")
+        assert "cannot listen on '198.51.100.1'" in str(failed.value.exceptions)
+
+
+def test_a_host_that_others_cannot_reach_by_the_default_interface_is_told_of_it(hosts: Hosts) -> None:
+    session, _ = hosts.join("a", "b")
+    hosts.lose("b")
+    with pytest.raises(StorageError, match="127.0.0.1:.*Pass interface= with the address of each host"):
+        spread(session, {"op": "end", "epoch": session.view.epoch}, b"")
+
+
+def test_a_server_may_have_as_many_open_files_as_the_system_allows(hosts: Hosts) -> None:
+    """Each of its blobs is one. A layout of many files has thousands, and a shell often allows 1024."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
+    try:
+        hosts.join("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    assert resource.prlimit(hosts.pids("a")[0], resource.RLIMIT_NOFILE) == (most, most)
 
 
 def test_a_server_is_started_once_on_a_host(hosts: Hosts) -> None:
@@ -270,6 +318,34 @@ def test_a_corrupt_copy_is_named_and_passed_over(hosts: Hosts, caplog: pytest.Lo
     assert any("step/data" in message and "corrupt" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("damaged", ["entries/*", "view", "server.json", "epoch"])
+def test_a_damaged_memory_is_named_and_can_be_removed(hosts: Hosts, damaged: str) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "large", LARGE)
+    storage(first).put("small", b"1")
+    server = hosts.server("a")
+    assert server is not None
+    hosts.kill("a")
+    for path in server.directory.glob(damaged):
+        path.write_text('["torn')
+    with pytest.raises(ExceptionGroup) as failed:
+        hosts.join("a", "b")
+    assert f"the memory in {server.directory} is damaged" in str(failed.value.exceptions)
+    shutil.rmtree(server.directory)
+    for session in hosts.join("a", "b"):
+        assert storage(session).get("large") == LARGE and storage(session).get("small") == b"1"
+
+
+def test_a_copy_with_a_damaged_description_is_passed_over(hosts: Hosts) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "large", LARGE)
+    hosts.kill("a")
+    (path,) = blobs(hosts, "a")
+    path.with_suffix(".json").write_text('{"size": 1')
+    for session in hosts.join("a", "b"):
+        assert storage(session).get("large") == LARGE
+
+
 def test_an_object_without_a_good_copy_is_lost(hosts: Hosts) -> None:
     first, _ = hosts.join("a", "b")
     write(first, "data", LARGE)
@@ -286,7 +362,7 @@ def test_an_object_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     try:
         session, _ = hosts.join("a", "b")
         write(session, "first", LARGE)
-        with pytest.raises(StorageFullError, match="bytes do not fit"):
+        with pytest.raises(StorageFullError, match="^second: .* bytes do not fit.*memory_bytes="):
             write(session, "second", LARGE)
         assert storage(session).get("first") == LARGE
         storage(session).delete(["first"])

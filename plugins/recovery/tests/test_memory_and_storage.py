@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.errors import DirectoryInUseError, StorageFullError
+from ckptcore.errors import DirectoryInUseError, StorageError, StorageFullError
 from ckptcore.policies import SpecificSteps
 
 pytestmark = pytest.mark.system
@@ -85,6 +87,17 @@ def test_a_step_that_is_newer_in_the_directory_is_loaded(tmp_path: Path, memory:
         expect(run, 6)
 
 
+@pytest.mark.parametrize("uploaded", [1, 2])
+def test_a_last_step_that_is_in_memory_alone_is_named(
+    uploaded: int, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ckptcore.recovery"), open_run(tmp_path / "far", uploaded) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+    named = [message for message in caplog.messages if "upload_policy" in message and f"{tmp_path}/far" in message]
+    assert [message.partition(" is in")[0] for message in named] == ([] if uploaded == 2 else ["step 2"])
+
+
 def test_a_second_start_by_mistake_does_not_end_the_first(tmp_path: Path, memory: Path) -> None:
     with open_run(tmp_path / "far") as run:
         run.save(1, state(1))
@@ -105,6 +118,24 @@ def test_a_program_that_ends_without_close_uploads_its_last_step(tmp_path: Path,
     kill_server(memory)
     with open_run(tmp_path / "far") as run:  # the memory still has it, too
         assert run.latest == 1
+
+
+def test_a_run_does_not_load_steps_of_another_run_with_the_same_name_of_a_job(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far") as run:
+        run.save(1, state(1))
+        run.wait()
+        for _ in range(2):  # a start that was refused changes nothing
+            with pytest.raises(StorageError, match=f"steps of another run, {tmp_path}/far, .*: pass another job="):
+                open_run(tmp_path / "other")
+        run.save(2, state(2))
+        run.wait()
+    server = json.loads((memory / JOB / "server.json").read_bytes())["pid"]
+    with pytest.raises(StorageError, match=rf"end their memory server \(process {server}\), and remove") as refused:
+        open_run(tmp_path / "other")
+    kill_server(memory)
+    shutil.rmtree(str(refused.value).partition(" has ")[0])
+    with open_run(tmp_path / "other") as run:
+        assert run.latest is None
 
 
 @pytest.fixture

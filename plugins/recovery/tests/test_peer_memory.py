@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 from ckptcore_recovery.peers.views import Member
 from ckptcore_testing import RunDirectoryTests
+from ckptcore_testing.thread_coordinator import run_ranks
 
 from ckptcore import Checkpointer, Context
-from ckptcore.policies import FixedInterval
+from ckptcore.policies import FixedInterval, SpecificSteps
 from ckptcore.training import RunDirectory
-from plugins.recovery.tests.host_directories import kill_servers
+from plugins.recovery.tests.host_directories import kill_servers, server_pid
 
 pytestmark = pytest.mark.system
 
@@ -34,6 +38,13 @@ pytestmark = pytest.mark.system
 def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.*expected"):
         PeerMemory("run", **{"memory_bytes": 1, "upload_policy": FixedInterval(1), **arguments})
+
+
+@pytest.mark.parametrize("again", ["s3://bucket/run/", "file:///data/run"])
+def test_a_directory_is_one_job_however_it_is_spelled(again: str) -> None:
+    directory = "s3://bucket/run" if again.startswith("s3") else "/data/run"
+    first, second = (PeerMemory(one, memory_bytes=1, upload_policy=FixedInterval(1)) for one in (directory, again))
+    assert first.job == second.job, "a restart finds its steps in memory"
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +71,7 @@ def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pyt
     assert phases.index("copy") < phases.index("begin"), "the training waits for the copy alone"
 
 
-def test_a_save_blocks_for_one_copy_and_four_small_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_blocks_for_one_copy_and_five_small_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests find out, before anything is copied, that the step may be saved. Bytes do not add to them."""
     requests: list[str] = []
     copied: list[int] = []
@@ -96,9 +107,28 @@ def test_a_save_blocks_for_one_copy_and_four_small_requests(tmp_path: Path, monk
             opened.save(step, {"w": np.ones(elements)})
             assert sum(copied) == 8 * elements, "each byte is copied once before the save returns"
             monkeypatch.setattr(np, "copyto", copy)
-            assert Counter(requests) == {"find": 3, "spread": 1}
+            assert Counter(requests) == {"status": 1, "find": 3, "spread": 1}
             may_write.set()
             opened.wait()
+
+
+def test_a_server_that_was_killed_on_any_host_is_started_again_for_the_next_save(tmp_path: Path) -> None:
+    has_killed = threading.Barrier(2)
+
+    def run(rank: int, context: Context) -> int | None:
+        host = tmp_path / f"host-{rank}"
+        memory = PeerMemory(tmp_path / "run", job=f"kept-{rank}", memory_bytes=1 << 26, upload_policy=SpecificSteps([]))
+        memory._options = replace(memory._options, base=str(host))  # the variable is that of all threads
+        with Checkpointer(memory, context=context) as opened:
+            for step in (1, 2, 3):
+                opened.save(step, {"step": step})
+                opened.wait()
+                if rank == step - 1:
+                    os.kill(server_pid(host, f"kept-{rank}"), signal.SIGKILL)
+                has_killed.wait(60)
+            return opened.latest
+
+    assert run_ranks(2, run) == [3, 3]
 
 
 class TestPeerMemory(RunDirectoryTests):

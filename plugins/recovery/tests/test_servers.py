@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers import PeerMemory, starting
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions
@@ -189,6 +189,36 @@ def test_no_memory_is_kept_in_a_directory_of_another_user(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match=f"base belongs to another user.*set {DIRECTORY_VARIABLE}"):
         ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(base))
     assert not elsewhere.exists()
+
+
+def test_a_server_that_ends_as_soon_as_it_is_ready_is_not_started_for_ever(
+    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = tmp_path / "errors"
+    errors.write_text("MemoryError: no more\n")
+    monkeypatch.setattr(starting, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(starting, "_start_server", lambda *arguments: ("ready", errors))
+    with pytest.raises(StorageError, match="cannot be started: MemoryError: no more"):
+        ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0, base=str(host))
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("{}/file", "may write"),
+        ("{}/file/below", "may write"),
+        ("/proc/nothing", "may write"),
+        ("below", "absolute path"),
+    ],
+)
+def test_a_place_that_cannot_have_the_memory_is_named(
+    base: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, base.format(tmp_path))
+    with pytest.raises(StorageError, match=reason) as error:
+        ensure_server(JOB, limit=1, interface="127.0.0.1", idle_seconds=60.0)
+    assert DIRECTORY_VARIABLE in str(error.value) and base.format(tmp_path) in str(error.value)
 
 
 # --- containers: namespaces of processes and of mounts, with one memory file system that both mount ------------------

@@ -73,10 +73,10 @@ class TestDTensorsConform(LeafHandlerTests):
     )
     unsupported = (lambda: dtensor(WHOLE, Replicate(), Partial()),)
 
-    @pytest.mark.parametrize("size", [1])
-    def test_shards_of_all_processes_cover_the_array(self, array_example: LeafExample, size: int) -> None:
+    def test_shards_of_all_processes_cover_the_array(self) -> None:
         """Run with one process only, because the mesh of the examples has one."""
-        super().test_shards_of_all_processes_cover_the_array(array_example, size)
+        for each in self.examples:
+            super().test_shards_of_all_processes_cover_the_array(each, 1)
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,13 +18,14 @@ import diffusers
 import safetensors
 import torch
 import transformers
+from transformers.models.clip import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 HERE = Path(__file__).resolve().parent
 
 
 def _pipeline() -> diffusers.DiffusionPipeline:
     torch.manual_seed(0)
-    text = transformers.CLIPTextConfig(
+    text = CLIPTextConfig(
         hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16,
         max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
@@ -37,10 +38,10 @@ def _pipeline() -> diffusers.DiffusionPipeline:
     words.mkdir()
     (words / "vocab.json").write_text(json.dumps({"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2}))
     (words / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = transformers.CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"))
+    tokenizer = CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"))
     shutil.rmtree(words)
     return diffusers.StableDiffusionPipeline(
-        vae, transformers.CLIPTextModel(text), tokenizer, unet, diffusers.DDIMScheduler(), None, None,
+        vae, CLIPTextModel(text), tokenizer, unet, diffusers.DDIMScheduler(), None, None,
         requires_safety_checker=False,
     )  # fmt: skip
 

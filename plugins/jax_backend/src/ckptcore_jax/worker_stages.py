@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Claim
 from ckptcore.commit.stored_root import read_version
-from ckptcore.commit.subdirectory import subdirectory
+from ckptcore.commit.subdirectory import subdirectory, sync_names
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
@@ -152,6 +152,7 @@ class WriteParts:
             # Leave out the items of the plan. The controller has them, and adds them to the
             # receipt.
             receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
+        sync_names(store)
         return receipts
 
 

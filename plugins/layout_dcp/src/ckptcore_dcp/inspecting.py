@@ -259,8 +259,9 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
     locations = LocationColumns()
     leaves: list[LeafRecord] = []
     tensors: dict[int, DcpTensor] = {}
+    stored = metadata.tensors
     for name in order:
-        tensor = metadata.tensors.get(name)
+        tensor = stored.get(name)
         if tensor is not None:
             tensors[len(leaves)] = tensor
             leaves.append(record_of_tensor(tensor.dtype, tensor.shape))
@@ -280,10 +281,11 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
         refused = {names[number]: unreadable_leaf(UnsupportedLeafError(_COMPOSED)) for number in composed}
         plain = {name: tensor for name, tensor in metadata.tensors.items() if name not in refused}
         return _inspection(replace(metadata, tensors=plain, unreadable={**metadata.unreadable, **refused}), values)
-    for number, (leaf_number, tensor) in enumerate(tensors.items()):
-        cuts = chunks.cuts(number, tensor.shape)
-        if cuts is not None:
-            leaves[leaf_number] = record_of_tensor(tensor.dtype, tensor.shape)._replace(cuts=cuts)
+    numbers = list(tensors)
+    for number in chunks.divided:
+        tensor = tensors[numbers[number]]
+        if (cuts := chunks.cuts(number, tensor.shape)) is not None:
+            leaves[numbers[number]] = record_of_tensor(tensor.dtype, tensor.shape)._replace(cuts=cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
     return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER, unused=metadata.unlisted)
 
@@ -306,8 +308,9 @@ class InspectedChunks:
 
     def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
         """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
-        counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
-        columns = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
+        chunks = [tensor.chunks for tensor in tensors]
+        counts = np.fromiter(map(len, chunks), np.int64, len(chunks))
+        columns = join_chunks(list(itertools.compress(chunks, counts)))
         within = np.arange(columns.sizes.shape[1]) < columns.axes[:, None]
         (rows,) = np.nonzero(((columns.sizes > 0) | ~within).all(axis=1))
         owner: HostArray = np.repeat(np.arange(len(tensors)), counts)
@@ -330,17 +333,22 @@ class InspectedChunks:
         if not len(self._owner):
             return ()
         sizes = np.where(self._within, self._columns.sizes, 1).prod(axis=1)
-        itemsizes = np.array([_itemsize(record) for record in records], np.int64)
+        of_kinds = {id(record): _itemsize(record) for record in {id(record): record for record in records}.values()}
+        itemsizes = np.array([of_kinds[id(record)] for record in records], np.int64)  # many tensors share a record
         is_short = self._columns.length < sizes * itemsizes[self._owner]
         is_short[list(self._columns.transforms)] = False
         numbers: list[int] = np.unique(self._owner[is_short]).tolist()
         return numbers
 
+    @property
+    def divided(self) -> Sequence[int]:
+        """The numbers of tensors of several chunks."""
+        numbers: list[int] = np.flatnonzero(np.diff(self._bounds) > 1).tolist()
+        return numbers
+
     def cuts(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-        """Return the grid cuts of a tensor with this shape, or None if it has at most one chunk. See `cuts_of`."""
+        """Return the grid cuts of a tensor with this shape, or None if there are none. See `cuts_of`."""
         first, last = self._bounds[number], self._bounds[number + 1]
-        if last - first < 2:
-            return None
         cuts: list[tuple[int, ...]] = []
         for axis, extent in enumerate(shape):
             bounds = {*self._starts[axis][first:last], *self._stops[axis][first:last]}

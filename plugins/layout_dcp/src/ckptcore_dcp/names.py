@@ -330,10 +330,10 @@ def _branches(names: Iterable[str], paths: Mapping[str, DcpPath]) -> _Branch:
         branch = root
         for step in steps:
             child = branch.get(step)
-            if child is None:
+            if child.__class__ is not dict:
+                if child is not None:
+                    raise _ContradictoryPathsError
                 child = branch[step] = {}
-            elif not isinstance(child, dict):
-                raise _ContradictoryPathsError
             branch = child
         if last in branch:
             raise _ContradictoryPathsError
@@ -344,17 +344,22 @@ def _branches(names: Iterable[str], paths: Mapping[str, DcpPath]) -> _Branch:
 def _skeleton(branch: _Branch, entries: Mapping[str, Skeleton], order: list[str]) -> Node:
     """Return the finished container, and append the names of its entries to `order`."""
     keys: list[Any] = list(branch)
-    if len({*map(type, keys)}) > 1:
+    if len(keys) > 1 and len({*map(type, keys)}) > 1:
         raise _ContradictoryPathsError
     if keys and isinstance(keys[0], int):
         keys.sort()
-    children: list[Skeleton] = []
-    for key in keys:
-        child = branch[key]
-        if isinstance(child, dict):
-            children.append(_skeleton(child, entries, order))
-        else:
-            order.append(child)
-            children.append(entries[child])
+        branch = {key: branch[key] for key in keys}
+    below: Iterable[Any] = branch.values()
+    if dict in map(type, below):
+        children: list[Skeleton] = []
+        for child in below:
+            if child.__class__ is dict:
+                children.append(_skeleton(child, entries, order))
+            else:
+                order.append(child)
+                children.append(entries[child])
+    else:
+        order += below
+        children = [entries[name] for name in below]
     kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
     return Node(kind, tuple(keys), tuple(children))

@@ -238,6 +238,10 @@ class FaultyDirectories(FaultyStorage):
         """See `AtomicDirectories`."""
         self.plan.begin("keep_attributes", [old, new]).run(lambda: self._directories.keep_attributes(old, new))
 
+    def defer_names(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.defer_names(key)
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self.plan.begin("sync_directory", [key]).run(lambda: self._directories.sync_directory(key))

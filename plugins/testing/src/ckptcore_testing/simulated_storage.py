@@ -53,6 +53,7 @@ class SimulatedStorage(StorageBackend):
         self._root = directory
         self._durable = durable
         self._temporary = itertools.count()
+        self._deferred: set[_Path] = set()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -314,6 +315,10 @@ class SimulatedStorage(StorageBackend):
         """See `AtomicDirectories`. Checks the keys only: the disk has no attributes."""
         self._path(old), self._path(new)
 
+    def defer_names(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._deferred.add(self._path(key))
+
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         with self._disk.lock:
@@ -321,7 +326,11 @@ class SimulatedStorage(StorageBackend):
             directory = self._directory(path)
             if self._durable:
                 self._sync_names_below(path, directory)
-                self._make_durable(path)
+                if path in self._deferred:
+                    self._deferred.discard(path)
+                    self._disk.sync_directory(f"sync the names in {_path_text(path)}", directory)
+                else:
+                    self._make_durable(path)
 
     def _sync_names_below(self, path: _Path, directory: DiskDirectory) -> None:
         for name, node in sorted(directory.names.items()):
@@ -387,7 +396,9 @@ class SimulatedStorage(StorageBackend):
         return directory
 
     def _make_durable(self, path: _Path) -> None:
-        """Make the names in a directory and in its parent directories durable."""
+        """Make the names in a directory and in its parent directories durable. Does nothing in deferred directories."""
+        if any(path[: len(deferred)] == deferred for deferred in self._deferred):
+            return
         for depth in range(len(path), -1, -1):
             directory = self._directory(path[:depth])
             if self._disk.has_changed(directory):

@@ -356,6 +356,17 @@ class AtomicDirectoriesTests(DirectoryTests):
         storage.sync_directory("a/b")
         assert list(storage.list()) == ["a/b/c", "a/d"]
 
+    def test_deferred_names_are_visible_at_once(self, storage: DirectoryStorage) -> None:
+        storage.put("a/b", b"1")
+        storage.defer_names("a")
+        storage.put("a/c/d", b"2")
+        writer = storage.open_writer("a/e")
+        writer.write_at(0, b"3")
+        writer.finish()
+        storage.sync_directory("a")
+        storage.rename("a", "f")
+        assert list(storage.list()) == ["f/b", "f/c/d", "f/e"]
+
     def test_delete_directory_removes_everything_in_it(self, storage: DirectoryStorage) -> None:
         for key in ("a/b/c", "a/b/d/e", "a/f", "ab/c", "g"):
             storage.put(key, b"1")

@@ -17,7 +17,7 @@ that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 - `entries`: the contents as data, with the chunks of all tensors as columns, and the names of torch's classes
 - `reading`: decodes a pickle that may be hostile
 - `fast`: decodes the chunks and locations of a large pickle, many in one step
-- `opcode_rows`: reads opcodes that repeat in a pickle, from many rows at once
+- `row_templates`: matches the bytes of one row with many places of a pickle at once
 - `joining`: joins chunks and locations as columns
 - `writing`: encodes entries as a pickle that torch reads, a whole column in one step
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Final, TypeAlias, overload
+from typing import Final, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
@@ -42,8 +42,7 @@ class DcpChunk:
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
+class DcpTensor(NamedTuple):
     """A tensor.
 
     Attributes:
@@ -95,8 +94,10 @@ class DcpMetadata:
     @property
     def names(self) -> Sequence[str]:
         """All names, in the order of `paths`, followed by names without a path."""
-        entries = {**self.tensors, **self.values, **self.unreadable}
-        known = [name for name in self.paths or () if name in entries]
+        entries = dict.fromkeys(chain(self.tensors, self.values, self.unreadable))
+        known = list(filter(entries.__contains__, self.paths or ()))
+        if len(known) == len(entries):
+            return known
         listed = set(known)
         return [*known, *[name for name in entries if name not in listed]]
 

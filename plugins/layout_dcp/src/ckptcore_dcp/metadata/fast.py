@@ -2,7 +2,7 @@
 
 Once the pickle has named classes and attributes, torch's pickler writes chunks (`ChunkStorageMetadata`), their
 locations (`MetadataIndex` and `_StorageInfo`) and tensors of one chunk (`TensorStorageMetadata`) with the same opcodes
-every time. NumPy reads such objects as rows, wherever bytes look like one (`OpcodeRows`). When the machine comes to a
+every time. NumPy finds such objects as rows, wherever bytes look like one (`RowTemplate`). When the machine comes to a
 row, that row and those which follow it directly are read in one step. The machine never comes to bytes that look like a
 row inside a text.
 
@@ -15,6 +15,7 @@ read again without this module (see `read_metadata`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from ckptcore.model import HostArray
 from ckptcore_dcp.metadata.entries import Sizes, torch_class_name
 from ckptcore_dcp.metadata.joining import widened
-from ckptcore_dcp.metadata.opcode_rows import FALSE, TRUE, OpcodeRows, padded_bytes
+from ckptcore_dcp.metadata.row_templates import FALSE, TRUE, NotARowError, RowTemplate, padded_bytes
 from ckptcore_dcp.pickles import UNSET, Call, CompactObject, Global, Value
 
 CHUNKS: Final = "chunks"
@@ -35,11 +36,17 @@ _NEW: Final = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an object whose attributes follow."""
 _APPENDS, _SET_ITEMS = b"eu"
 _BOOLEANS: Final = {TRUE: True, FALSE: False}
-_BLOCK_ROWS: Final = 1 << 13
-"""Rows read at a time, so that they stay in the cache."""
-_PIECE_BYTES: Final = 64 * _BLOCK_ROWS
-"""Bytes searched for rows at a time: about `_BLOCK_ROWS` objects of torch, and little memory if each byte may begin a
-row."""
+_TEXT_COLUMNS: Final = 3
+_MARK, _MEMOIZE, _FRAME = b"(\x94\x95"
+_NAME_OPCODES: Final = b"hjX\x8c\x95"
+_IS_NAME: Final = np.isin(np.arange(256), list(_NAME_OPCODES))
+_ENDS_ITEM: Final = np.isin(np.arange(256), list(b"ut\x85\x86\x87"))
+"""By opcode, whether a name of ``planner_data`` may begin with it, and whether it may end the item before."""
+_PIECE_BYTES: Final = 1 << 19
+"""Bytes searched for rows at a time: little memory if each byte may begin a row."""
+_MAX_TEMPLATES: Final = 256
+"""Maximum number of templates of a class. torch's numbers and references have few widths, and rows of about 30 of their
+combinations, with and without a FRAME at one of 15 places, are in a file of 100,000 chunks."""
 _FEW: Final = 4
 """Fewer rows that are no `CompactObject` of lists are read by the machine, which is faster."""
 
@@ -63,8 +70,7 @@ class _Form(NamedTuple):
     Attributes:
         name: name of a `CompactObject` of lists.
         read: reads what follows `_NEW`.
-        references: the columns that refer to classes and names of attributes.
-        expected: what they refer to.
+        expected: what the rows refer to: classes and names of attributes.
         resolve: returns the lists, and adds memo entries.
         expand: returns the values that the lists stand for.
         closing: the opcode after rows that may become one `CompactObject`.
@@ -72,8 +78,7 @@ class _Form(NamedTuple):
     """
 
     name: str
-    read: Callable[[OpcodeRows], None]
-    references: Sequence[int]
+    read: Callable[[RowTemplate], None]
     expected: tuple[object, ...]
     resolve: Callable[..., tuple[Any, ...] | None]
     expand: Callable[..., list[Any]]
@@ -81,95 +86,119 @@ class _Form(NamedTuple):
     is_named: bool = False
 
 
-def _read_chunk(rows: OpcodeRows) -> None:
-    rows.reference()
-    rows.size()
-    rows.drop_void()
-    rows.reference()
-    rows.size()
-    rows.exactly(b"ub")
+def _read_chunk(row: RowTemplate) -> None:
+    row.reference()
+    row.size()
+    row.reference()
+    row.size()
+    row.exactly(b"ub")
 
 
-def _read_item_range(rows: OpcodeRows) -> None:
-    rows.reference()
-    rows.text()
-    rows.reference()
-    rows.number(optional=True)
-    rows.drop_void()
-    rows.reference()
-    rows.size()
-    rows.exactly(b"ub")
-    rows.reference()
-    rows.exactly(_NEW)
-    rows.reference()
-    rows.text()
-    rows.reference()
-    rows.number()
-    rows.reference()
-    rows.number()
-    rows.exactly(b"ub")
+def _read_item_range(row: RowTemplate) -> None:
+    row.reference()
+    row.text()
+    row.reference()
+    row.number(optional=True)
+    row.reference()
+    row.size()
+    row.exactly(b"ub")
+    row.reference()
+    row.exactly(_NEW)
+    row.reference()
+    row.text()
+    row.reference()
+    row.number()
+    row.reference()
+    row.number()
+    row.exactly(b"ub")
 
 
-def _read_tensor(rows: OpcodeRows) -> None:
-    rows.reference()
-    rows.reference()
-    rows.state()
-    rows.reference()
-    rows.drop_void()
-    rows.size()
-    rows.reference()
-    rows.exactly(b"]\x94")
-    rows.reference()
-    rows.exactly(_NEW)
-    rows.reference()
-    rows.size()
-    rows.reference()
-    rows.size()
-    rows.exactly(b"ubaub")
+def _read_tensor(row: RowTemplate) -> None:
+    row.reference()
+    row.entry()
+    row.state()
+    row.reference()
+    row.size()
+    row.reference()
+    row.exactly(b"]\x94")
+    row.reference()
+    row.exactly(_NEW)
+    row.reference()
+    row.size()
+    row.reference()
+    row.size()
+    row.exactly(b"ubaub")
 
 
 class _Table:
-    """All rows of a form in a pickle.
+    """Rows of a form in a pickle that begin after a reference to one class, in order.
 
     Attributes:
         form: their form.
-        numbers: number of a row, by its offset.
-        stops, codes: the offset after a row, and the opcode there.
-        of_class: the reference to the class of the next row.
-        names: the text before the next row, if rows are named.
-        columns: what `_Form.read` read.
-        ends: numbers of the rows that no row with the same references follows.
+        begins: the offset of each row.
+        stops: the offset after it.
+        templates: the number of its template.
+        references, closing: by template, the memo entries that it refers to, and the opcode after it.
+        columns: what `_Form.read` read, and the text after a row, if rows are named.
+        ends: numbers of the rows that no row follows.
     """
 
-    def __init__(self, padded: HostArray, starts: HostArray, bodies: HostArray, form: _Form) -> None:
+    def __init__(self, data: bytes, starts: HostArray, form: _Form, class_entry: int | None) -> None:
         self.form = form
-        blocks = [
-            _read_block(padded, starts[first : first + _BLOCK_ROWS], bodies[first : first + _BLOCK_ROWS], form)
-            for first in range(0, max(len(starts), 1), _BLOCK_ROWS)
-        ]
-        begins, self.stops, self.codes, follows, self.of_class, *rest = map(_joined, zip(*blocks, strict=True))
-        self.names, self.columns = rest[: 3 * form.is_named], rest[3 * form.is_named :]
-        self.numbers = dict(zip(begins.tolist(), range(len(begins)), strict=True))
-        is_end = follows != np.append(begins[1:], -1)[: len(begins)]
-        for number in form.references:
-            is_end[:-1] |= np.diff(self.columns[number]) != 0
-        is_end[1:] |= (np.diff(self.of_class) != 0) & ~is_end[:-1]
-        self.ends = np.flatnonzero(is_end)
+        self.references: list[Sequence[int]] = []
+        self.closing: list[int] = []
+        padded = np.frombuffer(data, np.uint8)
+        parts: list[Sequence[HostArray]] = []
+        for _ in range(_MAX_TEMPLATES):
+            if not len(starts):
+                break
+            middle = len(starts) // 2  # its template matches more rows than that of the first
+            template, is_row = self._template(data, int(starts[middle]), class_entry)
+            rows, nexts, columns = template.match(padded, starts)
+            if is_row:
+                count = len(rows)
+                number = len(self.references) - 1
+                whole = [column if isinstance(column, np.ndarray) else np.full(count, column) for column in columns]
+                parts.append([starts[rows], nexts, np.full(count, number), *whole])
+            is_left = np.ones(len(starts), bool)
+            is_left[rows] = is_left[middle] = False
+            starts = starts[is_left]
+        width = max([sum([column[:1].size for column in part]) for part in parts], default=0)
+        if not parts or width * sum([len(part[0]) for part in parts]) > len(data):
+            # Without this limit, a few long paths among many short ones would take much memory.
+            self.begins: HostArray = np.zeros(0, np.int64)
+            return
+        begins, *rest = map(_joined, zip(*parts, strict=True))
+        order = np.argsort(begins)
+        self.begins = begins[order]
+        nexts, self.templates, self.stops, *self.columns = [column[order] for column in rest]
+        self.ends = np.flatnonzero(nexts != np.append(self.begins[1:], -1))
 
-
-def _read_block(padded: HostArray, starts: HostArray, bodies: HostArray, form: _Form) -> Sequence[Any]:
-    """Read rows that begin at `starts`, from the offsets after `_NEW`."""
-    rows = OpcodeRows(padded, bodies)
-    form.read(rows)
-    rows.drop_void()
-    codes = rows.opcodes()
-    following = rows.following()
-    if form.is_named:
-        following.text()
-    following.reference()
-    following.opcodes()
-    *name, of_class = following.columns
-    return [starts[rows.kept], rows.at, codes, following.at, of_class, *name, *rows.columns]
+    def _template(self, data: bytes, start: int, class_entry: int | None) -> tuple[RowTemplate, bool]:
+        """Return the template of a row; or of all that is no row for the same reason, and False."""
+        template = RowTemplate(data, start)
+        try:
+            if class_entry is not None:
+                template.exactly(_NEW)
+            self.form.read(template)
+        except NotARowError:
+            template.any_opcode()
+            return template, False
+        template.place()
+        self.references.append(template.references)
+        self.closing.append(template.opcode())
+        if class_entry is None:
+            return template, True
+        count = template.count + _TEXT_COLUMNS * self.form.is_named
+        try:
+            if self.form.is_named:
+                template.text()
+            template.link(class_entry)
+        except NotARowError:  # no row follows
+            template.any_opcode()
+            while template.count < count:
+                template.constant(0)
+        return template, True
 
 
 def _joined(parts: Sequence[HostArray]) -> HostArray:
@@ -184,47 +213,73 @@ class FastObjectReader:
 
     def __init__(self, data: bytes) -> None:
         """Create a reader of the pickle."""
-        self._data = data
-        self._padded = padded_bytes(data)
-        pieces = [self._begins_of_objects(first) for first in range(0, len(self._padded), _PIECE_BYTES)]
-        self._starts, self._bodies = map(np.concatenate, zip(*pieces, strict=True))
-        self._tables: dict[str, _Table] = {}
+        self._data = padded_bytes(data)
+        self._stop = len(data)
+        self._text = data.decode("latin-1")
+        self._padded = np.frombuffer(self._data, np.uint8)
+        pieces = [self._begins_of_objects(first) for first in range(0, len(data), _PIECE_BYTES)]
+        self._starts: HostArray = np.concatenate([np.zeros(0, np.int64), *pieces])
         # By identity of the class. The tuple holds a reference, so that no other object gets this
         # identity.
-        self._classes: dict[int, tuple[Global, str]] = {}
+        self._classes: dict[int, tuple[Global, _Form | None]] = {}
+        self._tables: dict[int, _Table] = {}
+        self._paths = _Table(b"", np.zeros(0, np.int64), _PATHS, None)
+        self._paths_stop = 0
 
-    def _begins_of_objects(self, first: int) -> tuple[HostArray, HostArray]:
-        """Return the offsets of `_NEW` in the piece of the pickle at `first`, and the offsets after it."""
+    def _begins_of_objects(self, first: int) -> HostArray:
+        """Return the offsets of `_NEW` in the piece of the pickle at `first`."""
         starts = first + np.flatnonzero(self._padded[first : first + _PIECE_BYTES] == _NEW[0])
-        rows = OpcodeRows(self._padded, starts)
-        rows.exactly(_NEW)
-        rows.drop_void()
-        return starts[rows.kept], rows.at
+        for offset in range(1, len(_NEW)):
+            starts = starts[self._padded[starts + offset] == _NEW[offset]]
+        return starts
+
+    def _class_entry(self, position: int, function: Global, memo: list[Any]) -> int | None:
+        """Return the memo entry of a class if a reference to it is before a position, else None."""
+        before = position - 9 * (self._data[position - 9] == _FRAME)
+        for nbytes in (1, 4):
+            entry = int.from_bytes(self._data[before - nbytes : before], "little")
+            if self._data.endswith(_reference(entry), 0, before) and entry < len(memo) and memo[entry] is function:
+                return entry
+        return None
+
+    def _starts_after(self, entry: int) -> HostArray:
+        """Return the offsets of `_NEW` after a reference to this memo entry."""
+        starts = self._starts[self._starts > 9 + 5]
+        before = starts - 9 * (self._padded[starts - 9] == _FRAME)
+        for offset, byte in enumerate(reversed(_reference(entry)), 1):
+            found = self._padded[before - offset] == byte
+            starts, before = starts[found], before[found]
+        return starts
 
     def read(self, stack: list[Any], position: int, memo: list[Any]) -> int | None:
         """Read consecutive objects. See `ObjectReader`."""
+        if not stack:
+            return self._read_paths(stack, position, memo)
         function: Global = stack[-1]
         known = self._classes.get(id(function))
         if known is None:
-            known = self._classes[id(function)] = (function, torch_class_name(function))
-        form = _FORMS.get(known[1])
+            known = self._classes[id(function)] = (function, _FORMS.get(torch_class_name(function)))
+        form = known[1]
         if form is None:
             return None
-        table = self._tables.get(known[1])
+        table = self._tables.get(id(function))
         if table is None:
-            table = self._tables[known[1]] = _Table(self._padded, self._starts, self._bodies, form)
-        number = table.numbers.get(position)
-        if number is None:
+            entry = self._class_entry(position, function, memo)
+            if entry is None:
+                return None
+            table = self._tables[id(function)] = _Table(self._data, self._starts_after(entry), form, entry)
+        number = int(table.begins.searchsorted(position))
+        if number == len(table.begins) or table.begins[number] != position:
             return None
         last = int(table.ends[table.ends.searchsorted(number)]) + 1
-        is_whole = table.codes[last - 1] == form.closing
+        is_whole = table.closing[table.templates[last - 1]] == form.closing
         if form.closing == _SET_ITEMS and (len(stack) - 1 - form.is_named) % 2:
             is_whole = False
         if not is_whole and last - number < _FEW:
             return None
-        lists = self._lists(function, table, slice(number, last), stack, memo)
+        lists = self._lists(table, slice(number, last), stack, memo)
         if lists is None:
-            table.numbers.clear()  # do not try each of these rows again
+            table.begins = table.begins[:0]  # do not try each of these rows again
             return None
         del stack[-1 - form.is_named :]
         if not is_whole:
@@ -235,51 +290,74 @@ class FastObjectReader:
             stack.append(CompactObject((form.name, *lists)))
         return int(table.stops[last - 1])
 
-    def _lists(
-        self, function: Global, table: _Table, rows: slice, stack: list[Any], memo: list[Any]
-    ) -> tuple[Any, ...] | None:
+    def _read_paths(self, stack: list[Any], position: int, memo: list[Any]) -> int | None:
+        """Read consecutive names and paths, the items of ``planner_data``."""
+        try:
+            RowTemplate(self._data, position).path()
+        except NotARowError:
+            return None
+        if position >= self._paths_stop:
+            self._paths = _Table(self._data, self._begins_of_paths(position), _PATHS, None)
+        table = self._paths
+        number = int(table.begins.searchsorted(position))
+        if number == len(table.begins) or table.begins[number] != position:
+            return None
+        last = int(table.ends[table.ends.searchsorted(number)]) + 1
+        lists = self._lists(table, slice(number, last), stack, memo)
+        if lists is None:
+            table.begins = table.begins[:0]
+            return None
+        stack += _PATHS.expand(*lists)
+        return int(table.stops[last - 1])
+
+    def _begins_of_paths(self, position: int) -> HostArray:
+        """Return a position, and the offsets after it at which a name may begin, until a piece has none.
+
+        Before a name are TUPLE and MEMOIZE, or SETITEMS and MARK.
+        """
+        found: list[HostArray] = [np.array([position])]
+        while len(found[-1]):
+            piece = self._padded[position : min(position + _PIECE_BYTES, self._stop)]
+            at = position + np.flatnonzero((piece == _MEMOIZE) | (piece == _MARK))
+            at = at[_IS_NAME[self._padded[at + 1]]]
+            found.append(at[_ENDS_ITEM[self._padded[at - 1]]] + 1)
+            position = self._paths_stop = position + _PIECE_BYTES
+        return np.concatenate(found)
+
+    def _lists(self, table: _Table, rows: slice, stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
         """Return the attributes of rows and add their memo entries, or return None and do neither."""
-        form = table.form
-        columns = [column[rows] for column in table.columns]
-        if not _refer_to([int(columns[number][0]) for number in form.references], form.expected, memo):
-            return None
-        count = rows.stop - rows.start
-        if count > 1 and not _refer_to([int(table.of_class[rows.start])], (function,), memo):
-            return None
+        for template in np.unique(table.templates[rows]).tolist():
+            if not _refer_to(table.references[template], table.form.expected, memo):
+                return None
         before = len(memo)
-        lists = form.resolve(self, table, columns, slice(rows.start, rows.stop - 1), stack, memo)
+        lists = table.form.resolve(self, [column[rows] for column in table.columns], stack, memo)
         if lists is None:
             del memo[before:]
         return lists
 
-    def chunks(
-        self, table: _Table, columns: Sequence[Any], links: slice, stack: list[Any], memo: list[Any]
-    ) -> tuple[Any, ...] | None:
+    def chunks(self, columns: Sequence[Any], stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
         """Return the offsets and sizes of chunks."""
-        offsets, sizes = columns[2:4], columns[6:8]
-        memo += [UNSET] * int(6 * len(columns[0]) + np.count_nonzero(offsets[0]) + np.count_nonzero(sizes[0]))
+        offsets, sizes = columns[:2], columns[2:4]
+        memo += [UNSET] * int(6 * len(offsets[0]) + np.count_nonzero(offsets[0]) + np.count_nonzero(sizes[0]))
         return tuple(offsets), tuple(sizes)
 
-    def item_ranges(
-        self, table: _Table, columns: Sequence[Any], links: slice, stack: list[Any], memo: list[Any]
-    ) -> tuple[Any, ...] | None:
+    def item_ranges(self, columns: Sequence[Any], stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
         """Return names, offsets, paths, starts and lengths of the locations of chunks."""
-        name, path, offsets = columns[1:4], columns[12:15], columns[8:10]
+        name, offsets, path = columns[:3], columns[4:6], columns[6:9]
         before_path = 6 + (offsets[0] > 0) + (name[0] < 0)
         begins = _begins(before_path + (path[0] < 0), memo)
         names = self._texts(name, begins + 2, memo)
         paths = self._texts(path, begins + before_path, memo)
         if names is None or paths is None:
             return None
-        return names, tuple(offsets), paths, columns[16], columns[18]
+        return names, tuple(offsets), paths, columns[9], columns[10]
 
-    def tensors(
-        self, table: _Table, columns: Sequence[Any], links: slice, stack: list[Any], memo: list[Any]
-    ) -> tuple[Any, ...] | None:
+    def tensors(self, columns: Sequence[Any], stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
         """Return names, properties, shapes, offsets and sizes of tensors of one chunk."""
-        name = [column[links] for column in table.names]
-        is_new = columns[2] > 0
-        shape, offsets, sizes = columns[6:8], columns[12:14], columns[16:18]
+        entry, items, state = columns[:3]
+        is_new = items > 0
+        shape, offsets, sizes = columns[3:5], columns[5:7], columns[7:9]
+        name = [column[:-1] for column in columns[9:]]
         entries = 11 + 2 * is_new + sum([(axes > 0).astype(np.int64) for axes in (shape[0], offsets[0], sizes[0])])
         begins = _begins(entries + np.append(name[0] < 0, False), memo)
         names = self._texts(name, begins[:-1] + entries[:-1], memo)
@@ -287,30 +365,64 @@ class FastObjectReader:
             return None
         made: dict[tuple[int, ...], Call] = {}
         for row in np.flatnonzero(is_new).tolist():
-            key = (int(columns[1][row]), *columns[3][row, : columns[2][row]].tolist())
+            key = (int(entry[row]), *state[row, : items[row]].tolist())
             properties = made.get(key) or _properties(key, int(begins[row]), memo)
             if properties is None:
                 return None
             made[key] = memo[begins[row] + 2] = properties
-        at = np.where(is_new, begins + 2, columns[1])
-        if (columns[1] >= begins + 2).any():
+        at = np.where(is_new, begins + 2, entry)
+        if (entry >= begins + 2).any():
             return None
-        of_rows = [memo[entry] for entry in at.tolist()]
+        of_rows = [memo[number] for number in at.tolist()]
         return [stack[-2], *names], of_rows, tuple(shape), tuple(offsets), tuple(sizes)
+
+    def paths(self, columns: Sequence[Any], stack: list[Any], memo: list[Any]) -> tuple[Any, ...] | None:
+        """Return names and their paths."""
+        count, *texts = columns
+        is_text = np.arange(texts[0].shape[1]) < count[:, None]
+        new = (texts[0] < 0) & is_text
+        begins = _begins(new.sum(axis=1) + 1, memo)
+        entries = begins[:, None] + new.cumsum(axis=1) - new
+        is_text[:, 0] = False
+        names = self._texts([column[:, 0] for column in texts], entries[:, 0], memo)
+        steps = names and self._texts([column[is_text] for column in texts], entries[is_text], memo)
+        if steps is None:
+            return None
+        depth, each = int(count[0]) - 1, iter(steps)
+        if (count == depth + 1).all():
+            paths = list(zip(*[each] * depth, strict=True))
+        else:
+            paths = [tuple(islice(each, length - 1)) for length in count.tolist()]
+        for entry, path in zip((begins + new.sum(axis=1)).tolist(), paths, strict=True):
+            memo[entry] = path
+        return names, paths
 
     def _texts(self, text: Sequence[HostArray], entries: HostArray, memo: list[Any]) -> list[str] | None:
         """Return texts, with memo entries if they are new; None if one must be read by the machine."""
         at, start, stop = text
-        new = np.flatnonzero(at < 0)
-        try:
-            for entry, first, last in zip(entries[new].tolist(), start[new].tolist(), stop[new].tolist(), strict=True):
-                memo[entry] = self._data[first:last].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return None
+        is_new = at < 0
+        new = np.flatnonzero(is_new)
+        data = self._text
+        # A slice of a text is one object, and decoding bytes makes two.
+        texts = [data[first:last] for first, last in zip(start[new].tolist(), stop[new].tolist(), strict=True)]
+        if not "".join(texts).isascii():
+            try:
+                texts = [text.encode("latin-1").decode("utf-8", "surrogatepass") for text in texts]
+            except UnicodeDecodeError:
+                return None
+        for entry, text_of_row in zip(entries[new].tolist(), texts, strict=True):
+            memo[entry] = text_of_row
+        if len(new) == len(at):
+            return texts
         if (at >= entries).any():
             return None
-        texts = [memo[entry] for entry in np.where(at < 0, entries, at).tolist()]
+        texts = [memo[entry] for entry in np.where(is_new, entries, at).tolist()]
         return texts if _STR.issuperset(map(type, texts)) else None
+
+
+def _reference(entry: int) -> bytes:
+    """Return the opcode that refers to a memo entry."""
+    return b"h" + entry.to_bytes(1, "little") if entry < 256 else b"j" + entry.to_bytes(4, "little")
 
 
 def _begins(entries: HostArray, memo: list[Any]) -> HostArray:
@@ -364,15 +476,17 @@ def _expand_tensors(names: Sequence[str], properties: Sequence[Value], *sizes: S
     return [value for pair in zip(names, tensors, strict=True) for value in pair]
 
 
+def _expand_paths(names: Sequence[str], paths: Sequence[tuple[str, ...]]) -> list[Any]:
+    return [value for pair in zip(names, paths, strict=True) for value in pair]
+
+
+_PATHS: Final = _Form("paths", RowTemplate.path, (), FastObjectReader.paths, _expand_paths)
 _BOX: Final = ("offsets", _SIZE, "sizes", _SIZE)
 _FORMS: Final[Mapping[str, _Form]] = {
-    "ChunkStorageMetadata": _Form(
-        CHUNKS, _read_chunk, (0, 1, 4, 5), _BOX, FastObjectReader.chunks, _expand_chunks, closing=_APPENDS
-    ),
+    "ChunkStorageMetadata": _Form(CHUNKS, _read_chunk, _BOX, FastObjectReader.chunks, _expand_chunks, closing=_APPENDS),
     "MetadataIndex": _Form(
         ITEM_RANGES,
         _read_item_range,
-        (0, 4, 6, 7, 10, 11, 15, 17),
         ("fqn", "index", "offset", _SIZE, _STORAGE_INFO_CLASS, "relative_path", "offset", "length"),
         FastObjectReader.item_ranges,
         _expand_item_ranges,
@@ -380,7 +494,6 @@ _FORMS: Final[Mapping[str, _Form]] = {
     "TensorStorageMetadata": _Form(
         TENSORS,
         _read_tensor,
-        (0, 4, 5, 8, 9, 10, 11, 14, 15),
         ("properties", "size", _SIZE, "chunks", _CHUNK_CLASS, *_BOX),
         FastObjectReader.tensors,
         _expand_tensors,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -193,12 +194,12 @@ def join(tensors: ListedTensors, items: ListedItems) -> Joined:
     (axes, offsets), (_, sizes) = tensors.offsets.columns(), tensors.sizes.columns()
     item_axes, item_offsets = items.offsets.columns()
     width = max(offsets.shape[1], item_offsets.shape[1])
-    item_owner = np.array([numbers.get(name, -1) for name in items.names], np.int64)
+    item_owner = np.fromiter(map(numbers.get, items.names, repeat(-1)), np.int64, len(items.names))
     known = dict(
         zip(row_keys(item_owner, item_axes, widened(item_offsets, width)), range(len(item_owner)), strict=True)
     )
     chunks = row_keys(owner, axes, widened(offsets, width))
-    item = np.array([known.get(chunk, -1) for chunk in chunks], np.int64)
+    item = np.fromiter(map(known.get, chunks, repeat(-1)), np.int64, len(chunks))
     file, start, length = list(items.file), list(items.start), list(items.length)
     transforms = dict(items.transforms)
     names = list(tensors.heads)

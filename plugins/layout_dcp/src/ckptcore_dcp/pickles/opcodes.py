@@ -105,8 +105,12 @@ def _literal_line(read: Literal) -> Opcode:
 
 
 def _mark(state: State, position: int) -> int:
-    state.outer.append(state.stack)
+    stack = state.stack
+    state.outer.append(stack)
     state.stack = []
+    if state.objects is not None and stack and stack[-1].__class__ is dict:
+        stop = state.objects(state.stack, position, state.memo)
+        return position if stop is None else stop
     return position
 
 

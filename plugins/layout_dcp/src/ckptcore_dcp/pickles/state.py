@@ -21,9 +21,10 @@ ObjectReader: TypeAlias = Callable[[list[Any], int, list[Any]], int | None]
 """Reads objects in one step: replaces their class on the stack by values, and adds the memo entries of their opcodes.
 
 Receives the values above the last MARK, of which the class of the first object is the last; the offset of EMPTY_TUPLE,
-NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK in the pickle; and the memo, in which no entry was ever replaced. Returns the
-offset after the objects, or None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a
-pickle that refers to one is rejected.
+NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK in the pickle; and the memo, in which no entry was ever replaced. Or, after
+the MARK of items of a dict: no values, and the offset of the first item. Returns the offset after the objects or items,
+or None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a pickle that refers to one
+is rejected.
 """
 RawReader: TypeAlias = Callable[[Call, int], tuple[Value, int] | None]
 """Finds bytes between the opcodes of a pickle, as joblib writes them. Returns None if there are no such bytes.

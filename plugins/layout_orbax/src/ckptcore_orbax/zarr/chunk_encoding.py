@@ -18,6 +18,7 @@ from ckptcore.errors import AtomicityError
 from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment
 from ckptcore.protocols import Snapshot
 from ckptcore_orbax.zarr.chunking import iter_chunks
+from ckptcore_orbax.zarr.codecs import max_encoded_bytes
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.shard_index import ShardIndex, encode_index
 from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_view
@@ -199,7 +200,7 @@ class EncodedChunk:
 
     source: ChunkSource
     index: tuple[int, ...]
-    pieces: Sequence[bytes]
+    pieces: Sequence[bytes | memoryview]
     digests: bytes
 
     @property
@@ -244,7 +245,7 @@ class _PartialChunk:
     source: ChunkSource
     index: tuple[int, ...]
     pending: int
-    parts: list[Sequence[bytes]] = field(default_factory=list)
+    parts: list[Sequence[bytes | memoryview]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
 
 
@@ -267,7 +268,7 @@ def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None
         format = source.format
         source.expect_segments(len(source.chunks))
         cells = prod(format.inner_grid)
-        nbytes = cells * _max_encoded_bytes(format) + format.index_bytes
+        nbytes = cells * max_encoded_bytes(format.inner_bytes) + format.index_bytes
         for index, _ in source.chunks:
             yield BoundedChunk(source, index, nbytes, bytes(8 * cells), _call_once(source.close))
 
@@ -276,23 +277,11 @@ def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
     """Return the maximum memory of `encode_chunks` and of its unwritten results, without the arrays, in bytes."""
     if not sources:
         return 0
-    largest = max(prod(source.format.inner_grid) * _max_encoded_bytes(source.format) for source in sources)
-    total = sum(
-        [len(source.chunks) * prod(source.format.inner_grid) * _max_encoded_bytes(source.format) for source in sources]
-    )
+    largest = max(prod(source.format.inner_grid) * max_encoded_bytes(source.format.inner_bytes) for source in sources)
+    chunks = [(len(source.chunks) * prod(source.format.inner_grid), source.format.inner_bytes) for source in sources]
+    total = sum([count * max_encoded_bytes(nbytes) for count, nbytes in chunks])
     inner = max(source.format.inner_bytes for source in sources)
     return min(2 * total, _STARTED_BYTES + _MIN_STARTED * inner + 3 * (ENCODED_FILE_BYTES + largest))
-
-
-def _max_encoded_bytes(format: ArrayFormat) -> int:
-    """Return the maximum size of an encoded read chunk.
-
-    zstd expands incompressible data by 1/256, and small inputs by up to 64 bytes
-    (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A zstd
-    frame has a header of up to 18 bytes, and each block of 128 KiB has a header of 3 bytes. A
-    checksum has 4 bytes.
-    """
-    return format.inner_bytes + format.inner_bytes // 256 + 128
 
 
 def _call_once(close: Callable[[], None]) -> Callable[[], None]:

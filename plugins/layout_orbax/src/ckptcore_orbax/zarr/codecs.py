@@ -273,3 +273,14 @@ def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
             f"{name!r} cannot be decoded: a chunk states {nbytes} bytes; expected at most {inner.inner_bytes}; "
             "restore the checkpoint from a copy, or load another one"
         )
+
+
+def max_encoded_bytes(nbytes: int) -> int:
+    """Return the maximum size of an encoded read chunk of `nbytes`.
+
+    zstd expands incompressible data by 1/256, and small inputs by up to 64 bytes
+    (``ZSTD_COMPRESSBOUND``); blosc adds up to 16 bytes (``BLOSC_MAX_OVERHEAD``). A zstd
+    frame has a header of up to 18 bytes, and each block of 128 KiB has a header of 3 bytes. A
+    checksum has 4 bytes.
+    """
+    return nbytes + nbytes // 256 + 128

@@ -269,14 +269,11 @@ class HostMemory:
                 self._discard(name)
             self._wait_for_room(size + _FILE_BYTES)
             if size < 0 or self._used + size + _FILE_BYTES > self.limit:
-                raise StorageFullError(
-                    f"{size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit of the "
-                    "memory servers, or keep fewer steps in memory"
-                )
+                raise self._full(key, size)
             if size > (free := self._free_bytes()):
                 raise StorageFullError(
-                    f"{size} bytes do not fit into {self.directory}: {free} bytes are free; {self._used} bytes are "
-                    "used by memory servers"
+                    f"{key}: {size} bytes do not fit into {self.directory}: {free} bytes are free; {self._used} bytes "
+                    "are used by memory servers"
                 )
             file = OpenFile(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR)
             os.ftruncate(file.descriptor, size)
@@ -423,6 +420,12 @@ class HostMemory:
             self._changed.wait()
             self.expect_epoch(epoch)
 
+    def _full(self, key: str, size: int) -> StorageFullError:
+        return StorageFullError(
+            f"{key}: {size} bytes do not fit: {self._used} of {self.limit} bytes of this host are used. Increase "
+            "memory_bytes= of PeerMemory, or keep fewer steps in memory"
+        )
+
     def _free_bytes(self) -> int:
         """Return the free bytes of the memory file system."""
         stated = os.statvfs(self.directory)
@@ -522,10 +525,7 @@ class HostMemory:
                 raise ConditionFailedError(f"a later version of the object {key!r} is stored already, or under way")
             more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
             if more > 0 and self._used + more > self.limit and not is_moved:
-                raise StorageFullError(
-                    f"{entry.size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit "
-                    "of the memory servers, or keep fewer steps in memory"
-                )
+                raise self._full(key, entry.size)
             path = self._path_of(key)
             if entry.is_deleted:
                 unlink(path)

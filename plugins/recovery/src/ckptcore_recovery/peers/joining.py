@@ -62,7 +62,7 @@ class MemoryOptions:
 
 
 def join_job(
-    job: str, agreement: Agreement, options: MemoryOptions, *, least: Callable[[], int] = lambda: 1
+    job: str, agreement: Agreement, options: MemoryOptions, *, run: str = "", least: Callable[[], int] = lambda: 1
 ) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
@@ -70,11 +70,13 @@ def join_job(
         job: the name of the job.
         agreement: an exchange between its processes.
         options: the options; those of rank 0 count for `copies` and `needed`.
+        run: the location of the run, without secrets. Memory with steps of another run is refused.
         least: called on the leader, while other processes start their servers. Returns the lowest number that the
             incarnation may get, or raises an error if the job may not start.
 
     Raises:
-        StorageError: the server of this host cannot be started, or there are too few failure domains for fragments.
+        StorageError: the server of this host cannot be started or has the memory of another run, or there are too few
+            failure domains for fragments.
         RankFailedError: another process failed.
     """
     start = partial(
@@ -90,6 +92,12 @@ def join_job(
         stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
         local, own = start()
         status, _ = own.call({"op": "status"})
+        if run and status["run"] not in ("", run):
+            raise StorageError(
+                f"{local.directory} has steps of another run, {status['run']}, and not of {run}: pass another job= to "
+                f"PeerMemory. If they are not needed, end their memory server (process {status['pid']}), and "
+                "remove this directory"
+            )
         member = Member(local.id, local.interface, local.port, options.domain or local.id)
         offered = launcher_domain(os.environ) if options.domain is None else None
         stage.payload = [list(member), status["epoch"], status["view"], status["next"], local.token.hex(), offered]
@@ -107,7 +115,7 @@ def join_job(
 
         with agreement.stage("fence") as stage:
             stage.decide = prepare
-            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit})
+            answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit, "run": run})
             acts = answer["acts"]
             left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
             threads = IOThreads(min(len(left), _FENCES) or 1)

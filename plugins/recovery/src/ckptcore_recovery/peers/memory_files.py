@@ -62,7 +62,7 @@ class Blob:
                 if size != stated["size"]:
                     return None  # a damaged file is as good as none
                 memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
         return cls(memory, stated["key"], stated["checksums"])
 

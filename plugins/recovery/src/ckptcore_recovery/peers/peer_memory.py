@@ -17,9 +17,9 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
-from ckptcore.redaction import redacted
+from ckptcore.redaction import redacted, redacted_location
 from ckptcore.step_names import StepNames
-from ckptcore.training.run_directory import Ownership, RunSteps
+from ckptcore.training.run_directory import Ownership, RunSteps, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -65,7 +65,8 @@ class PeerMemory:
             erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
-            job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
+            job: the name of the job; equal in all its processes and restarts, and not that of another run, whose memory
+                is refused. None: derived from the directory.
             interface: the IP address of this host on which its memory server listens. Other hosts connect to it.
             domain: what fails together with this host, such as the name of its rack. None: its slice of a TPU, or its
                 leaf switch or block, if TPU multislice or Slurm name one and there are enough of them; else the host
@@ -88,9 +89,10 @@ class PeerMemory:
             raise ValueError(f"PeerMemory(bytes_per_second={bytes_per_second!r}): expected a positive number or None")
         if interface in ("", "0.0.0.0", "::"):
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
-        identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
+        identity = absolute_location(directory)  # `s3://bucket/run/` is the run of `s3://bucket/run`
         self.location = directory
         self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
+        self._identity = redacted_location(identity)
         self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
         self._near = NearTier(
             f"{SCHEME}://{self.job}/steps",
@@ -127,7 +129,8 @@ class PeerMemory:
 
         if_in_use = ownership.if_in_use
         try:
-            session = join_job(self.job, ownership.agreement.part("memory"), self._options, least=own_directory)
+            agreement = ownership.agreement.part("memory")
+            session = join_job(self.job, agreement, self._options, run=self._identity, least=own_directory)
             far_lock = locks[0] if locks else None
             self._run = PeerRun(session, self._near, steps, context, ownership, far_lock)
         except BaseException:
@@ -173,11 +176,22 @@ class PeerRun(TieredRun):
     ) -> None:
         """See `TieredRun`."""
         self.session = session
+        self._last: int | None = None
         super().__init__(near, steps, context, ownership, far_lock=far_lock)
 
     def shared(self) -> Sequence[StepDirectory]:
         """See `TieredRun`. All processes have agreed on the memory."""
         return self.steps.directories[1:]
+
+    def target(self, step: int, name: str) -> StepTarget:
+        """See `OwnedRun`. Called on every rank before any of them writes, so each host has its server."""
+        self.session.keep_server()
+        return super().target(step, name)
+
+    def committed(self, saved: SavedStep) -> None:
+        """See `OwnedRun`."""
+        self._last = saved.step
+        super().committed(saved)
 
     def close(self) -> None:
         """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again.
@@ -186,6 +200,13 @@ class PeerRun(TieredRun):
         """
         super().close()
         if self._leads and sys.exc_info()[1] is None:
+            if self._last is not None and self._last not in self.uploads.status.uploaded:
+                logger.warning(
+                    "step %d is in the memory of the hosts alone, which is freed a minute after the end of the job: "
+                    "let upload_policy choose the last step, and with PreemptionCheckpointing() that of a preemption, "
+                    "to have it in %s",
+                    self._last, self.steps.main.display,
+                )  # fmt: skip
             try:
                 spread(self.session, {"op": "end", "epoch": self.session.view.epoch}, b"")
             except CheckpointError as error:

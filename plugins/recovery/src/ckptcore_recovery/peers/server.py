@@ -12,6 +12,8 @@ import fcntl
 import json
 import logging
 import os
+import resource
+import selectors
 import signal
 import socket
 import struct
@@ -23,7 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+    StorageFullError,
+)
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
 from ckptcore_recovery.peers.messages import (
@@ -37,7 +45,7 @@ from ckptcore_recovery.peers.messages import (
 )
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
-from ckptcore_recovery.peers.starting import LocalServer, log_of
+from ckptcore_recovery.peers.starting import LocalServer, damaged_memory, log_of, read_description
 from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
 
 if TYPE_CHECKING:
@@ -49,6 +57,8 @@ _MAX_CONNECTIONS: Final = 4096
 _TOKEN_BYTES: Final = 32
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 """`ckptcore.commit.locks.OWNER`."""
+
+_PAUSE_SECONDS: Final = 0.1
 
 _ENDING_SECONDS: Final = 60.0
 """A server whose job has ended waits so long for another start of the job."""
@@ -92,23 +102,40 @@ class MemoryServer:
         self._accepted = 0
         self._others: Session | None = None
         """The last session with the other members, whose connections are kept while a job starts or is used."""
+        self._listening = selectors.DefaultSelector()
+        self._ports: dict[str, int] = {}
 
     # --- connections --------------------------------------------------------------------------------------------------
 
     def serve(self, listening: socket.socket) -> None:
-        """Accept connections until the server ends."""
-        listening.settimeout(min(1.0, self._idle_seconds))
+        """Accept connections until the server ends.
+
+        Args:
+            listening: the socket that listens.
+        """
+        self._listen(listening.getsockname()[0], listening)
         while not self._is_over():
-            try:
-                accepted, _ = listening.accept()
-            except TimeoutError:
-                if self._others is not None:
-                    self._others.close_idle()  # they would keep other servers from ending
-                continue
-            if len(self._connections) >= _MAX_CONNECTIONS:
-                accepted.close()
-                continue
-            self.serve_channel(partial(_accept, accepted))
+            accepting = self._listening.select(min(1.0, self._idle_seconds))
+            if not accepting and self._others is not None:
+                self._others.close_idle()  # they would keep other servers from ending
+            for ready, _ in accepting:
+                try:
+                    accepted, _ = ready.data.accept()
+                except BlockingIOError:  # the client has gone
+                    continue
+                except OSError as error:
+                    logger.warning("cannot accept a connection: %s", error)
+                    time.sleep(_PAUSE_SECONDS)  # there are too many open files
+                    continue
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    accepted.close()
+                    continue
+                self.serve_channel(partial(_accept, accepted))
+
+    def _listen(self, interface: str, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._ports[interface] = listening.getsockname()[1]
+        self._listening.register(listening, selectors.EVENT_READ, listening)
 
     def serve_channel(self, begin: Callable[[bytes], Channel]) -> None:
         """Serve a connection on a thread of its own until it ends.
@@ -183,23 +210,36 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation, that of the view, and the used memory."""
+        """Return the id, the incarnation, that of the view, the run, the process, and the used memory."""
         memory = self.memory
         stated: dict[str, JSON] = {
             "id": self.member_id,
             "epoch": memory.epoch,
             "view": 0 if self._view is None else self._view.epoch,
             "next": 0 if self._next is None else self._next.epoch,
+            "run": _text_of(memory.directory / "run"),
+            "pid": os.getpid(),
             "used": memory.used,
             "limit": memory.limit,
         }
         return stated, _NO_PAYLOAD
 
+    def listen(self, header: Header, payload: memoryview) -> Answer:
+        """Listen on another address of this host, too: the job starts with another `interface`. Return the port."""
+        interface = str(header["interface"])
+        with self._lock:
+            if interface not in self._ports:
+                self._listen(interface, _listening_on(interface, next(iter(self._ports.values()))))
+                path = self.memory.directory / "server.json"
+                described = {**json.loads(path.read_bytes()), "interface": interface, "port": self._ports[interface]}
+                _write_private(path, json.dumps(described).encode())
+            return {"port": self._ports[interface]}, _NO_PAYLOAD
+
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
 
-        The server keeps its entries if it has the newest view, and takes the token of that view, and the limit of the
-        job's memory.
+        The server keeps its entries if it has the newest view, and takes the token of that view, the limit of the job's
+        memory, and the run.
         """
         epoch, before, rank = _integer(header, "epoch"), _integer(header, "before"), _integer(header, "rank")
         token = bytes.fromhex(header["token"]) if "token" in header else self._token
@@ -209,6 +249,8 @@ class MemoryServer:
                 self.memory.limit = _integer(header, "limit") if "limit" in header else self.memory.limit
                 self._acting = rank
                 _write_private(self.memory.directory / "token", token)
+                if header.get("run"):
+                    _write_private(self.memory.directory / "run", str(header["run"]).encode("utf-8", "surrogatepass"))
                 self._token, self._is_ending, self._others = token, False, None
                 self._take(before)
             return {"acts": self._acting == rank}, _NO_PAYLOAD
@@ -431,8 +473,8 @@ class MemoryServer:
 _OPERATIONS: Final[Mapping[str, Callable[[MemoryServer, Header, memoryview], Answer]]] = {
     operation.__name__: operation
     for operation in (
-        MemoryServer.status, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over, MemoryServer.load,
-        MemoryServer.install, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
+        MemoryServer.status, MemoryServer.listen, MemoryServer.fence, MemoryServer.prepare, MemoryServer.hand_over,
+        MemoryServer.load, MemoryServer.install, MemoryServer.decided, MemoryServer.view, MemoryServer.spread,
         MemoryServer.end, MemoryServer.begin, MemoryServer.piece, MemoryServer.finish, MemoryServer.abort,
         MemoryServer.read, MemoryServer.drop, MemoryServer.find, MemoryServer.sizes, MemoryServer.delete,
         MemoryServer.reserve, MemoryServer.cancel, MemoryServer.apply,
@@ -486,6 +528,29 @@ def _accept(accepted: socket.socket, token: bytes) -> Channel:
         raise
 
 
+def _listening_on(interface: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address of this host, at a port, or at another one if that is taken.
+
+    Raises:
+        StorageError: the address does not belong to this host.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listening.bind((interface, port))
+        except OSError:  # another program took the port meanwhile
+            listening.bind((interface, 0))
+    except OSError as error:
+        listening.close()
+        raise StorageError(
+            f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the other "
+            "hosts of the job reach"
+        ) from error
+    listening.listen(128)
+    return listening
+
+
 def _integer(header: Header, name: str) -> int:
     """Return a number of a request.
 
@@ -503,6 +568,10 @@ def _write_private(path: Path, data: bytes) -> None:
     with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
         file.write(data)
     os.replace(temporary, path)
+
+
+def _text_of(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "surrogatepass") if path.exists() else ""
 
 
 def _is_file(path: Path, descriptor: int) -> bool:
@@ -536,19 +605,22 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
         print("already running", flush=True)
         return 0
     described = directory / "server.json"
-    before = json.loads(described.read_bytes()) if described.exists() else {}
+    before = read_description(directory) if described.exists() else {}
     token_path = directory / "token"
     if not token_path.exists():
         _write_private(token_path, os.urandom(_TOKEN_BYTES))
     member_id = before.get("id") or os.urandom(8).hex()
-    memory = HostMemory(directory, limit)
-    listening = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # systems differ in the highest value that they accept
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each blob and each connection is an open file
     try:
-        listening.bind((interface, before.get("port", 0)))
-    except OSError:  # another program took the port meanwhile
-        listening.bind((interface, 0))
-    listening.listen(128)
+        memory = HostMemory(directory, limit)
+        serving = MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds)
+    except StorageFullError:
+        raise
+    except (StorageError, ValueError, TypeError) as error:
+        raise damaged_memory(directory, error) from error
+    listening = _listening_on(interface, before.get("port", 0))
     port = listening.getsockname()[1]
     if background:
         if os.fork():  # no thread runs yet
@@ -563,7 +635,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)  # the process that reads the pipe may have ended
     memory.keep_room()
-    MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds).serve(listening)
+    serving.serve(listening)
     listening.close()
     import shutil  # here, because jobs wait for the start of a server
 

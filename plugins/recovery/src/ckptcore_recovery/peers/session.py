@@ -244,8 +244,13 @@ class Session:
             if member is not None and not member.is_reader:
                 self.try_to_call(member, {"op": "drop", "epoch": self.view.epoch, "blobs": [entry.blob]})
 
+    def keep_server(self) -> None:
+        """Start the server of this host again if it was killed. Other hosts need it, and cannot start it."""
+        if self.local is not None:
+            self.try_to_call(self.view.by_id[self.local.id], {"op": "status"})
+
     def try_to_call(self, member: Member, header: Header) -> None:
-        """Send a request that only frees memory earlier. Its error is logged at debug level."""
+        """Send a request whose error shows elsewhere, or only keeps memory longer. It is logged at debug level."""
         try:
             self.server(member).call(header)
         except StorageError as error:

@@ -147,8 +147,13 @@ def spread(session: Session, request: Header, payload: bytes) -> None:
     reached = ask_part(session, request, payload, _from_here(session))
     if reached.lost:
         by_id = session.view.by_id
-        places = ", ".join([f"{by_id[name].host}:{by_id[name].port}" for name in reached.lost[:20] if name in by_id])
-        raise StorageError(f"{len(reached.lost)} memory servers of job {session.job} do not answer: {places}")
+        lost = [by_id[name] for name in reached.lost[:20] if name in by_id]
+        places = ", ".join([f"{member.host}:{member.port}" for member in lost])
+        is_default = any(member.host.startswith("127.") for member in lost)
+        raise StorageError(
+            f"{len(reached.lost)} memory servers of job {session.job} do not answer: {places}"
+            + (". Pass interface= with the address of each host that the others reach" if is_default else "")
+        )
 
 
 def sizes_below(session: Session, below: str) -> Mapping[str, int]:

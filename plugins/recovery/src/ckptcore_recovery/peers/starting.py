@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from ckptcore.errors import StorageError
 from ckptcore_recovery.peers.connections import ServerConnections
@@ -17,6 +17,9 @@ DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
 """Environment variable with the directory of all memory servers of a host."""
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_LOOPBACK: Final = "127.0.0.1"
+"""The default interface of a process. It uses a server that listens elsewhere."""
+
 _START_SECONDS: Final = 60.0
 _FIRST_PAUSE_SECONDS: Final = 0.05
 
@@ -47,20 +50,26 @@ def server_directory(job: str, base: str | None = None) -> Path:
         base: the directory of all jobs; None: the default.
 
     Raises:
-        StorageError: the name could be a path.
+        StorageError: the name could be a path, or the default is a relative path.
     """
+    given = os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/ckptcore-{os.getuid()}"
+    if not os.path.isabs(given):
+        raise StorageError(
+            f"{DIRECTORY_VARIABLE}={given}: expected an absolute path, because processes of a host have different "
+            "working directories"
+        )
     if _JOB_NAME.fullmatch(job) is None:
         raise StorageError(
             f"invalid name of a job: {job[:80]!r}; expected letters, digits, '_', '.' and '-', at most 100"
         )
-    return Path(base or os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/ckptcore-{os.getuid()}") / job
+    return Path(base or given) / job
 
 
 def find_server(job: str, base: str | None = None) -> LocalServer | None:
     """Return the memory server of this host, or None if none was started. It may have ended without cleaning up.
 
     Raises:
-        StorageError: another user owns the directory, or it cannot be read.
+        StorageError: another user owns the directory, or it cannot be read, or is damaged.
     """
     directory = server_directory(job, base)
     try:
@@ -69,15 +78,40 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
                 f"{directory} belongs to another user. Its memory can be read by its user alone. To save, use another "
                 f"directory: set {DIRECTORY_VARIABLE}"
             )
-        described = json.loads((directory / "server.json").read_bytes())
+        described = read_description(directory)
         token = (directory / "token").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         raise StorageError(
             f"{directory} cannot be read: {error.strerror}. Its memory can be read by its user alone"
         ) from error
     return LocalServer(directory, described["id"], described["interface"], described["port"], token)
+
+
+def read_description(directory: Path) -> dict[str, Any]:
+    """Return the description of the last server of a directory.
+
+    Raises:
+        FileNotFoundError: there was none.
+        StorageError: the description is damaged.
+    """
+    data = (directory / "server.json").read_bytes()
+    try:
+        described: dict[str, Any] = json.loads(data)
+        if not {"id", "interface", "port"} <= described.keys():
+            raise ValueError("server.json lacks values")
+    except (AttributeError, ValueError) as error:
+        raise damaged_memory(directory, error) from error
+    return described
+
+
+def damaged_memory(directory: Path, error: Exception) -> StorageError:
+    """Return the error for the files of a memory that cannot be read."""
+    return StorageError(
+        f"the memory in {directory} is damaged: {error}. Remove this directory, and start the job again: what it had "
+        "comes from other hosts, or from the directory of the run"
+    )
 
 
 def ensure_server(
@@ -88,19 +122,19 @@ def ensure_server(
     Args:
         job: the name of the job.
         limit: the maximum bytes in its memory.
-        interface: the address to listen on.
+        interface: the address to listen on; a server that runs already listens on it, too.
         idle_seconds: the server ends after this time without a connection.
         base: see `server_directory`.
 
     Raises:
-        StorageError: it cannot be started.
+        StorageError: it cannot be started, or the address does not belong to this host.
     """
     deadline = time.monotonic() + _START_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while (running := _running_server(job, base)) is None:
         line, errors = _start_server(server_directory(job, base), limit, interface, idle_seconds)
-        if line == "ready":
-            continue
+        if line == "ready" and time.monotonic() < deadline:
+            continue  # otherwise it ends as soon as it is ready
         if line != "already running" or time.monotonic() > deadline:
             reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or [line or "no message"]
             raise StorageError(
@@ -108,7 +142,11 @@ def ensure_server(
             )
         time.sleep(pause)  # another process starts it, or it is about to end
         pause *= 2
-    return running
+    local, own = running
+    if interface not in (_LOOPBACK, local.interface):  # the last start of the job had another one
+        answer, _ = own.call({"op": "listen", "interface": interface})
+        local = local._replace(interface=interface, port=answer["port"])
+    return local, own
 
 
 def _running_server(job: str, base: str | None) -> tuple[LocalServer, ServerConnections] | None:
@@ -132,19 +170,34 @@ def log_of(directory: Path) -> Path:
     return directory.parent / f"{directory.name}.log"
 
 
+def _open_log(errors: Path) -> BinaryIO:
+    """Create the directory of all jobs, and open the file with the errors of a server.
+
+    Raises:
+        StorageError: the directory cannot be written, or another user owns it, who could put links into it.
+    """
+    base = errors.parent
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if base.lstat().st_uid in (os.getuid(), 0):
+            return open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600))
+    except OSError as error:
+        raise StorageError(
+            f"{base} cannot have the memory of this host: {error.strerror}. Set {DIRECTORY_VARIABLE} to a directory in "
+            "a memory file system that this user may write"
+        ) from error
+    raise StorageError(
+        f"{base} belongs to another user, who could replace the memory in it. Remove it, or set "
+        f"{DIRECTORY_VARIABLE} to a directory of your own"
+    )
+
+
 def _start_server(directory: Path, limit: int, interface: str, idle_seconds: float) -> tuple[str, Path]:
     """Start a server in a session of its own. Return the line that it printed, and the file with its errors.
 
     Raises:
-        StorageError: another user owns the directory of all jobs, and could put links into it.
+        StorageError: see `_open_log`.
     """
-    base = directory.parent
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if base.lstat().st_uid not in (os.getuid(), 0):
-        raise StorageError(
-            f"{base} belongs to another user, who could replace the memory in it. Remove it, or set "
-            f"{DIRECTORY_VARIABLE} to a directory of your own"
-        )
     command = [
         sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
         "--interface", interface, "--idle-seconds", str(idle_seconds), "--background",
@@ -152,7 +205,7 @@ def _start_server(directory: Path, limit: int, interface: str, idle_seconds: flo
     import subprocess  # here, because the server uses this module, and jobs wait for its start
 
     errors = log_of(directory)
-    with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
+    with _open_log(errors) as log:
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         assert started.stdout is not None  # a pipe
         with started.stdout:
