@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,9 @@ from benchmarks.limited_network import NetworkHost
 from benchmarks.recovery_processes import IDLE_SECONDS, JOB, MEMORY_BYTES, Member
 
 PHASES: Final = ("detection", "agreement", "transfer", "building")
+
+PARTS: Final = ("fork", "process group", "agreement", "memory of the state", "load", "step", "servers")
+"""Parts of the processor time: until each of the marks that `recovery_processes` measures, and that of servers."""
 
 _SECONDS: Final = 120.0
 
@@ -80,11 +84,13 @@ class Recovery:
     Attributes:
         seconds: by phase.
         cpu: processor time of all new processes, and of those that serve them, in seconds.
+        parts: the parts of it, by `PARTS`.
         messages, nbytes: the requests to a memory server, and their bytes, of the server that had most of them.
     """
 
     seconds: Mapping[str, float]
     cpu: float
+    parts: Mapping[str, float]
     messages: int
     nbytes: int
 
@@ -237,7 +243,11 @@ class KilledJob:
         medians = [statistics.median([result.seconds[phase] for result in timed]) for phase in PHASES]
         medians.append(statistics.median([result.cpu for result in timed]))
         names = (*PHASES, "processors")
-        return ", ".join([f"{name} {seconds:.3f} s" for name, seconds in zip(names, medians, strict=True)])
+        parts = ", ".join(
+            [f"{part} {statistics.median([result.parts[part] for result in timed]):.3f}" for part in PARTS]
+        )
+        text = ", ".join([f"{name} {seconds:.3f} s" for name, seconds in zip(names, medians, strict=True)])
+        return f"{text}: {parts}"
 
 
 def _drop_from_cache(path: Path) -> None:
@@ -288,4 +298,6 @@ def _recovery(killed: float, cpu: float, results: Sequence[Mapping[str, Any]]) -
         for place, counts in result["messages"].items():
             sums[place] = [own + more for own, more in zip(sums.get(place, [0, 0]), counts, strict=True)]
     messages, nbytes = [max([counts[number] for counts in sums.values()], default=0) for number in (0, 1)]
-    return Recovery(seconds, cpu + sum([result["cpu"] for result in results]), messages, nbytes)
+    used = [sum(of_processes) for of_processes in zip(*[result["used"] for result in results], strict=True)]
+    by_part = [later - earlier for earlier, later in itertools.pairwise([0.0, *used])]
+    return Recovery(seconds, cpu + used[-1], dict(zip(PARTS, [*by_part, cpu], strict=True)), messages, nbytes)

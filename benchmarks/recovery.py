@@ -9,7 +9,8 @@ load the same bytes: the state is sharded over the processes. The phases are:
 - transfer: the bytes are moved.
 - building: the rest: the memory of the state before, and until all processes have finished a step.
 
-The processor time is that of all new processes until their first step, and what the servers used meanwhile.
+The processor time is that of all new processes until their first step, and what the servers used meanwhile. A note
+divides it: if there are more processes than processors, it decides how long all of them take.
 
 The start of a program is not measured: all processes are forked from one that has imported all libraries, and the
 memory server of the spare host runs already, as if a launcher had started it (see the how-to). In the row "no server
@@ -200,9 +201,11 @@ def _training(setting: Setting, memory: Path, forker: Forker) -> Iterator[Row]:
         return float(statistics.median([total - waited for total, waited in times]))
 
     copied: dict[str, list[float]] = {}
+    shares: dict[str, list[float]] = {}
 
     def note(name: str, result: Mapping[str, Any]) -> None:
         copied.setdefault(name, []).extend(result["copied"])
+        shares.setdefault(name, []).extend(result["shares"])
 
     saving = [
         Contender(
@@ -213,7 +216,9 @@ def _training(setting: Setting, memory: Path, forker: Forker) -> Iterator[Row]:
     ]  # fmt: skip
     case = Case(f"recovery: a save blocks, {nbytes >> 20} MiB of each host", saving, nbytes=nbytes, memory=nbytes)
     for row in compare(case, setting.rounds):
-        yield replace(row, cpu=None, note=f"of which the copy takes {statistics.median(copied[row.contender]):.4f} s")
+        seconds, share = statistics.median(copied[row.contender]), statistics.median(shares[row.contender])
+        text = f"of which the copy takes {seconds:.4f} s; the calling thread uses {share:.2f} of a plain copy"
+        yield replace(row, cpu=None, note=text)
     training = [
         Contender(label, partial(train, name, every, limit), seconds=lambda result: statistics.fmean(result["steps"]))
         for label, name, every, limit in (

@@ -1,7 +1,7 @@
 """A program that saves steps in memory, on a host of its own, and then waits, is killed, or ends.
 
 ``python -m plugins.recovery.tests.saving_program DIRECTORY JOB STEPS END``: ``END`` is ``wait`` (until standard input
-ends), ``die`` or ``close``. Prints the newest step that it found.
+ends), ``die``, ``close``, or ``leave`` (end without waiting for anything). Prints the newest step that it found.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ def main(directory: Path, job: str, steps: int, end: str) -> None:
     first = run.latest or 0
     for step in range(first + 1, first + steps + 1):
         run.save(step, {"w": np.full((300, 700), step, np.float32), "step": step})
-        run.wait()
-    memory.wait_for_uploads()
+        if end != "leave":
+            run.wait()
+    if end != "leave":
+        memory.wait_for_uploads()
     print(first, flush=True)
     if end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if end == "wait":
         sys.stdin.read()
-    run.close()
+    if end != "leave":
+        run.close()
 
 
 if __name__ == "__main__":

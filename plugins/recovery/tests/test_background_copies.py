@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -128,3 +130,36 @@ def test_a_copy_that_cannot_be_made_is_made_by_the_next_start(
     hosts.lose("a")
     (alone,) = hosts.join("c")
     assert PeerStorage(alone.job, "", alone).get("large") == LARGE
+
+
+_AFTER_MAIN = """
+import sys, threading
+from pathlib import Path
+from ckptcore_recovery.peers.joining import MemoryOptions
+from ckptcore_recovery.peers.storage import PeerStorage
+from plugins.recovery.tests.job_hosts import Hosts
+
+def train():
+    threading.main_thread().join()
+    hosts = Hosts(Path(sys.argv[1]), MemoryOptions(1 << 26))
+    try:
+        first, *_ = hosts.join("a", "b", "left")
+        PeerStorage(first.job, "", first).put("large", bytes(1 << 22))
+        hosts.forget()
+        hosts.lose("b")
+        again, *_ = hosts.join("a", "c")
+        print(len(again.find("large").holders))
+    finally:
+        hosts.close()
+
+threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.system
+def test_a_job_starts_and_copies_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    """As one that trains on another thread may do. The executors of `concurrent.futures` take no more work then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AFTER_MAIN, str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 
-from ckptcore import Checkpointer
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import DirectoryInUseError, StorageError, StorageFullError
 from ckptcore.policies import SpecificSteps
 
@@ -106,6 +107,17 @@ def test_a_second_start_by_mistake_does_not_end_the_first(tmp_path: Path, memory
         run.save(2, state(2))
         run.wait()
         expect(run, 2)
+
+
+def test_a_program_that_ends_without_close_uploads_its_last_step(tmp_path: Path, memory: Path) -> None:
+    """The save is completed in the background at exit, and so is the upload."""
+    program = [sys.executable, "-m", "plugins.recovery.tests.saving_program", str(tmp_path), JOB, "1", "leave"]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600)
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
+    assert CheckpointReader(tmp_path / "far").steps == (1,)
+    kill_server(memory)
+    with open_run(tmp_path / "far") as run:  # the memory still has it, too
+        assert run.latest == 1
 
 
 def test_a_run_does_not_load_steps_of_another_run_with_the_same_name_of_a_job(tmp_path: Path, memory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_recovery.peers import PeerMemory
+from ckptcore_recovery.peers.connections import ServerConnections
+from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 from ckptcore_recovery.peers.views import Member
@@ -66,6 +69,47 @@ def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pyt
     with Checkpointer(memory, context=context) as opened:
         opened.save(1, {"w": np.ones(1 << 22)})
     assert phases.index("copy") < phases.index("begin"), "the training waits for the copy alone"
+
+
+def test_a_save_blocks_for_one_copy_and_five_small_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests find out, before anything is copied, that the step may be saved. Bytes do not add to them."""
+    requests: list[str] = []
+    copied: list[int] = []
+    caller = threading.get_ident()
+    call, copy = ServerConnections.call, np.copyto
+
+    def count_request(self: ServerConnections, header: Header, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == caller:
+            requests.append(header["op"])
+        return call(self, header, *arguments, **options)
+
+    def count_copy(target: Any, source: Any, *arguments: Any, **options: Any) -> None:
+        copied.append(target.nbytes)
+        copy(target, source, *arguments, **options)
+
+    memory = PeerMemory(tmp_path / "run", memory_bytes=1 << 28, copies=0, upload_policy=FixedInterval(1 << 30))
+    with Checkpointer(memory) as opened:
+        opened.save_blocking(1, {"w": np.ones(1)})
+        monkeypatch.setattr(ServerConnections, "call", count_request)
+        begin = Session.begin_blob
+        may_write = threading.Event()
+
+        def wait_to_write(*arguments: Any) -> str:
+            assert may_write.wait(60)
+            return begin(*arguments)
+
+        monkeypatch.setattr(Session, "begin_blob", wait_to_write)
+        for step, elements in ((2, 1 << 17), (3, 1 << 22)):
+            may_write.clear()
+            requests.clear()
+            monkeypatch.setattr(np, "copyto", count_copy)
+            copied.clear()
+            opened.save(step, {"w": np.ones(elements)})
+            assert sum(copied) == 8 * elements, "each byte is copied once before the save returns"
+            monkeypatch.setattr(np, "copyto", copy)
+            assert Counter(requests) == {"status": 1, "find": 3, "spread": 1}
+            may_write.set()
+            opened.wait()
 
 
 def test_a_server_that_was_killed_on_any_host_is_started_again_for_the_next_save(tmp_path: Path) -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 from ckptcore_recovery.peers import PeerMemory, starting
+from ckptcore_recovery.peers.connections import Pace
+from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions
-from ckptcore_recovery.peers.messages import Connection, Header
+from ckptcore_recovery.peers.messages import Channel, Connection, Header
 from ckptcore_recovery.peers.server import MemoryServer
-from ckptcore_recovery.peers.spreading import spread
+from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.spreading import sizes_below, spread
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, ensure_server, find_server
+from ckptcore_recovery.peers.views import Member, View
 from ckptcore_testing.thread_coordinator import ThreadJob
 
 from ckptcore import Checkpointer, Context
@@ -103,6 +108,38 @@ def test_all_servers_of_a_job_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
     leader, *_ = hosts.join("a", "b", "c", options=MemoryOptions(1 << 20))
     spread(leader, {"op": "end", "epoch": leader.view.epoch}, b"")
     assert [server._is_ending for server in hosts.servers.values()] == [True] * 3
+
+
+def test_servers_keep_their_connections_while_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request to all members opened a connection for each of its messages. They are closed when all is quiet."""
+    accepted: list[MemoryServer] = []
+    serve_channel = MemoryServer.serve_channel
+
+    def count(server: MemoryServer, begin: Callable[[bytes], Channel]) -> None:
+        accepted.append(server)
+        serve_channel(server, begin)
+
+    monkeypatch.setattr(MemoryServer, "serve_channel", count)
+    members: list[Member] = []
+    servers: list[MemoryServer] = []
+    for name in ("a", "b", "c", "d"):
+        listening = socket.create_server(("127.0.0.1", 0))
+        (tmp_path / name).mkdir()
+        servers.append(MemoryServer(HostMemory(tmp_path / name, 1 << 20), name, b"token", 900.0))
+        members.append(Member(name, "127.0.0.1", listening.getsockname()[1], name))
+        threading.Thread(target=servers[-1].serve, args=(listening,), daemon=True).start()
+    view = View(1, members, copies=1)
+    with Session("job", None, view, b"token", Pace(None)) as session:
+        for member in members:
+            session.server(member).call({"op": "fence", "epoch": 1, "before": 0, "rank": 0})
+        spread(session, {"op": "prepare", "epoch": 1}, view.encode())
+        for member in members:
+            session.server(member).call({"op": "install", "epoch": 1})
+        for _ in range(5):
+            assert sizes_below(session, "") == {}
+    assert len(accepted) <= len(members) + len(members) * (len(members) - 1)
+    while any(server._connections for server in servers):  # they would keep each other from ending
+        time.sleep(0.02)
 
 
 def test_a_server_that_ends_leaves_nothing(host: Path) -> None:

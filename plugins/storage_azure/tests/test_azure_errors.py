@@ -221,6 +221,21 @@ def test_deletions_with_a_signature_are_retried_by_key() -> None:
     assert paths == ["a", "b", "c", "d", "d"] and len(checks) == 5
 
 
+def test_blobs_are_deleted_with_a_signature_after_the_main_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a save in the background. The interpreter sets this variable then, and executors refuse work."""
+    left = {"/box/run/a", "/box/run/b", "/box/run/c"}
+
+    def answer(request: Request) -> Reply:
+        left.discard(request.path)
+        return Reply(202)
+
+    with stub_server(answer) as stub:
+        storage = _open(stub.url, **CREDENTIALS["sas"])
+        monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+        storage.delete(["a", "b", "c"])
+    assert not left
+
+
 def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:
     """The answer to a batch reports each blob, but obstore raises only the first failure."""
     left = {"run/a", "run/b", "run/c"}

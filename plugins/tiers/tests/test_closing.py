@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ckptcore_tiers import NearTier, TieredDirectory, near_tier
 
-from ckptcore import Checkpointer
+from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import StorageError, UploadError
 from plugins.tiers.tests.far_stores import Silence
 from tests.checkpointer.runs import Watch, assert_is_step, save_steps, through, watched
@@ -122,3 +122,40 @@ def test_the_program_exits_if_the_far_tier_does_not_answer(ends: str, tmp_path: 
         capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert ended.stdout.split() == ["saved", *(["UploadError"] if ends == "closed" else [])]
+    if ends == "open":
+        assert "ckptcore: not all steps are in" in ended.stderr and "step 1 waits" in ended.stderr
+
+
+_ENDS_OPEN = """
+import sys, threading
+from ckptcore import Checkpointer
+from ckptcore_tiers import NearTier, TieredDirectory
+from tests.checkpointer.runs import Watch, save_steps, through, watched
+from plugins.tiers.tests.far_stores import Silence
+watch = Watch()
+silent = Silence(watch)
+near, far = sys.argv[1:]
+run = Checkpointer(TieredDirectory(near, through(far)), context=watched(watch))
+silent.begin()
+save_steps(run, [1])
+assert silent.met.wait(60)
+
+def answer():
+    threading.main_thread().join()
+    silent.end()
+    save_steps(run, [2])
+
+threading.Thread(target=answer).start()
+"""
+
+
+@pytest.mark.system
+def test_a_program_that_ends_without_close_uploads_its_steps(tmp_path: Path) -> None:
+    """As its saves in the background are completed. Here the upload goes on only once the main thread has ended."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_OPEN, str(near), str(far)],
+        capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert ended.stderr == ""
+    assert CheckpointReader(near).steps == CheckpointReader(far).steps == (1, 2)

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final, Literal
 
 import keras  # type: ignore[import-untyped]  # ships no types
@@ -31,6 +31,7 @@ from ckptcore.redaction import redacted_location
 from ckptcore.training import expanded_location
 from ckptcore_integrations.keras_callbacks import RandomGenerators, load_counters, neighbours, state_of_counters
 from ckptcore_integrations.own_options import own_options
+from ckptcore_integrations.saving_threads import start
 
 __all__ = ["CkptcoreCheckpoint", "resume"]
 
@@ -192,9 +193,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             raise
         self._known_steps.add(step)
         self._last_saved, self._saved_model = step, weakref.ref(self.model)
-        thread = ThreadPoolExecutor(1, "ckptcore-keras")
-        self._running = thread.submit(checkpointer.close)
-        thread.shutdown(wait=False)
+        self._running = start(checkpointer.close, "ckptcore-keras")
         if not self.save_on_background:
             self.wait_until_finished()
         if self.verbose and self.is_primary_host():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -58,6 +58,7 @@ from ckptcore_integrations.lightning_paths import (
     to_load,
 )
 from ckptcore_integrations.own_options import own_options
+from ckptcore_integrations.saving_threads import start
 
 __all__ = ["CheckState", "CkptcoreFSDPStrategy", "CkptcoreIO", "CkptcoreModelParallelStrategy", "ShardedCheckpoints"]
 
@@ -211,9 +212,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             running.result()
             replace_by_link(path, link, self._context)
 
-        executor = ThreadPoolExecutor(1)
-        self._links.append(executor.submit(link_once_saved))
-        executor.shutdown(wait=False)
+        self._links.append(start(link_once_saved, "ckptcore-link"))
 
     def step(self, path: str) -> int | None:
         """Return the global step of a checkpoint, or None if it cannot be read."""

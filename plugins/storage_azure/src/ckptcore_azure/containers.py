@@ -299,9 +299,16 @@ class AzureContainer(Bucket):
         if self._azure.has_signature and len(keys) > 1:
             # The service may refuse a batch even if the signature allows each single deletion, and
             # Azurite fails.
+            def delete(key: str) -> None:
+                self.run(partial(self._delete_plain, key), check)
+
             workers = min(len(keys), self._azure.tuning.concurrency)
             with ThreadPoolExecutor(workers, "ckptcore-azure-delete") as threads:
-                for _ in threads.map(lambda key: self.run(partial(self._delete_plain, key), check), keys):
+                try:
+                    deleted: Iterator[None] = threads.map(delete, keys)
+                except RuntimeError:  # executors refuse work once the main thread has ended
+                    deleted = map(delete, keys)
+                for _ in deleted:
                     pass
             return
         for start in range(0, len(keys), _MAX_BATCH_SIZE):

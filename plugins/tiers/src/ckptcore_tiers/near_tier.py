@@ -64,7 +64,8 @@ class NearTier:
         max_waiting: maximum number of steps that wait for their upload, at least 1, without the
             step that is being uploaded. If there are more, the oldest are not uploaded.
         close_seconds: maximum time in seconds that `Checkpointer.close` waits for uploads and
-            deletions. None: until all are done. 0: do not wait; the next run uploads the steps.
+            deletions, and that the exit of a program without `close` waits for uploads. None: until
+            all are done. 0: do not wait; the next run uploads the steps.
             If the far directory does not answer, `close` takes about 6 seconds more: 5 to stop
             the upload, and 1 to release the directory.
         seen_by: the processes that share one near directory: ``"job"`` for all processes of the job,

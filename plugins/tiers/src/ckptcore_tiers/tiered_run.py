@@ -205,6 +205,7 @@ class TieredRun:
             send,
             kept=self._saves.last_steps,
             uploaded=self._begin_collecting,
+            waits_at_exit=self.hosts is None,
             observers=self._context.observers,
         )
         return Uploads(uploader, stop_sending)

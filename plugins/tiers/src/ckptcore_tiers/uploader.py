@@ -6,6 +6,7 @@ import atexit
 import functools
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
@@ -42,7 +43,10 @@ logger = logger_named("ckptcore.tiers")
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""Maximum time in seconds that the exit of the program waits for the uploader's thread."""
+"""Maximum time in seconds that the exit of the program waits for the uploader's thread, once it was stopped."""
+
+_LOOK_SECONDS: Final = 1.0
+"""While uploads are running, this often a thread looks if the main thread has ended."""
 
 _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError)
 """Errors of a missing, damaged or unsupported copy."""
@@ -58,6 +62,9 @@ class Uploader:
     ends, after pauses of up to a minute. A step with a damaged near copy, or one that the far
     directory can never take, is not retried. Saves do not wait for uploads: `committed` only queues
     a step.
+
+    At exit, the interpreter waits for uploads as `close` does, and then prints which steps were not
+    uploaded. If hosts have separate near directories, it stops them: other hosts may have ended.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Uploader:
         *,
         kept: Callable[[], Collection[int]],
         uploaded: Callable[[], None],
+        waits_at_exit: bool,
         observers: Sequence[Observer] = (),
     ) -> None:
         """Create the uploader without I/O. Uploads begin with `resume` or `committed`.
@@ -82,6 +90,7 @@ class Uploader:
                 the far directory.
             uploaded: called on the uploader's thread when steps may no longer wait, so that their
                 near copies can be deleted.
+            waits_at_exit: True to complete uploads if the program ends without `close`.
             observers: receive an event for each upload.
         """
         self._options = options
@@ -90,6 +99,7 @@ class Uploader:
         self._send = send
         self._kept = kept
         self._uploaded = uploaded
+        self._waits_at_exit = waits_at_exit and options.close_seconds != 0
         self._observers = observers
         self._state = UploadState()
         self._thread: threading.Thread | None = None
@@ -195,6 +205,8 @@ class Uploader:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
                 self._thread.start()
+                if self._waits_at_exit:
+                    threading.Thread(target=self._delay_exit, name="ckptcore-upload-exit").start()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
         for other in dropped:
             reason = f"more steps wait than NearTier(max_waiting={self._options.max_waiting}) allows{fails}"
@@ -272,6 +284,21 @@ class Uploader:
         self._stop_thread(until.left_to_stop())
         atexit.unregister(self._at_exit)
 
+    def _delay_exit(self) -> None:
+        """Return when no upload is running, or `close_seconds` after the main thread has ended.
+
+        The interpreter waits for this thread before it ends. The uploader's thread is a daemon, because a request may
+        never return.
+        """
+        with self._changed:
+            main = threading.main_thread()
+            while main.is_alive() and not self._has_ended():
+                self._changed.wait(_LOOK_SECONDS)
+            self._changed.wait_for(self._has_ended, self._options.close_seconds)
+
+    def _has_ended(self) -> bool:
+        return self._thread is None or self._state.stopped
+
     def _stop_thread(self, seconds: float | None) -> None:
         """Stop, and wait at most `seconds` for the thread; None for no limit."""
         with self._changed:
@@ -312,6 +339,7 @@ class Uploader:
             if self._state.waiting and not self._state.stopped:
                 return True
             self._thread = None
+            self._changed.notify_all()
             return False
 
     def _upload_next(self) -> None:
@@ -448,8 +476,13 @@ def _concerns_one_step(error: CheckpointError) -> bool:
 
 def _stop_at_exit(reference: weakref.ref[Uploader]) -> None:
     uploader = reference()
-    if uploader is not None:
-        uploader._stop_thread(_EXIT_SECONDS)
+    if uploader is None:
+        return
+    uploader._stop_thread(_EXIT_SECONDS)
+    try:
+        uploader.raise_unreported(waiting=uploader._waits_at_exit)
+    except UploadError as error:
+        print(f"ckptcore: {error}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

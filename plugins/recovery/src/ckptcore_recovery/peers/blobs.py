@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Final
 
@@ -20,6 +19,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import logger_named
+from ckptcore.io.threads import IOThreads, map_ordered
 from ckptcore.protocols import Buffer, IfAbsent, PutCondition
 from ckptcore_recovery.peers.fragments import Fragments
 from ckptcore_recovery.peers.host_memory import Entry
@@ -411,9 +411,8 @@ def fetch_blob(session: Session, key: str, entry: Entry, place: int) -> None:
     path = session.begin_blob(member, entry.blob, key, nbytes)
     try:
         file = OpenFile(path)
-        with ThreadPoolExecutor(_FETCHES) as threads:
-            checksums = list(itertools.chain.from_iterable(threads.map(fetch, range(0, nbytes, PIECE_BYTES))))
-        session.finish_blob(member, entry.blob, checksums)
+        checksums = map_ordered(IOThreads(_FETCHES), range(0, nbytes, PIECE_BYTES), fetch)
+        session.finish_blob(member, entry.blob, list(itertools.chain.from_iterable(checksums)))
     except BaseException:
         session.try_to_call(member, {"op": "abort", "blob": entry.blob})
         raise

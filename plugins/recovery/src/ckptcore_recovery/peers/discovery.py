@@ -7,12 +7,12 @@ view. So the leader asks on, until the members of the newest view are known.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
+from ckptcore.io.threads import IOThreads, map_ordered
 from ckptcore_recovery.peers.connections import ServerConnections
 from ckptcore_recovery.peers.views import Member, View
 
@@ -74,12 +74,12 @@ def discover(reported: Mapping[str, Server]) -> tuple[dict[str, Server], View | 
             if _may_be_used(view, servers):
                 return servers, view
             given_up.add(newest.view)
-        with ThreadPoolExecutor(_THREADS) as threads:
-            for member, server in zip(unknown, threads.map(partial(_ask, token=newest.token), unknown), strict=True):
-                if server is None:
-                    lost.add(member.id)
-                else:
-                    servers[member.id] = server
+        asked = map_ordered(IOThreads(min(len(unknown), _THREADS) or 1), unknown, partial(_ask, token=newest.token))
+        for member, server in zip(unknown, asked, strict=True):
+            if server is None:
+                lost.add(member.id)
+            else:
+                servers[member.id] = server
 
 
 def _may_be_used(view: View, servers: Mapping[str, Server]) -> bool:

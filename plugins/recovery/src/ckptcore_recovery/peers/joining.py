@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from ckptcore.errors import StorageError, StorageFullError
 from ckptcore.events import logger_named
+from ckptcore.io.threads import IOThreads, map_ordered
 from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
@@ -118,8 +118,8 @@ def join_job(
             answer, _ = own.call({**fence, "token": plan["token"], "limit": options.limit, "run": run})
             acts = answer["acts"]
             left = [Member(*member) for member in plan["left"][agreement.rank :: agreement.size]]
-            with ThreadPoolExecutor(min(len(left), _FENCES) or 1) as threads:
-                fenced = list(threads.map(lambda member: _is_fenced(member, token, fence), left))
+            threads = IOThreads(min(len(left), _FENCES) or 1)
+            fenced = map_ordered(threads, left, lambda member: _is_fenced(member, token, fence))
             readers = [member for member, is_fenced in zip(left, fenced, strict=True) if is_fenced]
             stage.payload = [list(member) for member in readers]
         with agreement.stage("entries"):

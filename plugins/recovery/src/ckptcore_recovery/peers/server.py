@@ -100,6 +100,8 @@ class MemoryServer:
         self._last_used = time.monotonic()
         self._is_ending = False
         self._accepted = 0
+        self._others: Session | None = None
+        """The last session with the other members, whose connections are kept while a job starts or is used."""
         self._listening = selectors.DefaultSelector()
         self._ports: dict[str, int] = {}
 
@@ -113,7 +115,10 @@ class MemoryServer:
         """
         self._listen(listening.getsockname()[0], listening)
         while not self._is_over():
-            for ready, _ in self._listening.select(min(1.0, self._idle_seconds)):
+            accepting = self._listening.select(min(1.0, self._idle_seconds))
+            if not accepting and self._others is not None:
+                self._others.close_idle()  # they would keep other servers from ending
+            for ready, _ in accepting:
                 try:
                     accepted, _ = ready.data.accept()
                 except BlockingIOError:  # the client has gone
@@ -246,7 +251,7 @@ class MemoryServer:
                 _write_private(self.memory.directory / "token", token)
                 if header.get("run"):
                     _write_private(self.memory.directory / "run", str(header["run"]).encode("utf-8", "surrogatepass"))
-                self._token, self._is_ending = token, False
+                self._token, self._is_ending, self._others = token, False, None
                 self._take(before)
             return {"acts": self._acting == rank}, _NO_PAYLOAD
 
@@ -280,10 +285,9 @@ class MemoryServer:
             for name in view.home(key):
                 if name != self.member_id:
                     shares.setdefault(name, {})[key] = entry
-        with self._session(view) as session:
-            for name, entries in shares.items():
-                for page in _pages_of(entries):
-                    session.server(view.by_id[name]).call({"op": "load", "epoch": view.epoch}, page)
+        for name, entries in shares.items():
+            for page in _pages_of(entries):
+                self._session(view).server(view.by_id[name]).call({"op": "load", "epoch": view.epoch}, page)
         return ({}, _NO_PAYLOAD) if len(payload) else self.view({"next": True}, payload)
 
     def load(self, header: Header, payload: memoryview) -> Answer:
@@ -301,8 +305,8 @@ class MemoryServer:
         with self.memory.writing(epoch):
             if self._view is None or self._view.epoch != epoch:
                 self._install()
-        with self._session(self._expect(self._view)) as session:
-            unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
+        session = self._session(self._expect(self._view))
+        unused = [name for name, key in self.memory.blobs().items() if not self._is_used(session, name, key)]
         with self.memory.writing(epoch):  # a later incarnation moves the entries
             self.memory.drop(unused)
         return self.decided({"after": ""}, payload)
@@ -316,7 +320,7 @@ class MemoryServer:
 
     def _is_used(self, session: Session, name: str, key: str) -> bool:
         try:
-            entry = session.find(key)
+            entry = self.memory.find(key) if self.member_id in session.view.home(key) else session.find(key)
         except ObjectNotFoundError:
             return False
         return entry.blob == name and self.member_id in entry.holders
@@ -357,15 +361,17 @@ class MemoryServer:
             raise_error(answer, self.member_id)
             return Reached.decode(bytes(data))
 
-        with self._session(view) as session:
-            return {}, pass_on(session, request, bytes(payload), part, own).encode()
+        return {}, pass_on(self._session(view), request, bytes(payload), part, own).encode()
 
     def _session(self, view: View) -> Session:
-        """Return a session of this server. Close it after its use: idle connections keep other servers from ending."""
-        member = view.by_id.get(self.member_id)
-        host, port = (member.host, member.port) if member is not None else ("", 0)
-        local = LocalServer(self.memory.directory, self.member_id, host, port, self._token)
-        return Session(self.memory.directory.name, local, view, self._token, Pace(None))
+        """Return the session of this server in a view."""
+        with self._lock:
+            if self._others is None or self._others.view != view:
+                member = view.by_id.get(self.member_id)
+                host, port = (member.host, member.port) if member is not None else ("", 0)
+                local = LocalServer(self.memory.directory, self.member_id, host, port, self._token)
+                self._others = Session(self.memory.directory.name, local, view, self._token, Pace(None))
+            return self._others
 
     @staticmethod
     def _expect(view: View | None) -> View:
@@ -441,8 +447,7 @@ class MemoryServer:
         view = self._expect(self._view)
         if view.epoch != _integer(header, "epoch"):
             raise SaveLostError(f"incarnation {view.epoch} of the job has taken over")
-        with self._session(view) as session:
-            delete_each(session, json.loads(bytes(payload)))
+        delete_each(self._session(view), json.loads(bytes(payload)))
         return {}, Reached().encode()
 
     def reserve(self, header: Header, payload: memoryview) -> Answer:

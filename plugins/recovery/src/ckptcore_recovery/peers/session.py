@@ -27,8 +27,8 @@ INLINE_BYTES: Final = 1 << 19
 _MAX_CONNECTED: Final = 64
 """The maximum number of servers to which a process keeps idle connections, besides those that hold its blobs."""
 
-_QUIET_SECONDS: Final = 1.0
-"""Work in the background begins when this process has read nothing for this time. Other processes may still load."""
+_QUIET_SECONDS: Final = 5.0
+"""Work in the background begins when this process has read nothing for this time: it plans, or other processes load."""
 
 
 class Reads:
@@ -163,6 +163,10 @@ class Session:
         """Stop to make copies, and close all idle connections."""
         self.reads.stop()
         self.wait_for_copies()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close all idle connections. Later requests connect again."""
         with self._lock:
             servers = list(self._servers.values())
         for server in servers:
