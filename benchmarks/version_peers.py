@@ -35,6 +35,7 @@ from benchmarks.fine_tuned import Weights
 
 SLIME: Final = "slime, its encoder"
 SLIME_KERNEL: Final = "slime, its kernel"
+COPIED: Final = "slime, its kernel on a copy"
 SKYRL: Final = "SkyRL 0.4.0"
 FULL: Final = "safetensors, whole"
 
@@ -71,6 +72,7 @@ def peers(base: Path, directory: Path) -> Mapping[str, Peer]:
         made[SLIME] = _Slime(base, directory / "slime", Path(source))
     else:
         made[SLIME_KERNEL] = _SlimeKernel(base, directory / "slime")
+    made[COPIED] = _Copied(base, directory / "copied")
     if importlib.util.find_spec("skyrl") is None:
         print("versions: SkyRL is not installed; call make bench-versions", file=sys.stderr)
     else:
@@ -166,6 +168,20 @@ class _SlimeKernel:
 
     def _directory(self, version: int) -> Path:
         return self._published / f"weight_v{version:06d}"
+
+
+class _Copied(_SlimeKernel):
+    """The same, but it changes a copy of the local checkpoint, so that the version before stays until a rename."""
+
+    def prepare(self) -> None:
+        present, copy = self._local, self._local.with_name("copy")
+        _seed(present, copy)
+        self._local = copy
+        super().prepare()
+        old = present.with_name("old")
+        present.rename(old)
+        self._local = copy.rename(present)
+        shutil.rmtree(old)
 
 
 class _Slime(_SlimeKernel):

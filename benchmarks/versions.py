@@ -5,8 +5,9 @@ next version, prepares and installs it. All contenders have the weights in host 
 because peers do not make all of their files durable. Rows of their own compare durable publishes on the disk.
 
 - publish: from the weights in memory to a version that others can read.
-- prepare: from a published version to a complete and verified local checkpoint. slime's reader changes its only local
-  checkpoint in place and copies nothing, so a crash leaves a mixture of two versions.
+- prepare: from a published version to a complete and verified local checkpoint. slime and SkyRL change their only local
+  checkpoint in place and copy nothing: no version is complete meanwhile, and a crash leaves a mixture of two. The
+  kernel of slime on a copy is what keeps the version before, as ckptcore does.
 - verify: all bytes of the local checkpoint.
 - install: from the local checkpoint into the weights of an engine in memory: the pause of the engine.
 """

@@ -394,6 +394,10 @@ def _address(location: AnyLocation) -> tuple[str, str]:
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":
         return scheme, real_path(_local_path(text) if matched else text)
+    if not text.partition("://")[2].strip("/"):
+        raise InvalidLocationError(
+            f"{text!r} is a URL without a name after '://': give one such as {scheme}://name/run"
+        )
     return scheme, text.rstrip("/")
 
 

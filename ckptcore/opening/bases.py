@@ -12,10 +12,11 @@ from typing import Final
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Base, Root, stored_numbers, stored_tree
-from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
+from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version, root_bytes
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -277,6 +278,39 @@ def _base_of(checkpoint: Checkpoint) -> BaseReference | None:
             "the same directory. Load another checkpoint"
         )
     return reference
+
+
+def expect_base(location: Location, reference: BaseReference, context: Context) -> None:
+    """Check that a checkpoint can be stored as differences at a location: that the base exists next to it.
+
+    Args:
+        location: the location of a save.
+        reference: the base that the checkpoint will state.
+        context: options.
+
+    Raises:
+        CheckpointError: the base cannot be read there, or is another checkpoint; or the save would replace it.
+        StorageError
+    """
+    at = base_location(location, Base(reference.name, reference.save_id), context)
+    reason = "which this save would replace" if reference.name == location.name else ""
+    if not reason and reference.digest:
+        root = root_bytes(at.store)
+        digest = "" if root is None else hashlib.sha256(root).hexdigest()
+        if digest != reference.digest:
+            expected = f"expected a root with the SHA-256 {reference.digest[:64]}, found {digest or 'none'}"
+            reason = f"which {'is another checkpoint' if root else 'does not exist'}: {expected}"
+    elif not reason:
+        try:
+            open_link(location.display, at, reference, context)
+        except (CorruptCheckpointError, UnsupportedVersionError) as error:
+            reason = f"which cannot be read: {error}"
+    if reason:
+        raise CheckpointError(
+            f"{location.display} would be stored as differences from {at.display}, {reason}. It could not be loaded. "
+            f"Save into the directory of the base, {reference.name[:200]!r}, or pass another layout, which stores all "
+            "elements. Nothing was written"
+        )
 
 
 def open_link(display: str, at: Location, reference: BaseReference, context: Context) -> Checkpoint:

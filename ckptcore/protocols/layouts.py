@@ -354,14 +354,14 @@ class LayoutCapabilities(NamedTuple):
             the cuts of the array's record. If False, replica 0 writes the whole box: formats that store an array as a
             whole need this.
         sessions: True if several saves can fill one checkpoint, one after another. See `Layout.renumbered`.
-        differences: True if it writes differences from a base: see `Layout.base`. Only a plain save of one tree and
-            `ckptcore.copy` store them; updates, saves of several objects and saves of a host refuse the layout before
-            they write. The directory of the base is not checked: a checkpoint elsewhere cannot be loaded.
+        differences: the base from which it writes differences, see `Layout.base`; None if it stores all elements. Only
+            a plain save and a copy of one tree store differences, next to the base. Others refuse the layout before
+            they write: updates, saves of several objects or of a host, and those in another directory than the base.
     """
 
     any_replica_writes: bool = False
     sessions: bool = False
-    differences: bool = False
+    differences: BaseReference | None = None
 
 
 class Layout(Protocol):

@@ -256,7 +256,7 @@ def refuse_differences(layout: Layout, reason: str) -> None:
     Raises:
         CheckpointError
     """
-    if layout.capabilities.differences:
+    if layout.capabilities.differences is not None:
         raise CheckpointError(
             f"the layout {layout.name!r} stores differences from a base, {reason}, or pass another layout. Nothing was "
             "written"

@@ -178,6 +178,7 @@ class PlainCommit:
 
     def _begin_transaction(self) -> None:
         save, target = self._save, self._save.target
+        self._expect_bases()
         find_foreign = foreign_finder(save.context)
         with save.recording.phase("claim"):
             method = target.location.commit_method
@@ -185,6 +186,19 @@ class PlainCommit:
             self._claim.expect_distinct(functools.partial(_known_keys, save))
             if save.has_other_writers:
                 self._claim.show_claim()
+
+    def _expect_bases(self) -> None:
+        """Check, on the leader, that the bases of layouts of differences exist: otherwise nothing could be loaded.
+
+        Raises:
+            CheckpointError
+        """
+        save = self._save
+        references = [part.layout.capabilities.differences for part in save.parts if not part.is_files]
+        for reference in filter(None, references):
+            from ckptcore.opening.bases import expect_base  # only layouts of differences need it
+
+            expect_base(save.target.location, reference, save.context)
 
     @property
     def store(self) -> StorageBackend:
@@ -380,7 +394,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     writer = "the object" if part.is_files else f"the layout {name}"
     objects = merge_objects(writer, part.receipts, recorder.objects)
     base = None if part.is_files else part.layout.base(tree, state)
-    if base is not None and not part.layout.capabilities.differences:
+    if base is not None and part.layout.capabilities.differences is None:
         raise PluginError(
             f"the layout {name} wrote differences from {base.name!r}, but does not have the capability `differences`: "
             f"report this to its author, and pass another layout. {NOTHING_COMMITTED.capitalize()}"

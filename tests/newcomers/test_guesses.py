@@ -126,6 +126,7 @@ LOADING: Final = [
         error="TypeError...use ckptcore.open(path), then checkpoint['name'][0:8]",
     ),
     Guess('ckptcore.load("s3:/bucket/run")', error="InvalidLocationError...one slash...give 's3://bucket/run'"),
+    Guess('ckptcore.load("s3://")', error="InvalidLocationError...without a name after '://'...s3://name/run"),
     Guess('ckptcore.load(open("notes.txt"))', error="InvalidLocationError: expected a path or a URL...TextIOWrapper"),
     Guess(
         'ckptcore.load_into("ckpt/model", torch.nn.Linear(5, 2))',

@@ -17,6 +17,7 @@ from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import new_place, store_at
 from ckptcore_versions.deltas.layout import DeltaLayout
 from ckptcore_versions.held_version import BaseVersion
+from ckptcore_versions.slime.layout import SlimeLayout
 
 import ckptcore
 from ckptcore.commit.root_json import summarize_root
@@ -209,6 +210,48 @@ def test_a_copy_can_be_differences_from_a_checkpoint_next_to_it(tmp_path: Path) 
     assert_loads(f"{tmp_path}/copied", 2)
     shutil.rmtree(last)
     refused(lambda: ckptcore.load(tmp_path / "copied", context=CONTEXT), "copied has arrays in", "v1", "was deleted")
+
+
+@pytest.mark.parametrize("place", ["elsewhere/v2", "v1", "changed/v2"])
+@pytest.mark.parametrize("kind", ["deltas", "slime"])
+@pytest.mark.parametrize("is_copy", [False, True], ids=["save", "copy"])
+def test_differences_are_refused_where_the_base_is_not(is_copy: bool, kind: str, place: str, tmp_path: Path) -> None:
+    """Before anything is written: they could not be loaded."""
+    last = save_chain(str(tmp_path), 2)
+    ckptcore.save(tmp_path / "plain", weights(2), context=CONTEXT)
+    ckptcore.save(tmp_path / "changed" / "v1", weights(1), context=CONTEXT)
+    held = HeldState(version_at(last), weights(1))
+    layout = Unwritten(held) if kind == "deltas" else SlimeLayout().against(held)
+    before = sorted(tmp_path.rglob("*"))
+
+    def save() -> None:
+        if is_copy:
+            ckptcore.copy(tmp_path / "plain", tmp_path / place, layout=layout, overwrite=True, context=CONTEXT)
+        else:
+            ckptcore.save(tmp_path / place, {"w": weights(2)["w"]}, layout=layout, overwrite=True, context=CONTEXT)
+
+    parts = {
+        "elsewhere/v2": ["elsewhere/v1, which does not exist", held.version.digest],
+        "v1": ["which this save would replace"],
+        "changed/v2": ["changed/v1, which is another checkpoint", held.version.digest],
+    }
+    refused(
+        save, "would be stored as differences from", *parts[place], "Save into the directory of the base, 'v1'",
+        "Nothing was written",
+    )  # fmt: skip
+    assert sorted(tmp_path.rglob("*")) == before
+    assert_loads(last, 1)
+
+
+def test_copies_of_several_objects_are_not_stored_as_differences(tmp_path: Path) -> None:
+    last = save_chain(str(tmp_path), 2)
+    ckptcore.save_checkpointables(tmp_path / "several", {"model": {"w": weights(2)["w"]}}, context=CONTEXT)
+    layout = Unwritten(HeldState(version_at(last), weights(1)))
+    refused(
+        lambda: ckptcore.copy(tmp_path / "several", tmp_path / "copied", layout=layout, context=CONTEXT),
+        "the layout 'deltas' stores differences", "copy each object by itself", "Nothing was written",
+    )  # fmt: skip
+    assert not (tmp_path / "copied").exists()
 
 
 def test_differences_of_a_layout_that_does_not_declare_them_are_not_committed(tmp_path: Path) -> None:

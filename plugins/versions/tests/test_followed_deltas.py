@@ -23,7 +23,7 @@ from ckptcore_testing.locations import objects_at
 from ckptcore_versions import Follower, Publisher, Version, follow
 from ckptcore_versions.deltas.chunks import MAX_CHUNK_BYTES
 from ckptcore_versions.following import local_files, patching, preparing
-from ckptcore_versions.following.cache import Cache, CachedVersion
+from ckptcore_versions.following.cache import Cache, CachedVersion, complete_versions
 from ckptcore_versions.following.patching import FilePatching
 
 import ckptcore
@@ -31,6 +31,7 @@ from ckptcore import ShardedArray
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.policies import LatestN
@@ -125,6 +126,32 @@ def test_only_the_deltas_since_the_version_before_are_read(counted: Counted, tmp
         assert counted.bytes_read() < 0.06 * whole
         assert set(version.changed) == {"matrix", "vector"}
         assert sum([box.size for box in version.changed["matrix"]]) == TRAINED_SHAPE[0] * TRAINED_SHAPE[1]
+
+
+def test_checksums_of_a_version_are_computed_while_it_is_written(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only blocks that no window has as a whole are read again."""
+    generator = np.random.default_rng(0)
+    weights = {name: generator.standard_normal((2048, 1023), np.float32) for name in ("a", "b")}
+    publisher.publish(0, weights)
+    with follow(tmp_path / "weights", cache=tmp_path / "cache") as follower:
+        assert follower.next_version(0) is not None
+        for array in weights.values():
+            array[:, ::100] += 1
+        publisher.publish(1, weights)
+        read_again = []
+
+        def read_into(descriptor: int, path: str, offset: int, buffer: memoryview) -> None:
+            read_again.append(len(buffer))
+            patching.read_into(descriptor, path, offset, buffer)
+
+        monkeypatch.setattr(local_files, "read_into", read_into)
+        assert follower.next_version(0) is not None
+        whole = sum([array.nbytes for array in weights.values()])
+        assert 0 < sum(read_again) <= whole // 7
+    newest, _ = complete_versions(str(tmp_path / "cache"))
+    assert newest.version.number == 1 and newest.is_intact(IOThreads())
 
 
 def test_a_late_joiner_reads_the_chain_and_a_follower_that_starts_again_what_it_lacks(

@@ -374,6 +374,24 @@ def test_a_new_run_with_lower_numbers_is_named(tmp_path: Path, caplog: pytest.Lo
         expect_equal(read(follower.next_version(0)), published.weights[3])
 
 
+def test_a_directory_without_versions_any_more_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not before there was one: a follower may begin before the trainer."""
+    place = tmp_path / "weights"
+    with follow(place, cache=tmp_path / "cache") as follower:
+        assert follower.next_version(0) is None and not caplog.text
+        with Published(place) as published:
+            published.publish(1)
+        version = read(follower.next_version(0))
+        shutil.rmtree(place)
+        for _ in range(2):
+            assert follower.next_version(0) is None
+        assert caplog.text.count("has no versions any more, and version 1 stays in use") == 1
+        expect_equal(version, published.weights[1])
+        with Published(place) as again:
+            again.publish(2)
+        expect_equal(read(follower.next_version(0)), again.weights[2])
+
+
 def test_a_storage_that_fails_for_a_while_is_waited_for(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

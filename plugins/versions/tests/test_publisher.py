@@ -14,6 +14,7 @@ import pytest
 from ckptcore_testing.faults import FaultPlan, FullAfter
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
+from ckptcore_versions import follow
 from ckptcore_versions.publishing import version_saves
 
 import ckptcore
@@ -127,6 +128,27 @@ def test_selected_leaves_alone_are_versions(place: str) -> None:
     for number in (1, 2):
         whole = model(number)
         assert same_value(load(place, number), {"lora": whole["lora"], "layers": {1: whole["layers"][1]}})
+
+
+def test_adapters_are_selected_by_names_with_dots(place: str, tmp_path: Path) -> None:
+    """As in the state of a module. An engine loads them alone, and keeps the weights below them."""
+    names = ["base.weight", "layers.0.q.lora_A.weight", "layers.0.q.lora_B.weight"]
+    model = {name: np.ones((3, 4)) for name in names}
+    pattern = select.glob("**/*lora_*")
+    with publisher(place, select=pattern) as versions, follow(place, cache=tmp_path / "cache") as follower:
+        versions.publish(1, model)
+        version = follower.next_version(0)
+    assert version is not None and list(version.arrays) == names[1:]
+    engine = {name: np.zeros((3, 4)) for name in names}
+    version.load_into({name: array for name, array in engine.items() if "lora_" in name})
+    assert [array.mean() for array in engine.values()] == [0, 1, 1]
+
+
+def test_a_selection_of_nothing_names_the_leaves(place: str) -> None:
+    model = {f"w{number:02}": np.zeros(1) for number in range(20)}
+    error = pytest.raises(TreeMismatchError, match="the leaves are w00, w01, .*w09 and others. Nothing was written")
+    with publisher(place, select=select.glob("**/lora_*")) as versions, error:
+        versions.publish(1, model)
 
 
 def test_a_selection_of_nothing_is_refused(place: str) -> None:

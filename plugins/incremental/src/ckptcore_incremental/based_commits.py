@@ -43,6 +43,9 @@ class BasedCommit(PlainCommit):
         note_bases(self._save.target.location, self._bases)
         super()._begin_transaction()
 
+    def _expect_bases(self) -> None:
+        """Check nothing: the strategy has read the bases, and `_completed` checks them."""
+
     def _completed(self, root: Root | CompositeRoot) -> Root | CompositeRoot:
         """Return the root to commit, after a check that the bases are unchanged. Strategies override it.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import TreePath
-from ckptcore.protocols import Layout
+from ckptcore.protocols import BaseReference, Layout
 from ckptcore.step_names import StepNames
 
 
@@ -25,6 +25,11 @@ class BaseVersion(NamedTuple):
     save_id: str
     digest: str
     number: int
+
+    @property
+    def reference(self) -> BaseReference:
+        """The version as the base that a delta states."""
+        return BaseReference(self.name, self.save_id, self.digest)
 
 
 class HeldVersion(Protocol):

@@ -35,6 +35,7 @@ from ckptcore.planning import plan_write
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
+from ckptcore.saving.descriptions import refuse_differences
 from ckptcore.saving.requests import (
     CommitInfo,
     CommitTarget,
@@ -227,6 +228,8 @@ class _Conversion:
             plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
             return SavePart(directory, self._layout, plan, own, captured=_StoredFiles(checkpoint), is_files=True)
         self._layout.check(tree, 1)
+        if name:
+            refuse_differences(self._layout, "which only a checkpoint of one tree can have: copy each object by itself")
         check_sizes(checkpoint, range(len(tree.leaves)))
         sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)
         objects = items_by_object(self._layout, tree, checkpoint, sources, sizes)

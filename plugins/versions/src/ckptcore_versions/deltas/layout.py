@@ -80,8 +80,8 @@ class DeltaLayout(VersionLayout):
     Each process encodes the boxes that it writes, on several threads. Arrays, and parts of arrays, that the held
     version lacks are stored whole. Without a held version the layout stores everything, in safetensors files.
 
-    A checkpoint of this layout needs its base, which is in the same directory. `ckptcore.delete` refuses to delete the
-    base, and `ckptcore.copy` makes a checkpoint without a base.
+    A checkpoint of this layout needs its base, which is in the same directory: saves elsewhere are refused.
+    `ckptcore.delete` refuses to delete the base, and `ckptcore.copy` makes a checkpoint without a base.
 
     Attributes:
         held: the version that is the base.
@@ -97,8 +97,9 @@ class DeltaLayout(VersionLayout):
     @property
     def capabilities(self) -> LayoutCapabilities:
         """Processes that hold equal boxes share the encoding of differences."""
-        is_delta = self.held is not None
-        return LayoutCapabilities(any_replica_writes=is_delta, differences=is_delta)
+        if self.held is None:
+            return LayoutCapabilities()
+        return LayoutCapabilities(any_replica_writes=True, differences=self.held.version.reference)
 
     def against(self, held: HeldVersion | None) -> Layout:
         """Return a layout that writes differences from a held version; None: safetensors, which writes everything."""

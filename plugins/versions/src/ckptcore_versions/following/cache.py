@@ -23,15 +23,15 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.errors import CorruptCheckpointError, DirectoryInUseError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.threads import IOThreads
-from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES
-from ckptcore_versions.following.local_files import checksums_of_file
+from ckptcore.model.metadata import CHECKSUM_BYTES
+from ckptcore_versions.following.local_files import CACHED_BLOCK_BYTES, checksums_of_file
 from ckptcore_versions.held_version import BaseVersion
 from ckptcore_versions.local_directory import local_directory
 
 logger = logger_named("ckptcore.versions")
 
 _STATE_NAME: Final = "ckptcore-version.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _COMPLETE: Final = re.compile(r"v([0-9]{6,19})")
 _HIDDEN: Final = re.compile(r"\.ckptcore-version-[0-9a-f]{16}")
 _MAX_STATE_BYTES: Final = 1 << 28
@@ -42,7 +42,7 @@ class CachedFile(NamedTuple):
 
     Attributes:
         nbytes: its size.
-        checksums: the checksums of its blocks, in the form of `ckptcore.model.metadata.ObjectRecord.checksums`.
+        checksums: the checksums of its blocks of `CACHED_BLOCK_BYTES`, in the form of `ObjectRecord.checksums`.
     """
 
     nbytes: int
@@ -291,7 +291,7 @@ def _read_state(directory: str, number: int) -> CachedVersion:
         except binascii.Error as error:
             raise ValueError(f"the checksums of {name} are not base64: {error}") from error
         nbytes = described["bytes"]
-        if len(checksums) != CHECKSUM_BYTES * -(-nbytes // BLOCK_BYTES):
+        if len(checksums) != CHECKSUM_BYTES * -(-nbytes // CACHED_BLOCK_BYTES):
             raise ValueError(f"{name} has {nbytes} bytes, but {len(checksums) // CHECKSUM_BYTES} checksums")
         files[name] = CachedFile(nbytes, checksums)
     return CachedVersion(directory, version, files)

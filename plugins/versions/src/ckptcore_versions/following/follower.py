@@ -259,6 +259,13 @@ class Follower:
                     )  # fmt: skip
                 break
             numbers.append(number)
+        else:
+            if self._last is not None and not numbers:
+                self._steps.main.warn_once(
+                    "%s has no versions any more, and version %d stays in use. If they are in another directory now, "
+                    "follow that one",
+                    self._steps.main.display, self._last,
+                )  # fmt: skip
         if self._last is None and self._start is not None:
             numbers.reverse()
         return [number for number in numbers if number not in self._broken or self._broken[number].is_due()]

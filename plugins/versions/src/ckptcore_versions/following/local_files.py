@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +24,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.safetensors_files import SHARDING, encode_file, file_names, header_entry
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import checksums_of
-from ckptcore.io.elements import c_strides
+from ckptcore.io.elements import bytes_of, c_strides
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES, CHECKSUM_BYTES, ArrayRecord, TreeMetadata
@@ -36,8 +36,11 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 PIECE_BYTES: Final = 1 << 20
 """Maximum bytes of a piece of an array that is compared or copied at a time."""
 
+CACHED_BLOCK_BYTES: Final = BLOCK_BYTES // 16
+"""Bytes of the blocks of local files. Most of these blocks are within one window of `FilePatching`."""
+
 _RUN_BLOCKS: Final = 16
-"""Number of blocks whose checksums one thread computes at a time."""
+"""Number of adjacent blocks that one thread reads at a time."""
 
 _POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` of Linux, which `mmap` does not name."""
@@ -309,25 +312,42 @@ def checksums_of_file(
         path: the file.
         nbytes: its size in bytes.
         threads: read and compute.
-        blocks: the blocks to compute; None: all.
+        blocks: the blocks to compute, see `blocks_of`; None: all.
         before: the checksums of the other blocks, and of those to compute.
 
     Raises:
         CorruptCheckpointError: the file ends too early.
         StorageError
     """
-    count = -(-nbytes // BLOCK_BYTES)
-    chosen = range(count) if blocks is None else sorted(blocks)
+    count = -(-nbytes // CACHED_BLOCK_BYTES)
     checksums = bytearray(before or count * CHECKSUM_BYTES)
 
-    def compute(run: Sequence[int]) -> None:
-        memory = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
-        for block in run:
-            data = memory[: nbytes - block * BLOCK_BYTES]
-            read_into(descriptor, path, block * BLOCK_BYTES, data)
-            checksums[block * CHECKSUM_BYTES : (block + 1) * CHECKSUM_BYTES] = checksums_of(data)
+    def compute(run: range) -> None:
+        start, stop = run.start * CACHED_BLOCK_BYTES, min(run.stop * CACHED_BLOCK_BYTES, nbytes)
+        data = bytes_of(np.empty(stop - start, np.uint8))
+        read_into(descriptor, path, start, data)
+        set_checksums(checksums, start, data)
 
+    runs: list[range] = []
+    for block in range(count) if blocks is None else sorted(blocks):
+        if runs and runs[-1].stop == block and len(runs[-1]) < _RUN_BLOCKS:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
     with opened_to_read(path) as descriptor:
-        runs_of_blocks = [chosen[first : first + _RUN_BLOCKS] for first in range(0, len(chosen), _RUN_BLOCKS)]
-        for_each(threads, runs_of_blocks, compute)
+        for_each(threads, runs, compute)
     return bytes(checksums)
+
+
+def set_checksums(checksums: bytearray, start: int, data: memoryview) -> None:
+    """Set the checksums of whole blocks of a file, which begin at a position in bytes. The last one may be shorter."""
+    computed = checksums_of(data, CACHED_BLOCK_BYTES)
+    first = start // CACHED_BLOCK_BYTES * CHECKSUM_BYTES
+    checksums[first : first + len(computed)] = computed
+
+
+def blocks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """Return the numbers of the blocks of a local file that have bytes of ranges."""
+    return {
+        block for start, stop in ranges for block in range(start // CACHED_BLOCK_BYTES, -(-stop // CACHED_BLOCK_BYTES))
+    }

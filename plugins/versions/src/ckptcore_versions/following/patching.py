@@ -32,7 +32,16 @@ from ckptcore_versions.deltas.checksums import CRC32
 from ckptcore_versions.deltas.chunks import EncodedChunk
 from ckptcore_versions.deltas.encoding import word_bytes
 from ckptcore_versions.deltas.patched_arrays import ChangedBox, PatchedArray, apply_chunks, runs_of
-from ckptcore_versions.following.local_files import FilePlan, Part, opened_to_read, read_into
+from ckptcore_versions.following.cache import CachedFile
+from ckptcore_versions.following.local_files import (
+    CACHED_BLOCK_BYTES,
+    FilePlan,
+    Part,
+    blocks_of,
+    opened_to_read,
+    read_into,
+    set_checksums,
+)
 
 _WINDOW_BYTES: Final = 1 << 20
 """Bytes of a window: it stays in the cache of a processor."""
@@ -116,6 +125,17 @@ class _Window(NamedTuple):
     bands: Sequence[_Band]
 
     @property
+    def blocks(self) -> range:
+        """The blocks of the file of which it has all bytes."""
+        return range(-(-self.start // CACHED_BLOCK_BYTES), self.stop // CACHED_BLOCK_BYTES)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The ranges before and after these blocks, in bytes."""
+        low, high = self.blocks.start * CACHED_BLOCK_BYTES, self.blocks.stop * CACHED_BLOCK_BYTES
+        return (self.start, min(low, self.stop)), (max(high, self.start), self.stop)
+
+    @property
     def is_changed(self) -> bool:
         """True if a delta changes it."""
         return any(any(band.chunks) for band in self.bands)
@@ -169,16 +189,18 @@ class FilePatching:
     """Writes a file with the changes of patches.
 
     Attributes:
-        changed: the ranges of the file that have changes, in bytes.
+        checksums: the checksums of the blocks of the file, see `CachedFile`; those of the base until it is written.
+        unknown: the blocks whose checksums are those of the base, although they have changes: no window has all of one.
         unverified: the ranges with elements of the base that no digest of a delta verifies.
     """
 
-    def __init__(self, checkpoint: Checkpoint, patches: Sequence[Patch], threads: IOThreads) -> None:
+    def __init__(self, checkpoint: Checkpoint, patches: Sequence[Patch], base: CachedFile, threads: IOThreads) -> None:
         """Write nothing yet.
 
         Args:
             checkpoint: the version, derived from its base and deltas.
             patches: the patches of the file, in order.
+            base: the file of the base, with the same parts at the same positions.
             threads: copy windows.
         """
         self._checkpoint = checkpoint
@@ -186,7 +208,8 @@ class FilePatching:
         self._batches = [(batch, list(_windows(batch))) for batch in _batches(patches)]
         windows = [window for _, of_batch in self._batches for window in of_batch]
         self.largest = max([window.stop - window.start for window in windows], default=0)
-        self.changed = [(window.start, window.stop) for window in windows if window.is_changed]
+        self.checksums = bytearray(base.checksums)
+        self.unknown = blocks_of([edge for window in windows if window.is_changed for edge in window.edges])
         self.unverified = [(window.start, window.stop) for window in windows if not window.is_verified]
 
     def write(self, base: str, path: str, descriptor: int, encoded: EncodedObjects) -> None:
@@ -212,6 +235,9 @@ class FilePatching:
                 tree = self._checkpoint.tree
                 names = [format_path(tree.paths[band.patch.part.leaf]) for band in window.bands if any(band.chunks)]
                 raise type(error)(f"{', '.join(names[:5])} of {self._checkpoint}: {error}") from error
+            if window.is_changed and (blocks := window.blocks):  # to read them again would take as long as this copy
+                low, high = blocks.start * CACHED_BLOCK_BYTES, blocks.stop * CACHED_BLOCK_BYTES
+                set_checksums(self.checksums, low, bytes_of(memory)[low - window.start : high - window.start])
             with SystemCall("write", path):
                 write_all(descriptor, window.start, bytes_of(memory))
 

@@ -18,7 +18,6 @@ from ckptcore.errors import StorageFullError
 from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.loading.reading import check_sizes, incomplete_read
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.runtime import runtime_of
@@ -28,6 +27,7 @@ from ckptcore_versions.following.local_files import (
     FilePlan,
     Part,
     array_of,
+    blocks_of,
     box_of,
     checksums_of_file,
     enter_pages,
@@ -127,7 +127,10 @@ class Preparation:
         patches = patches_of(derived, self._plan) if derived is not None and self._is_from_base else None
         if patches is None:
             return False
-        writers = {name: FilePatching(self._checkpoint, of_file, self._threads) for name, of_file in patches.items()}
+        writers = {
+            name: FilePatching(self._checkpoint, of_file, base.cached.files[name], self._threads)
+            for name, of_file in patches.items()
+        }
         if any(writer.largest > LARGEST_WINDOW_BYTES for writer in writers.values()):
             return False
         self._directory = self._cache.begin(self.version.number)
@@ -136,13 +139,13 @@ class Preparation:
         for name, writer in writers.items():
             with self._opened(name) as descriptor:
                 writer.write(os.path.join(base.cached.directory, name), self._path(name), descriptor, encoded)
-            base.cached.verify(name, _blocks(writer.unverified), self._threads)
+            base.cached.verify(name, blocks_of(writer.unverified), self._threads)
         check_additional(self._checkpoint)
         changed: dict[int, dict[Box, None]] = {}
         for patch in itertools.chain.from_iterable(patches.values()):
             changed.setdefault(patch.part.leaf, {}).update(dict.fromkeys(patch.changed))
         self._changed = {leaf: _joined(boxes) for leaf, boxes in sorted(changed.items()) if boxes}
-        self._map_all(base, {name: _blocks(writer.changed) for name, writer in writers.items()})
+        self._map_all(base, writers)
         return True
 
     def complete(self) -> Prepared:
@@ -247,22 +250,23 @@ class Preparation:
         for_each(self._threads, all_pieces(), compare)
         return changed
 
-    def _map_all(self, base: LocalVersion | None, changed: Mapping[str, Collection[int]] | None = None) -> None:
+    def _map_all(self, base: LocalVersion | None, writers: Mapping[str, FilePatching] | None = None) -> None:
         """Map all files, and compute the checksums of their blocks.
 
         Args:
             base: the version before.
-            changed: by file, the blocks that differ from those of the base; None: those of `_changed`.
+            writers: what wrote the files, with the checksums that it knows; None: the changes are `_changed`.
         """
         for file in self._plan.files:
             path = self._path(file.name)
             self._memory[file.name] = map_file(path, file.nbytes)
-            if base is None:
-                checksums = checksums_of_file(path, file.nbytes, self._threads)
-            else:
-                before = base.cached.files[file.name].checksums
-                blocks = _changed_blocks(file.parts, self._changed) if changed is None else changed[file.name]
-                checksums = checksums_of_file(path, file.nbytes, self._threads, blocks, before)
+            blocks: Collection[int] | None = None
+            known = b""
+            if writers is not None:
+                known, blocks = bytes(writers[file.name].checksums), writers[file.name].unknown
+            elif base is not None:
+                known, blocks = base.cached.files[file.name].checksums, _changed_blocks(file.parts, self._changed)
+            checksums = checksums_of_file(path, file.nbytes, self._threads, blocks, known)
             self._files[file.name] = CachedFile(file.nbytes, checksums)
             enter_pages(self._memory[file.name])
 
@@ -300,12 +304,7 @@ def _joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
 def _changed_blocks(parts: Sequence[Part], changed: Mapping[int, Sequence[Box]]) -> set[int]:
     """Return the numbers of the blocks of a file in which elements changed."""
     common = [(part, part.box.intersect(box)) for part in parts for box in changed.get(part.leaf, ())]
-    return _blocks([part.extent(box) for part, box in common if box is not None])
-
-
-def _blocks(ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """Return the numbers of the blocks that have bytes of ranges."""
-    return {block for start, stop in ranges for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))}
+    return blocks_of([part.extent(box) for part, box in common if box is not None])
 
 
 def _bytes(piece: HostArray) -> HostArray:

@@ -75,7 +75,7 @@ class Publisher:
                 that a reader has pinned.
             full_every: the maximum number of versions from one full version to the next. A version is also full if the
                 deltas since the last full version take as many bytes as that one. 1: every version is full.
-            select: the leaves to publish, such as ``ckptcore.select.glob("**/lora_*")`` for adapters; None: all.
+            select: the leaves to publish, such as ``ckptcore.select.glob("**/*lora_*")`` for adapters; None: all.
             digests: True to label every array with the SHA-256 of its elements. Each array must be held by one process
                 as a whole.
             base_directory: a local directory for the copy of the newest version; None: host memory.

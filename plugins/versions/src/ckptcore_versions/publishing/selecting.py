@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ckptcore.commit.root import pruned
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.abstract_trees import abstract_leaves_of
 from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.tree import format_path
 from ckptcore.planning.partition import SplitTree
 from ckptcore.plugins import Plugins
 from ckptcore.saving.descriptions import BoxHolders, TreeDescription
 from ckptcore.select import LeafTable, Selection
+
+_NAMED: Final = 10
+"""Maximum number of leaves that an error names."""
 
 
 def selected(description: TreeDescription, selection: Selection, plugins: Plugins) -> TreeDescription:
@@ -23,9 +29,10 @@ def selected(description: TreeDescription, selection: Selection, plugins: Plugin
     tree = description.tree
     kept = sorted(selection.leaves(LeafTable(tree.paths, lambda: abstract_leaves_of(tree, plugins))))
     if not kept:
+        names = [format_path(path) for path in tree.paths]
         raise TreeMismatchError(
-            f"nothing is selected by {selection!r}, so there are no weights to publish. Correct the selection. Nothing "
-            "was written",
+            f"nothing is selected by {selection!r}, so there are no weights to publish. Correct the selection: the "
+            f"leaves are {', '.join(names[:_NAMED])}{' and others' * (len(names) > _NAMED)}. Nothing was written",
             ["nothing is selected"],
         )
     numbers = {leaf: number for number, leaf in enumerate(kept)}

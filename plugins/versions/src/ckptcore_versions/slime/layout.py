@@ -240,7 +240,10 @@ class _DeltaLayout(SlimeLayout):
 
     held: HeldVersion = field(kw_only=True)
 
-    capabilities = LayoutCapabilities(differences=True)
+    @property
+    def capabilities(self) -> LayoutCapabilities:
+        """A delta."""
+        return LayoutCapabilities(differences=self.held.version.reference)
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """See `SlimeLayout.check`. Also refuse arrays with positions that do not fit into 32 bits.
@@ -349,7 +352,7 @@ class _DeltaLayout(SlimeLayout):
             version.number,
             self.encoding,
             self.checksum_format,
-            BaseReference(version.name, version.save_id, version.digest),
+            version.reference,
             **_merged(receipts, FRAME_COLUMNS),
         )
         store.put(INDEX, delta.index_json())
