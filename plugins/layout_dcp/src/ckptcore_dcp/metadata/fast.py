@@ -45,8 +45,8 @@ _ENDS_ITEM: Final = np.isin(np.arange(256), list(b"ut\x85\x86\x87"))
 _PIECE_BYTES: Final = 1 << 19
 """Bytes searched for rows at a time: little memory if each byte may begin a row."""
 _MAX_TEMPLATES: Final = 256
-"""Maximum number of templates of a class. torch's numbers and references have few widths, and rows of about 30 of their
-combinations, with and without a FRAME at one of 15 places, are in a file of 100,000 chunks."""
+"""Maximum number of templates of a class. torch's numbers and references have few widths: in files of 100,000 chunks a
+class had up to 57 combinations, with and without a FRAME at one of 15 places."""
 _FEW: Final = 4
 """Fewer rows that are no `CompactObject` of lists are read by the machine, which is faster."""
 
