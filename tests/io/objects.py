@@ -165,7 +165,7 @@ def summed(
             alone.append(False)
         else:
             assert isinstance(segment, BytesSegment)
-            parts.append(segment.data)
+            parts.append(bytes(segment.data))
         free += 1
         if draw(st.booleans()):
             count = draw(st.integers(1, free) | st.just(1))
