@@ -54,7 +54,7 @@ from ckptcore_recovery.peers.starting import (
     read_description,
     read_token,
 )
-from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
+from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View, is_internal
 
 if TYPE_CHECKING:
     from ckptcore.model.tree import JSON
@@ -241,19 +241,28 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation, that of the view, the run, the process, and the used memory."""
+        """Return the id, the incarnation, that of the view, the run, the process, and the used memory.
+
+        The run is empty if another one may use this memory.
+        """
         memory = self.memory
         stated: dict[str, JSON] = {
             "id": self.member_id,
             "epoch": memory.epoch,
             "view": 0 if self._view is None else self._view.epoch,
             "next": 0 if self._next is None else self._next.epoch,
-            "run": _text_of(memory.directory / "run"),
+            "run": "" if self._is_free() else _text_of(memory.directory / "run"),
             "pid": os.getpid(),
             "used": memory.used,
             "limit": memory.limit,
         }
         return stated, _NO_PAYLOAD
+
+    def _is_free(self) -> bool:
+        """Return True if the job has ended without steps: none is here, and no other member may have some."""
+        if not self._is_ending or (self._view is not None and len(self._view.members) > 1):
+            return False
+        return all(entry.is_deleted or is_internal(key) for key, entry in self.memory.entries().items())
 
     def listen(self, header: Header, payload: memoryview) -> Answer:
         """Listen on another address of this host, too: the job starts with another `interface`. Return the port."""
