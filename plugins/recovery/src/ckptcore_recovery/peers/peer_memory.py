@@ -202,9 +202,7 @@ class PeerRun(TieredRun):
         if self._leads and sys.exc_info()[1] is None:
             last = self._last
             if last in self.steps.directories[0].candidates() and last not in self.uploads.status.uploaded:
-                advice = (
-                    "let upload_policy choose the last step, and with PreemptionCheckpointing() that of a preemption"
-                )
+                advice = "let upload_policy choose the last step, with PreemptionCheckpointing() that of a preemption"
                 if last in self.uploads.pending():
                     advice = "it was not uploaded within close_seconds; start the job again meanwhile, or increase them"
                 logger.warning(
