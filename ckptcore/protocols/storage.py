@@ -258,7 +258,6 @@ class StorageBackend(Protocol):
         """
         return 0
 
-    @abstractmethod
     def defer_names(self, key: str) -> AbstractContextManager[object]:
         """Return a ``with`` block in which the names in a directory, and below it, need not become durable.
 
@@ -272,6 +271,7 @@ class StorageBackend(Protocol):
         """
         return nullcontext()
 
+    @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
         """Make durable the objects that native I/O wrote, and the directories that contain them."""
 
