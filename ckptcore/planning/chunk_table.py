@@ -58,16 +58,16 @@ class ChunkColumns:
         merged: dict[str, list[HostArray]] = {name: [] for name in ("leaf", "file", "offset", "box")}
         for state in states:
             columns: Any = state
-            leaf = natural_column(columns["leaf"], len(axes))
-            parts = {
-                "leaf": leaf,
-                "file": natural_column(columns["file"], len(columns["files"]), len(leaf)),
-                "offset": natural_column(columns["offset"], _MAX_OFFSET, len(leaf)),
-                "box": natural_column(columns["box"], _MAX_OFFSET, 2 * int(axes[leaf].sum())),
+            leaves = natural_column(columns["leaf"], len(axes))
+            parts: dict[str, HostArray] = {
+                "leaf": leaves,
+                "file": natural_column(columns["file"], len(columns["files"]), len(leaves)),
+                "offset": natural_column(columns["offset"], _MAX_OFFSET, len(leaves)),
+                "box": natural_column(columns["box"], _MAX_OFFSET, 2 * int(axes[leaves].sum())),
             }
             if len(left_out):
-                kept = ~np.isin(leaf, left_out)
-                kept_bounds = np.repeat(kept, 2 * axes[leaf])
+                kept = ~np.isin(leaves, left_out)
+                kept_bounds = np.repeat(kept, 2 * axes[leaves])
                 parts = {name: part[kept_bounds if name == "box" else kept] for name, part in parts.items()}
             number_of: HostArray = np.zeros(len(columns["files"]), np.int64)
             # `numpy.unique` takes longer for the chunks of a process.

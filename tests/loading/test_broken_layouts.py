@@ -48,10 +48,7 @@ class _EarlierLayout(SafetensorsLayout):
     """A layout of an earlier protocol, where `differences` was a boolean."""
 
     name = "earlier"
-
-    @property
-    def capabilities(self) -> LayoutCapabilities:
-        return LayoutCapabilities(differences=True)  # type: ignore[arg-type]
+    capabilities = LayoutCapabilities(differences=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture
