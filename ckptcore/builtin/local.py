@@ -9,7 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final
 
 import xxhash
@@ -42,6 +42,7 @@ from ckptcore.builtin.local_calls import (
     working_directory,
 )
 from ckptcore.builtin.local_directories import (
+    DeferredNames,
     FileLock,
     LocalDirectories,
     can_lock,
@@ -476,9 +477,9 @@ class LocalStorage(StorageBackend):
         for directory in directories:
             self._directories.make_durable(directory)
 
-    def defer_names(self, key: str) -> None:
-        """Sync no names in a directory and below it until `sync_directory`. See `AtomicDirectories`."""
-        self._directories.deferred.add(self._path(key))
+    def defer_names(self, key: str) -> AbstractContextManager[object]:
+        """Sync the names in a directory and below it later. See `StorageBackend`."""
+        return DeferredNames(self._directories, self._directory_path(key)) if self._durable else nullcontext()
 
     def sync_directory(self, key: str) -> None:
         """Make the names in a directory and in its subdirectories durable. See `AtomicDirectories`.
@@ -490,19 +491,16 @@ class LocalStorage(StorageBackend):
         _expect_directory(path)
         if not self._durable:
             return
-        above, *below = [entry for entry, _, _ in os.walk(path)]
-        for directory in reversed(below):
-            sync_names(directory)
-        if above in self._directories.deferred:
-            sync_names(above)
-            self._directories.deferred.discard(above)
-        else:
-            self._directories.make_durable(above)
+        for directory, _, _ in os.walk(path, topdown=False, onerror=_refuse_unlisted):
+            if directory != path or self._directories.defers(path):
+                sync_names(directory)
+        self._directories.make_durable(path)
+        self._directories.end_deferral(path)
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory and its contents. Ignores a missing directory. Does not follow links."""
         path = self._checked_path(key)
-        self._directories.deferred.discard(path)
+        self._directories.end_deferral(path)
         try:
             if os.path.islink(path):
                 os.unlink(path)
@@ -520,6 +518,10 @@ class LocalStorage(StorageBackend):
             return
         if self._durable and not self._directories.defers(os.path.dirname(path)):
             sync_names(os.path.dirname(path))
+
+
+def _refuse_unlisted(error: OSError) -> None:
+    raise local_error(error, "list", error.filename) from error
 
 
 def _sync_attributes(path: str) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import TracebackType
 
 from ckptcore.builtin.local_calls import (
     ABSENT,
@@ -26,7 +27,7 @@ from ckptcore.builtin.local_calls import (
     sync_directory,
 )
 from ckptcore.builtin.local_mounts import find_mount_point, has_locks_of_all_hosts, is_mounted
-from ckptcore.errors import StorageError
+from ckptcore.errors import ObjectNotFoundError, StorageError
 
 
 def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
@@ -103,8 +104,7 @@ class LocalDirectories:
     def __init__(self, root: str) -> None:
         self.root = root
         self._created: set[str] = set()
-        self.deferred: set[str] = set()
-        """Paths of directories in which names are not synced. See `AtomicDirectories.defer_names`."""
+        self._deferred: list[DeferredNames] = []
         # Path, device and inode of directories with durable names. A new directory at the path has another inode.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
@@ -231,15 +231,36 @@ class LocalDirectories:
             return converted
         return local_error(error, "open the directory", directory)
 
+    def defer(self, names: DeferredNames) -> None:
+        """Sync no names in a directory and below it until `end_deferral`."""
+        with self._lock:
+            self._deferred.append(names)
+
     def defers(self, directory: str) -> bool:
-        """Return True if the names in a directory are left to a later sync. See `AtomicDirectories.defer_names`."""
-        return any(directory == path or _is_below(directory, path) for path in tuple(self.deferred))
+        """Return True if the names in a directory are synced later. Then note that the directory has new names."""
+        with self._lock:
+            above = [names for names in self._deferred if directory == names.top or _is_below(directory, names.top)]
+            for names in above:
+                noted = directory
+                while noted not in names.noted:
+                    names.noted.add(noted)
+                    if noted == names.top:
+                        break
+                    noted = os.path.dirname(noted)
+            return bool(above)
+
+    def end_deferral(self, top: str, only: DeferredNames | None = None) -> bool:
+        """End the deferrals of the names in a directory, or one of them. Return False if they had ended before."""
+        with self._lock:
+            before = len(self._deferred)
+            self._deferred = [names for names in self._deferred if names.top != top or only not in (None, names)]
+            return len(self._deferred) < before
 
     def make_durable(self, directory: str) -> None:
         """Make the names in a directory durable, and the names of the directory and its parents.
 
         The name of the root in its parent is synced too, if permissions allow it. Above that, only the names of
-        directories that this storage created are synced. Does nothing in deferred directories.
+        directories that this storage created are synced. Does nothing if the names are deferred: see `DeferredNames`.
 
         Raises:
             StorageError
@@ -288,6 +309,33 @@ class LocalDirectories:
             finally:
                 close_descriptor(descriptor, directory)
             directory = os.path.dirname(directory)
+
+
+class DeferredNames:
+    """A ``with`` block in which the names in a directory and below it are not synced.
+
+    Its end syncs each directory once in which the storage changed names meanwhile, unless an error ends it, or the
+    names are durable already (`LocalStorage.sync_directory`) or deleted.
+    """
+
+    def __init__(self, directories: LocalDirectories, top: str) -> None:
+        self._directories = directories
+        self.top = top
+        self.noted: set[str] = set()
+        """Directories in which names changed, with their parents up to `top`."""
+
+    def __enter__(self) -> None:
+        self._directories.defer(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._directories.end_deferral(self.top, self) or kind is not None or not self.noted:
+            return
+        for directory in sorted(self.noted - {self.top}, reverse=True):
+            with suppress(ObjectNotFoundError):  # removed meanwhile, such as an empty directory of an aborted writer
+                sync_names(directory)
+        self._directories.make_durable(self.top)
 
 
 def sync_names(directory: str, *, required: bool = True) -> None:

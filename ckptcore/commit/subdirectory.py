@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import cast
 
 from ckptcore.commit.names import existing_name
@@ -106,6 +106,10 @@ class Subdirectory(StorageBackend):
         """See `StorageBackend`."""
         self._parent.delete([self._prefix + key for key in keys])
 
+    def defer_names(self, key: str) -> AbstractContextManager[object]:
+        """See `StorageBackend`."""
+        return self._parent.defer_names((self._prefix + key).removesuffix("/"))
+
     def sync(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
         self._parent.sync([self._prefix + key for key in keys])
@@ -171,10 +175,6 @@ class AtomicSubdirectories(Subdirectory):
         """See `AtomicDirectories`."""
         self._directories.keep_attributes(self._prefix + old, self._prefix + new)
 
-    def defer_names(self, key: str) -> None:
-        """See `AtomicDirectories`."""
-        self._directories.defer_names(self._prefix + key)
-
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._directories.sync_directory(self._prefix + key)
@@ -185,18 +185,12 @@ class AtomicSubdirectories(Subdirectory):
 
 
 class NewDirectory(AtomicSubdirectories):
-    """A new directory, as a storage. No object replaces another object, even if the file system merges their names.
-
-    Each process calls `sync_names` once it has written its objects, or `AtomicDirectories.sync_directory`. Without it,
-    objects may be missing after a loss of power.
-    """
+    """A new directory, as a storage. No object replaces another object, even if the file system merges their names."""
 
     def __init__(self, parent: StorageBackend, name: str, display: str) -> None:
         """Open a directory that a save writes. `display` is its location, for errors."""
         super().__init__(parent, name)
         self._display = display
-        # One sync of each directory once all names are in it, instead of one for each object and its parents.
-        self._directories.defer_names(name)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """See `StorageBackend`. A put without a condition does not replace an existing object."""
@@ -231,12 +225,6 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
 def has_directories(storage_type: type[StorageBackend]) -> bool:
     """Return True if a type of storage has real directories. Cached, because the check is slow and frequent."""
     return issubclass(storage_type, AtomicDirectories)
-
-
-def sync_names(store: StorageBackend) -> None:
-    """Make durable the names in a `NewDirectory`. Other storages have done so when each object was complete."""
-    if isinstance(store, NewDirectory):
-        store.sync_directory("")
 
 
 def stamps_of(store: StorageBackend, keys: Sequence[str]) -> Mapping[str, str]:

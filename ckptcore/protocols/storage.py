@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -258,6 +258,19 @@ class StorageBackend(Protocol):
         """
         return 0
 
+    def defer_names(self, key: str) -> AbstractContextManager[object]:
+        """Return a ``with`` block in which the names in a directory, and below it, need not become durable.
+
+        In the block, writes make only the content of objects durable. Its end without an error makes durable all names
+        that this storage changed meanwhile. `AtomicDirectories.sync_directory` of the directory ends the deferral
+        early, once all names in it are durable, and leaves the name of the directory itself to a rename. No thread
+        may write there meanwhile. For directories that are not committed yet. By default, nothing is deferred.
+
+        Raises:
+            StorageError: at the end of the block.
+        """
+        return nullcontext()
+
     @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
         """Make durable the objects that native I/O wrote, and the directories that contain them."""
@@ -480,17 +493,10 @@ class AtomicDirectories(Protocol):
         See `hide_from_others`. The result is durable if the storage was opened durable.
         """
 
-    def defer_names(self, key: str) -> None:
-        """Leave the names in a directory, and below it, to the next `sync_directory` of this storage.
-
-        Until then, writes make only the content of objects durable. After a loss of power, objects may be missing. The
-        name of the directory itself is left to a rename. For directories that are not committed yet.
-        """
-
     def sync_directory(self, key: str) -> None:
         """Make the contents of a directory durable, including the names of objects and directories below it.
 
-        The name of the directory itself becomes durable too, except after `defer_names`.
+        The name of the directory itself becomes durable too, unless it is deferred: see `StorageBackend.defer_names`.
         """
 
     def delete_directory(self, key: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Protocol
@@ -16,7 +17,7 @@ from ckptcore.commit.names import is_leftover_name
 from ckptcore.commit.root import ROOT_KEY, Base, Claim, CompositeRoot, References, Root, this_writer
 from ckptcore.commit.root_json import encode_root
 from ckptcore.commit.stored_root import read_root
-from ckptcore.commit.subdirectory import subdirectory, sync_names
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, logger_named, timeline_to_json
@@ -27,6 +28,7 @@ from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import (
+    BaseReference,
     CheckpointInfo,
     Layout,
     SaveCommit,
@@ -73,7 +75,9 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
         try:
             with agreement.stage("write", meaning=commit.meaning) as stage:
                 store = commit.store
-                with save.recording.phase("write") as phase:
+                # The commit syncs the directories on the leader.
+                deferred = store.defer_names("") if agreement.rank else nullcontext()
+                with save.recording.phase("write") as phase, deferred:
                     write_parts(save, store)
                     if save.receive_elsewhere is not None:
                         save.receive_elsewhere(save)
@@ -81,8 +85,6 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
                         [record.size for part in save.parts for receipt in part.receipts for record in receipt.objects]
                     )
                 if agreement.size > 1:
-                    if agreement.rank != 0:  # the commit does this on the leader
-                        sync_names(store)
                     stage.payload = save.encode_receipts()
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
@@ -192,10 +194,18 @@ class PlainCommit:
 
         Raises:
             CheckpointError
+            PluginError: a layout was written for an earlier protocol, where `differences` was a boolean.
         """
         save = self._save
-        references = [part.layout.capabilities.differences for part in save.parts if not part.is_files]
-        for reference in filter(None, references):
+        for part in save.parts:
+            reference = None if part.is_files else part.layout.capabilities.differences
+            if reference is None:
+                continue
+            if not isinstance(reference, BaseReference):
+                raise PluginError(
+                    f"the layout {part.layout.name!r} has {reference!r} as capability `differences`: expected a "
+                    f"`BaseReference`, or None: update it, or pass another layout. {NOTHING_COMMITTED.capitalize()}"
+                )
             from ckptcore.opening.bases import expect_base  # only layouts of differences need it
 
             expect_base(save.target.location, reference, save.context)

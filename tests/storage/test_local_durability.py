@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.errors import StorageError
 from ckptcore.protocols import IF_ABSENT, StorageOptions
 
 _RENAME_EXCHANGE = 2  # a flag of renameat2 on Linux
@@ -174,34 +176,102 @@ def test_a_commit_syncs_in_a_safe_order(storage: LocalStorage, calls: Calls) -> 
 
 
 def test_deferred_names_are_synced_once(storage: LocalStorage, calls: Calls) -> None:
-    storage.defer_names("hidden")
-    for key in ("hidden/a/b", "hidden/a/c", "hidden/d"):
-        storage.put(key, b"1")
-    writer = storage.open_writer("hidden/e")
-    writer.write_at(0, b"1")
-    writer.finish()
-    synced = [call for call in calls.take() if call.startswith("sync")]
-    assert synced == [
-        "sync /new/root/hidden/a/TEMPORARY",
-        "sync /new/root/hidden/a/TEMPORARY",
-        "sync /new/root/hidden/TEMPORARY",
-        "sync /new/root/hidden/e",
-    ]
-    storage.put("hidden-too/a", b"1")  # a name that only begins with the deferred one
-    assert calls.take()[-4:-2] == ["sync /new/root/hidden-too", "sync /new/root"]
-    storage.sync_directory("hidden")
-    assert calls.take() == ["sync /new/root/hidden/a", "sync /new/root/hidden"]
-    storage.put("hidden/f", b"1")
-    assert calls.take()[-2:] == ["sync /new/root/hidden", "sync /new/root"]
+    with storage.defer_names("hidden"):
+        for key in ("hidden/a/b", "hidden/a/c", "hidden/d"):
+            storage.put(key, b"1")
+        writer = storage.open_writer("hidden/e")
+        writer.write_at(0, b"1")
+        writer.finish()
+        synced = [call for call in calls.take() if call.startswith("sync")]
+        assert synced == [
+            "sync /new/root/hidden/a/TEMPORARY",
+            "sync /new/root/hidden/a/TEMPORARY",
+            "sync /new/root/hidden/TEMPORARY",
+            "sync /new/root/hidden/e",
+        ]
+        storage.put("hidden-too/a", b"1")  # a name that only begins with the deferred one
+        assert calls.take()[-4:-2] == ["sync /new/root/hidden-too", "sync /new/root"]
+        storage.sync_directory("hidden")
+        assert calls.take() == ["sync /new/root/hidden/a", "sync /new/root/hidden"]
+        storage.put("hidden/f", b"1")
+        assert calls.take()[-2:] == ["sync /new/root/hidden", "sync /new/root"]
+    assert calls.take() == []
 
 
 def test_names_are_not_deferred_in_a_directory_that_is_made_again(storage: LocalStorage, calls: Calls) -> None:
-    storage.defer_names("hidden")
-    storage.put("hidden/a", b"1")
-    storage.delete_directory("hidden")
-    calls.take()
-    storage.put("hidden/a", b"1")
+    with storage.defer_names("hidden"):
+        storage.put("hidden/a", b"1")
+        storage.delete_directory("hidden")
+        calls.take()
+        storage.put("hidden/a", b"1")
+        assert "sync /new/root/hidden" in calls.take()
+
+
+def test_the_end_of_a_deferral_syncs_only_directories_with_new_names(storage: LocalStorage, calls: Calls) -> None:
+    for number in range(20):
+        storage.put(f"hidden/{number}/c/0", b"1")
+    with storage.defer_names("hidden"):
+        storage.put("hidden/0/c/1", b"1")
+        storage.put("hidden/0/c/2", b"1")
+        storage.put("hidden/gone/a", b"1")
+        storage.delete_directory("hidden/gone")
+        calls.take()
+    assert calls.take() == [f"sync /new/root/hidden{below}" for below in ("/0/c", "/0", "")]
+    storage.put("hidden/0/c/3", b"1")
+    assert calls.take()[-1] == "sync /new/root/hidden/0/c"
+
+
+def test_an_error_ends_a_deferral(storage: LocalStorage, calls: Calls) -> None:
+    with pytest.raises(KeyError), storage.defer_names("hidden"):
+        storage.put("hidden/a", b"1")
+        calls.take()
+        raise KeyError
+    assert calls.take() == []
+    storage.put("hidden/b", b"1")
     assert "sync /new/root/hidden" in calls.take()
+
+
+def test_each_of_two_deferrals_syncs_its_names(storage: LocalStorage, calls: Calls) -> None:
+    with storage.defer_names("hidden"):
+        with storage.defer_names("hidden"):
+            storage.put("hidden/a/b", b"1")
+            calls.take()
+        storage.put("hidden/c/d", b"1")
+        calls.take()
+    assert {"sync /new/root/hidden/c", "sync /new/root/hidden/a", "sync /new/root/hidden"} <= set(calls.take())
+
+
+def test_a_directory_below_a_deferred_one_can_be_synced(storage: LocalStorage, calls: Calls) -> None:
+    with storage.defer_names("hidden"):
+        storage.put("hidden/a/b", b"1")
+        storage.put("hidden/a/c/d", b"1")
+        calls.take()
+        storage.sync_directory("hidden/a")
+        assert calls.take() == ["sync /new/root/hidden/a/c", "sync /new/root/hidden/a"]
+
+
+@pytest.mark.parametrize("unlisted", ["hidden", "hidden/a"])
+def test_a_directory_that_cannot_be_listed_is_not_durable(
+    unlisted: str, storage: LocalStorage, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def failing(path: str) -> Any:
+        if str(path).endswith(unlisted):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return scandir(path)
+
+    with storage.defer_names("hidden"):
+        storage.put("hidden/a/b", b"1")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", failing)
+            with pytest.raises(StorageError, match=f"cannot list .*/{unlisted}: Stale"):
+                storage.sync_directory("hidden")
+        calls.take()
+        storage.put("hidden/c", b"1")
+        assert "sync /new/root/hidden" not in calls.take(), "the deferral ended although names were not synced"
+        storage.sync_directory("hidden")
+        assert calls.take() == ["sync /new/root/hidden/a", "sync /new/root/hidden"]
 
 
 def test_a_storage_without_durability_syncs_nothing(tmp_path: Path, calls: Calls) -> None:
@@ -212,6 +282,8 @@ def test_a_storage_without_durability_syncs_nothing(tmp_path: Path, calls: Calls
     writer.finish()
     storage.sync(["a/b"])
     storage.sync_directory("a")
+    with storage.defer_names("a"):
+        storage.put("a/e", b"1")
     storage.rename("a", "d")
     storage.put("a/b", b"1")
     storage.exchange("a", "d")

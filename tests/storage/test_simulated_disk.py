@@ -144,13 +144,35 @@ def test_deferred_names_survive_only_after_their_sync(action: Callable[[Simulate
     disk = SimulatedDisk()
     storage = open_simulated(disk, "disk://a/b", DURABLE)
     storage.put("kept", b"1")
-    storage.defer_names("x")
-    action(storage)
-    assert {"a/b/kept": b"1"} in states(disk)
-    storage.sync_directory("x")
-    assert {"a/b/kept": b"1"} in states(disk), "the name of the directory is left to a rename"
-    storage.rename("x", "z")
+    with storage.defer_names("x"):
+        action(storage)
+        assert {"a/b/kept": b"1"} in states(disk)
+        storage.sync_directory("x")
+        assert {"a/b/kept": b"1"} in states(disk), "the name of the directory is left to a rename"
+        storage.rename("x", "z")
     assert states(disk) == [{"a/b/kept": b"1", "a/b/z/y": b"new"}] * 63
+
+
+@pytest.mark.parametrize("action", [put, write])
+def test_deferred_names_survive_after_the_block(action: Callable[[SimulatedStorage], None]) -> None:
+    disk = SimulatedDisk()
+    storage = open_simulated(disk, "disk://a/b", DURABLE)
+    with storage.defer_names("x"):
+        action(storage)
+        assert {} in states(disk)
+    assert states(disk) == [{"a/b/x/y": b"new"}] * 63
+
+
+def test_a_directory_below_a_deferred_one_can_be_synced() -> None:
+    disk = SimulatedDisk()
+    storage = open_simulated(disk, "disk://a", DURABLE)
+    with storage.defer_names("x"):
+        storage.put("x/y/z", b"1")
+        storage.sync_directory("x/y")
+        disk.sync_directory("sync", storage._directory(("a", "x")))
+        disk.sync_directory("sync", storage._directory(("a",)))
+        disk.sync_directory("sync", disk.root)
+        assert states(disk) == [{"a/x/y/z": b"1"}] * 63
 
 
 def test_a_put_leaves_the_old_or_the_new_object_at_every_step() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Claim
 from ckptcore.commit.stored_root import read_version
-from ckptcore.commit.subdirectory import subdirectory, sync_names
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
@@ -143,16 +143,17 @@ class WriteParts:
         expect_claim(self.claimed, location)
         store = location.commit_method.store_of(location, self.claimed.save_id, is_new=True)
         receipts = []
-        for part in self.parts:
-            inside = subdirectory(store, part.directory)
-            recorder = ObjectRecorder(
-                inside, runtime.io_threads, checksums=self.options.io.checksums, sizes=sizes_of(part.plan)
-            )
-            state = part.layout.write(_WorkerSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
-            # Leave out the items of the plan. The controller has them, and adds them to the
-            # receipt.
-            receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
-        sync_names(store)
+        with store.defer_names(""):
+            for part in self.parts:
+                inside = subdirectory(store, part.directory)
+                recorder = ObjectRecorder(
+                    inside, runtime.io_threads, checksums=self.options.io.checksums, sizes=sizes_of(part.plan)
+                )
+                state = part.layout.write(
+                    _WorkerSnapshot(part.plan, [arrays[number] for number in part.held]), recorder
+                )
+                # Leave out the items of the plan. The controller has them, and adds them to the receipt.
+                receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
         return receipts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from ckptcore import Context
 from ckptcore.errors import CorruptCheckpointError
@@ -155,6 +156,10 @@ class FaultyStorage(StorageBackend):
             lambda: self.inner.delete(keys), lambda: self.inner.delete(keys[: len(keys) // 2])
         )
 
+    def defer_names(self, key: str) -> AbstractContextManager[object]:
+        """See `StorageBackend`."""
+        return self.inner.defer_names(key)
+
     def sync(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""
         self.plan.begin("sync", keys).run(
@@ -237,10 +242,6 @@ class FaultyDirectories(FaultyStorage):
     def keep_attributes(self, old: str, new: str) -> None:
         """See `AtomicDirectories`."""
         self.plan.begin("keep_attributes", [old, new]).run(lambda: self._directories.keep_attributes(old, new))
-
-    def defer_names(self, key: str) -> None:
-        """See `AtomicDirectories`."""
-        self._directories.defer_names(key)
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""

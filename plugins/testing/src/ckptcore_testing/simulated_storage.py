@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, TypeAlias
 from urllib.parse import unquote
@@ -53,7 +54,7 @@ class SimulatedStorage(StorageBackend):
         self._root = directory
         self._durable = durable
         self._temporary = itertools.count()
-        self._deferred: set[_Path] = set()
+        self._deferred: list[tuple[_Path, list[_Path]]] = []  # with the directories in which names changed
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -315,9 +316,28 @@ class SimulatedStorage(StorageBackend):
         """See `AtomicDirectories`. Checks the keys only: the disk has no attributes."""
         self._path(old), self._path(new)
 
-    def defer_names(self, key: str) -> None:
-        """See `AtomicDirectories`."""
-        self._deferred.add(self._path(key))
+    @contextmanager
+    def defer_names(self, key: str) -> Iterator[None]:
+        """See `StorageBackend`."""
+        deferred: tuple[_Path, list[_Path]] = self._directory_path(key), []
+        with self._disk.lock:
+            self._deferred.append(deferred)
+        try:
+            yield
+        except BaseException:
+            self._end_deferral(deferred)
+            raise
+        with self._disk.lock:
+            if self._end_deferral(deferred):
+                for path in deferred[1]:
+                    if isinstance(self._find(path), DiskDirectory):  # otherwise removed meanwhile
+                        self._make_durable(path)
+
+    def _end_deferral(self, ended: tuple[_Path, list[_Path]]) -> bool:
+        with self._disk.lock:
+            before = len(self._deferred)
+            self._deferred = [deferred for deferred in self._deferred if deferred is not ended]
+            return len(self._deferred) < before
 
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
@@ -326,11 +346,11 @@ class SimulatedStorage(StorageBackend):
             directory = self._directory(path)
             if self._durable:
                 self._sync_names_below(path, directory)
-                if path in self._deferred:
-                    self._deferred.discard(path)
+                if self._defers(path):
                     self._disk.sync_directory(f"sync the names in {_path_text(path)}", directory)
                 else:
                     self._make_durable(path)
+                self._deferred = [deferred for deferred in self._deferred if deferred[0] != path]
 
     def _sync_names_below(self, path: _Path, directory: DiskDirectory) -> None:
         for name, node in sorted(directory.names.items()):
@@ -346,6 +366,7 @@ class SimulatedStorage(StorageBackend):
             if not isinstance(above, DiskDirectory) or path[-1] not in above.names:
                 return
             self._remove_all(path, above, above.names[path[-1]])
+            self._deferred = [deferred for deferred in self._deferred if deferred[0] != path]
             if self._durable:
                 self._disk.sync_directory(f"sync the names in {_path_text(path[:-1])}", above)
 
@@ -395,9 +416,15 @@ class SimulatedStorage(StorageBackend):
             directory = node
         return directory
 
+    def _defers(self, path: _Path) -> bool:
+        above = [noted for top, noted in self._deferred if path[: len(top)] == top]
+        for noted in above:
+            noted.append(path)
+        return bool(above)
+
     def _make_durable(self, path: _Path) -> None:
         """Make the names in a directory and in its parent directories durable. Does nothing in deferred directories."""
-        if any(path[: len(deferred)] == deferred for deferred in self._deferred):
+        if self._defers(path):
             return
         for depth in range(len(path), -1, -1):
             directory = self._directory(path[:depth])

@@ -358,13 +358,13 @@ class AtomicDirectoriesTests(DirectoryTests):
 
     def test_deferred_names_are_visible_at_once(self, storage: DirectoryStorage) -> None:
         storage.put("a/b", b"1")
-        storage.defer_names("a")
-        storage.put("a/c/d", b"2")
-        writer = storage.open_writer("a/e")
-        writer.write_at(0, b"3")
-        writer.finish()
-        storage.sync_directory("a")
-        storage.rename("a", "f")
+        with storage.defer_names("a"):
+            storage.put("a/c/d", b"2")
+            writer = storage.open_writer("a/e")
+            writer.write_at(0, b"3")
+            writer.finish()
+            storage.sync_directory("a")
+            storage.rename("a", "f")
         assert list(storage.list()) == ["f/b", "f/c/d", "f/e"]
 
     def test_delete_directory_removes_everything_in_it(self, storage: DirectoryStorage) -> None:

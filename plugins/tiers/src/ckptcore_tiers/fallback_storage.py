@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -220,6 +221,10 @@ class FallbackStorage(StorageBackend):
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
         """See `StorageBackend`."""
         self._near.delete_while(keys, check)
+
+    def defer_names(self, key: str) -> AbstractContextManager[object]:
+        """See `StorageBackend`."""
+        return self._near.defer_names(key)
 
     def sync(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`."""

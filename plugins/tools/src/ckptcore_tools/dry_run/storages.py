@@ -260,9 +260,6 @@ class CountingDirectories(CountingObjects):
     def keep_attributes(self, old: str, new: str) -> None:
         """See `AtomicDirectories`. Does nothing, because the dry run replaces nothing."""
 
-    def defer_names(self, key: str) -> None:
-        """See `AtomicDirectories`. Does nothing, because the dry run stores nothing."""
-
     def sync_directory(self, key: str) -> None:
         """See `AtomicDirectories`."""
         self._count("directories")
