@@ -42,8 +42,7 @@ ckptcore also writes and verifies checksums.
 with plain Python, which computes or verifies the same checksums and creates the same arrays. On a machine under load it
 took 0.8 times the time of safetensors for 12 first slices, 0.13 times for a save of 250 small arrays, 0.06 times for
 their load, and 0.5 times that of PyTorch for the metadata. So the Python calls of ckptcore bound these rows, not
-reading, writing and hashing: 24 for the first slice of an array, 37 for each small array of a save, and 26 of a load
-(`python -m tools.counts`).
+reading, writing and hashing: 37 for each small array of a save, and 26 of a load (`python -m tools.counts`).
 """
 
 _TITLES: Final = {SAVE: "Save, synced to disk", LOAD: "Load into new memory"}

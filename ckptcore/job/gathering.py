@@ -80,7 +80,7 @@ def _timers(process: int) -> _Timers:
 
 
 class Timer:
-    """Calls a function after some time, at most a second late.
+    """Calls a function after some time, at most a second late, or once the system has a thread for it.
 
     Unlike a `threading.Timer` it has no thread of its own. Starting one for each exchange took as long as the exchange.
     """

@@ -162,7 +162,7 @@ def test_a_host_that_others_cannot_reach_by_the_default_interface_is_told_of_it(
 def test_a_server_may_have_as_many_open_files_as_the_system_allows(hosts: Hosts) -> None:
     """Each of its blobs is one. A layout of many files has thousands, and a shell often allows 1024."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024 if most == resource.RLIM_INFINITY else most // 2, most))
     try:
         hosts.join("a")
     finally:
@@ -318,8 +318,23 @@ def test_a_corrupt_copy_is_named_and_passed_over(hosts: Hosts, caplog: pytest.Lo
     assert any("step/data" in message and "corrupt" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("damaged", ["entries/*", "view", "server.json", "epoch"])
-def test_a_damaged_memory_is_named_and_can_be_removed(hosts: Hosts, damaged: str) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "text"),
+    [
+        *[(path, '["torn') for path in ("entries/*", "view", "server.json", "epoch", "token")],
+        *[(path, None) for path in ("entries/*", "view", "server.json", "epoch", "token")],
+        ("entries/*", "[1, []]"),
+        ("server.json", "[]"),
+        ("server.json", '{"id": "a", "interface": "127.0.0.1"}'),
+        ("server.json", '{"id": ["a"], "interface": "127.0.0.1", "port": 1}'),
+        ("server.json", '{"id": "a", "interface": 5, "port": 1}'),
+        ("server.json", '{"id": "a", "interface": "127.0.0.1", "port": "1"}'),
+        ("server.json", '{"id": "a", "interface": "127.0.0.1", "port": 65536}'),
+        ("token", ""),
+    ],
+)
+def test_a_damaged_memory_is_named_and_can_be_removed(hosts: Hosts, damaged: str, text: str | None) -> None:
+    """A file has another text, or is a directory (None)."""
     first, _ = hosts.join("a", "b")
     write(first, "large", LARGE)
     storage(first).put("small", b"1")
@@ -327,21 +342,35 @@ def test_a_damaged_memory_is_named_and_can_be_removed(hosts: Hosts, damaged: str
     assert server is not None
     hosts.kill("a")
     for path in server.directory.glob(damaged):
-        path.write_text('["torn')
+        path.unlink()
+        path.mkdir() if text is None else path.write_text(text)
     with pytest.raises(ExceptionGroup) as failed:
         hosts.join("a", "b")
     assert f"the memory in {server.directory} is damaged" in str(failed.value.exceptions)
+    assert "damaged: the memory" not in str(failed.value.exceptions)
     shutil.rmtree(server.directory)
     for session in hosts.join("a", "b"):
         assert storage(session).get("large") == LARGE and storage(session).get("small") == b"1"
 
 
-def test_a_copy_with_a_damaged_description_is_passed_over(hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    "description",
+    [
+        '{"size": 1',
+        "[]",
+        f'{{"size": {len(LARGE)}, "key": "large"}}',
+        f'{{"size": {len(LARGE)}, "key": "large", "checksums": 1}}',
+        f'{{"size": {len(LARGE)}, "key": "large", "checksums": [1]}}',
+        f'{{"size": {len(LARGE)}, "key": 1, "checksums": {[1] * -(-len(LARGE) // BLOCK_BYTES)}}}',
+        f'{{"size": {len(LARGE)}, "checksums": {[1] * -(-len(LARGE) // BLOCK_BYTES)}}}',
+    ],
+)
+def test_a_copy_with_a_damaged_description_is_passed_over(hosts: Hosts, description: str) -> None:
     first, _ = hosts.join("a", "b")
     write(first, "large", LARGE)
     hosts.kill("a")
     (path,) = blobs(hosts, "a")
-    path.with_suffix(".json").write_text('{"size": 1')
+    path.with_suffix(".json").write_text(description)
     for session in hosts.join("a", "b"):
         assert storage(session).get("large") == LARGE
 

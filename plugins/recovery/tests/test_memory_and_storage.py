@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
+from ckptcore_tiers.uploader import Uploader
 
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import DirectoryInUseError, StorageError, StorageFullError
@@ -125,7 +126,7 @@ def test_a_run_does_not_load_steps_of_another_run_with_the_same_name_of_a_job(tm
         run.save(1, state(1))
         run.wait()
         for _ in range(2):  # a start that was refused changes nothing
-            with pytest.raises(StorageError, match=f"steps of another run, {tmp_path}/far, .*: pass another job="):
+            with pytest.raises(StorageError, match=f"steps of the run in {tmp_path}/far, .* pass another job="):
                 open_run(tmp_path / "other")
         run.save(2, state(2))
         run.wait()
@@ -136,6 +137,51 @@ def test_a_run_does_not_load_steps_of_another_run_with_the_same_name_of_a_job(tm
     shutil.rmtree(str(refused.value).partition(" has ")[0])
     with open_run(tmp_path / "other") as run:
         assert run.latest is None
+
+
+def test_a_run_that_was_moved_keeps_its_steps_in_memory(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far") as run:
+        run.save(1, state(1))
+    (tmp_path / "far").rename(tmp_path / "moved")
+    with pytest.raises(StorageError, match="If that run was moved to here, remove (.*) on each host") as refused:
+        open_run(tmp_path / "moved")
+    Path(str(refused.value).partition("to here, remove ")[2].partition(" on each host")[0]).unlink()
+    for _ in range(2):
+        with open_run(tmp_path / "moved") as run:
+            expect(run, 1)
+
+
+def test_the_memory_of_a_run_that_ended_without_steps_is_free(tmp_path: Path, memory: Path) -> None:
+    with open_run(tmp_path / "far"), pytest.raises(StorageError, match="of the run in"):  # it runs
+        open_run(tmp_path / "other")
+    with open_run(tmp_path / "other") as run:
+        run.save(1, state(1))
+    with pytest.raises(StorageError, match="of the run in"):
+        open_run(tmp_path / "far")
+
+
+def test_a_last_step_is_named_if_there_was_no_time_to_upload_it(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Uploader, "_run", lambda uploader: None)  # it uploads nothing
+    near = PeerMemory(
+        tmp_path / "far", job=JOB, memory_bytes=1 << 28, copies=0, upload_policy=SpecificSteps([1]), close_seconds=0
+    )
+    with caplog.at_level(logging.WARNING, "ckptcore.recovery"), Checkpointer(near) as run:
+        run.save(1, state(1))
+    (named,) = caplog.messages
+    assert "not uploaded within close_seconds" in named and "upload_policy" not in named
+
+
+def test_a_last_step_that_was_deleted_is_not_named(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ckptcore.recovery"), open_run(tmp_path / "far", 1) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        run.wait()
+        run.delete(2)
+    assert not caplog.messages
 
 
 @pytest.fixture

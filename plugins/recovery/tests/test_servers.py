@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -17,14 +19,14 @@ from typing import Final
 
 import pytest
 from ckptcore_recovery.peers import PeerMemory, starting
-from ckptcore_recovery.peers.connections import Pace
+from ckptcore_recovery.peers.connections import Pace, ServerConnections
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.messages import Channel, Connection, Header
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import sizes_below, spread
-from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, ensure_server, find_server
+from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE, LocalServer, ensure_server, find_server
 from ckptcore_recovery.peers.views import Member, View
 from ckptcore_testing.thread_coordinator import ThreadJob
 
@@ -110,6 +112,25 @@ def test_all_servers_of_a_job_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert [server._is_ending for server in hosts.servers.values()] == [True] * 3
 
 
+@contextlib.contextmanager
+def served(monkeypatch: pytest.MonkeyPatch, *servers: MemoryServer) -> Iterator[list[int]]:
+    """Serve on threads of this process, and yield the ports. All servers end at the end."""
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in servers]
+    threads = [
+        threading.Thread(target=server.serve, args=(at,), daemon=True)
+        for server, at in zip(servers, listening, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield [at.getsockname()[1] for at in listening]
+    finally:
+        monkeypatch.setattr(MemoryServer, "_is_over", lambda server: True)
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
+
 def test_servers_keep_their_connections_while_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request to all members opened a connection for each of its messages. They are closed when all is quiet."""
     accepted: list[MemoryServer] = []
@@ -120,26 +141,114 @@ def test_servers_keep_their_connections_while_they_are_used(tmp_path: Path, monk
         serve_channel(server, begin)
 
     monkeypatch.setattr(MemoryServer, "serve_channel", count)
-    members: list[Member] = []
-    servers: list[MemoryServer] = []
-    for name in ("a", "b", "c", "d"):
-        listening = socket.create_server(("127.0.0.1", 0))
+    names = ("a", "b", "c", "d")
+    for name in names:
         (tmp_path / name).mkdir()
-        servers.append(MemoryServer(HostMemory(tmp_path / name, 1 << 20), name, b"token", 900.0))
-        members.append(Member(name, "127.0.0.1", listening.getsockname()[1], name))
-        threading.Thread(target=servers[-1].serve, args=(listening,), daemon=True).start()
-    view = View(1, members, copies=1)
-    with Session("job", None, view, b"token", Pace(None)) as session:
-        for member in members:
-            session.server(member).call({"op": "fence", "epoch": 1, "before": 0, "rank": 0})
-        spread(session, {"op": "prepare", "epoch": 1}, view.encode())
-        for member in members:
-            session.server(member).call({"op": "install", "epoch": 1})
-        for _ in range(5):
-            assert sizes_below(session, "") == {}
-    assert len(accepted) <= len(members) + len(members) * (len(members) - 1)
-    while any(server._connections for server in servers):  # they would keep each other from ending
-        time.sleep(0.02)
+    servers = [MemoryServer(HostMemory(tmp_path / name, 1 << 20), name, b"token", 900.0) for name in names]
+    with served(monkeypatch, *servers) as ports:
+        members = [Member(name, "127.0.0.1", port, name) for name, port in zip(names, ports, strict=True)]
+        view = View(1, members, copies=1)
+        with Session("job", None, view, b"token", Pace(None)) as session:
+            with monkeypatch.context() as counting:
+                counting.setattr(Session, "close_idle", lambda session: None)  # all may be quiet between two requests
+                for member in members:
+                    session.server(member).call({"op": "fence", "epoch": 1, "before": 0, "rank": 0})
+                spread(session, {"op": "prepare", "epoch": 1}, view.encode())
+                for member in members:
+                    session.server(member).call({"op": "install", "epoch": 1})
+                for _ in range(5):
+                    assert sizes_below(session, "") == {}
+            assert len(accepted) <= len(members) + len(members) * (len(members) - 1)
+        deadline = time.monotonic() + 60
+        while any(server._connections for server in servers):  # they would keep each other from ending
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_server_goes_on_if_a_start_of_the_job_forgets_its_session_meanwhile(tmp_path: Path) -> None:
+    class Forgetting(MemoryServer):
+        """Its session is forgotten whenever it was read."""
+
+        @property
+        def _others(self) -> Session | None:  # type: ignore[override]
+            session, self._kept = self._kept, None
+            return session
+
+        @_others.setter
+        def _others(self, session: Session | None) -> None:
+            self._kept = session
+
+    server = Forgetting(HostMemory(tmp_path, 1 << 20), "a", b"token", 0.1)
+    server._others = Session("job", None, View(1, [Member("a", "127.0.0.1", 1, "a")], copies=0), b"token", Pace(None))
+    server.serve(socket.create_server(("127.0.0.1", 0)))
+    assert server._kept is None
+
+
+def test_a_server_outlives_a_lack_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 900.0)
+    start = threading.Thread.start
+    failed: list[threading.Thread] = []
+
+    def fail_once(thread: threading.Thread) -> None:
+        if getattr(thread, "_target", None) == server._serve_connection and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with served(monkeypatch, server) as (port,):
+        monkeypatch.setattr(threading.Thread, "start", fail_once)
+        with socket.create_connection(("127.0.0.1", port)) as refused:
+            refused.settimeout(60)
+            assert refused.recv(1) == b"", "it is closed"
+        with ServerConnections("127.0.0.1", port, b"token") as connections:
+            connections.call({"op": "status"})
+            assert len(server._connections) == len(failed) == 1
+
+
+def test_a_server_listens_on_another_address_once_it_has_described_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 900.0)
+    described = tmp_path / "server.json"
+    described.write_text('["torn')
+    with served(monkeypatch, server) as (port,), ServerConnections("127.0.0.1", port, b"token") as connections:
+
+        def listen(interface: str) -> int:
+            answer, _ = connections.call({"op": "listen", "interface": interface})
+            return int(answer["port"])
+
+        for _ in range(2):
+            with pytest.raises(StorageError, match="is damaged"):
+                listen("127.0.0.2")
+        described.write_text(json.dumps({"id": "a", "interface": "127.0.0.1", "port": port}))
+        other = listen("127.0.0.2")
+        assert json.loads(described.read_bytes()) == {"id": "a", "interface": "127.0.0.2", "port": other}
+        ServerConnections("127.0.0.2", other, b"token").call({"op": "status"})
+        assert listen("127.0.0.2") == other and listen("localhost") == port, "it listens there already"
+        for interface in ("", "0.0.0.0", "0", "::"):
+            with pytest.raises(StorageError, match="other hosts cannot connect to it. Pass interface="):
+                listen(interface)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", other))
+
+
+@pytest.mark.parametrize("belongs", [True, False])
+def test_a_killed_server_is_started_again_on_the_address_that_the_view_names(host: Path, belongs: bool) -> None:
+    """Processes with the default interface use a server that listens elsewhere, and start it there again."""
+
+    def ensure(interface: str) -> LocalServer:
+        local, own = ensure_server(JOB, limit=1, interface=interface, idle_seconds=60.0, base=str(host))
+        own.close()
+        return local
+
+    first = ensure("127.0.0.2")
+    os.kill(server_pid(host, JOB), signal.SIGKILL)
+    if not belongs:
+        described = host / JOB / "server.json"
+        described.write_text(json.dumps({**json.loads(described.read_bytes()), "interface": "192.0.2.1"}))
+    again = ensure("127.0.0.1")
+    assert again.interface == ("127.0.0.2" if belongs else "127.0.0.1")
+    assert (again.id, again.port) == (first.id, first.port)
 
 
 def test_a_server_that_ends_leaves_nothing(host: Path) -> None:
@@ -205,7 +314,7 @@ def test_a_server_that_ends_as_soon_as_it_is_ready_is_not_started_for_ever(
 @pytest.mark.parametrize(
     ("base", "reason"),
     [
-        ("{}/file", "may write"),
+        ("{}/file", "it is no directory"),
         ("{}/file/below", "may write"),
         ("/proc/nothing", "may write"),
         ("below", "absolute path"),

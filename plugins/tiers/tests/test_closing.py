@@ -101,11 +101,14 @@ from plugins.tiers.tests.far_stores import Silence
 watch = Watch()
 silent = Silence(watch)
 near, far, ends = sys.argv[1:]
-run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.1), through(far)), context=watched(watch))
+seconds = None if ends == "failed" else 0.1
+run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=seconds), through(far)), context=watched(watch))
 silent.begin()
 save_steps(run, [1])
 assert silent.met.wait(60)
 print("saved", flush=True)
+if ends == "failed":
+    raise RuntimeError("no batch is left")
 if ends == "closed":
     try:
         run.close()
@@ -126,6 +129,17 @@ def test_the_program_exits_if_the_far_tier_does_not_answer(ends: str, tmp_path: 
         assert "ckptcore: not all steps are in" in ended.stderr and "step 1 waits" in ended.stderr
 
 
+@pytest.mark.system
+def test_a_program_that_fails_does_not_wait_for_uploads(tmp_path: Path) -> None:
+    """A launcher may wait to restart it. Here uploads have no time limit."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_SILENTLY, str(tmp_path / "near"), str(tmp_path / "far"), "failed"],
+        capture_output=True, text=True, check=False, timeout=300, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (1, "saved\n")
+    assert "no batch is left" in ended.stderr and "step 1 waits in" in ended.stderr
+
+
 _ENDS_OPEN = """
 import sys, threading
 from ckptcore import Checkpointer
@@ -134,10 +148,17 @@ from tests.checkpointer.runs import Watch, save_steps, through, watched
 from plugins.tiers.tests.far_stores import Silence
 watch = Watch()
 silent = Silence(watch)
-near, far = sys.argv[1:]
-run = Checkpointer(TieredDirectory(near, through(far)), context=watched(watch))
-silent.begin()
-save_steps(run, [1])
+near, far, kind = sys.argv[1:]
+
+def train():
+    global run
+    run = Checkpointer(TieredDirectory(near, through(far)), context=watched(watch))
+    silent.begin()
+    save_steps(run, [1])
+
+training = threading.Thread(target=train, daemon=kind == "daemon")
+training.start()
+training.join()
 assert silent.met.wait(60)
 
 def answer():
@@ -150,11 +171,12 @@ threading.Thread(target=answer).start()
 
 
 @pytest.mark.system
-def test_a_program_that_ends_without_close_uploads_its_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["thread", "daemon"])
+def test_a_program_that_ends_without_close_uploads_its_steps(kind: str, tmp_path: Path) -> None:
     """As its saves in the background are completed. Here the upload goes on only once the main thread has ended."""
     near, far = tmp_path / "near", tmp_path / "far"
     ended = subprocess.run(
-        [sys.executable, "-c", _ENDS_OPEN, str(near), str(far)],
+        [sys.executable, "-c", _ENDS_OPEN, str(near), str(far), kind],
         capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert ended.stderr == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far
         assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (2, 3)
         assert run.latest == 3
         assert steps_in(near) == [1, 2, 3] and steps_in(far) == []
-        with pytest.raises(UploadError, match="the time for uploads is over") as raised:
+        with pytest.raises(UploadError, match=r"steps 1, 2, 3 wait in .*run\. The next") as raised:
             tiers.wait_for_uploads(0.01)
         assert raised.value.steps == (1, 2, 3)
         stands.open()
@@ -94,6 +95,23 @@ def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far
         assert tiers.uploads.uploaded == (1, 2, 3)
         signals.until(lambda: steps_in(near) == [3])
     assert steps_in(far) == [1, 2, 3]
+
+
+def test_steps_are_uploaded_if_no_thread_can_wait_for_them_at_exit(
+    near: str, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "ckptcore-upload-exit":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with Checkpointer(tiers := TieredDirectory(near, far)) as run:
+        save_steps(run, [1])
+        tiers.wait_for_uploads(60)
+    assert steps_in(far) == [1]
 
 
 def test_a_late_uploader_uploads_the_newest_step_first_and_reports_skipped_ones(

@@ -132,9 +132,9 @@ class UploadState:
         left = sorted(self.pending) if waiting else []
         if left:
             numbers = ", ".join(map(str, left))
-            why = f"because the far tier fails: {self.error}" if self.error else "because the time for uploads is over"
+            why = f", because the far tier fails: {self.error}" if self.error else ""
             reasons.append(
-                f"{f'step {numbers} waits' if len(left) == 1 else f'steps {numbers} wait'} in {near}, {why}. The next "
+                f"{f'step {numbers} waits' if len(left) == 1 else f'steps {numbers} wait'} in {near}{why}. The next "
                 "Checkpointer with the same tiers uploads waiting steps"
             )
         if not reasons:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,7 +44,7 @@ logger = logger_named("ckptcore.tiers")
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""Maximum time in seconds that the exit of the program waits for the uploader's thread, once it was stopped."""
+"""Maximum time in seconds that the exit of the program waits for the uploader's thread, after it was told to stop."""
 
 _LOOK_SECONDS: Final = 1.0
 """While uploads are running, this often a thread looks if the main thread has ended."""
@@ -64,7 +65,8 @@ class Uploader:
     a step.
 
     At exit, the interpreter waits for uploads as `close` does, and then prints which steps were not
-    uploaded. If hosts have separate near directories, it stops them: other hosts may have ended.
+    uploaded. It does not wait if the program ends by an error, because a launcher may restart it, or if
+    hosts have separate near directories, because other hosts may have ended.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Uploader:
                 the far directory.
             uploaded: called on the uploader's thread when steps may no longer wait, so that their
                 near copies can be deleted.
-            waits_at_exit: True to complete uploads if the program ends without `close`.
+            waits_at_exit: True to complete uploads if the program ends without `close` and without an error.
             observers: receive an event for each upload.
         """
         self._options = options
@@ -206,7 +208,8 @@ class Uploader:
                 self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
                 self._thread.start()
                 if self._waits_at_exit:
-                    threading.Thread(target=self._delay_exit, name="ckptcore-upload-exit").start()
+                    with suppress(RuntimeError):  # the system has no more threads; the exit will not wait for uploads
+                        threading.Thread(target=self._delay_exit, name="ckptcore-upload-exit", daemon=False).start()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
         for other in dropped:
             reason = f"more steps wait than NearTier(max_waiting={self._options.max_waiting}) allows{fails}"
@@ -285,7 +288,7 @@ class Uploader:
         atexit.unregister(self._at_exit)
 
     def _delay_exit(self) -> None:
-        """Return when no upload is running, or `close_seconds` after the main thread has ended.
+        """Return when no upload is running, or `close_seconds` after the main thread has ended; at once if it failed.
 
         The interpreter waits for this thread before it ends. The uploader's thread is a daemon, because a request may
         never return.
@@ -294,7 +297,9 @@ class Uploader:
             main = threading.main_thread()
             while main.is_alive() and not self._has_ended():
                 self._changed.wait(_LOOK_SECONDS)
-            self._changed.wait_for(self._has_ended, self._options.close_seconds)
+            # The interpreter sets this for an error that nothing caught. The next run uploads.
+            if getattr(sys, "last_value", None) is None:
+                self._changed.wait_for(self._has_ended, self._options.close_seconds)
 
     def _has_ended(self) -> bool:
         return self._thread is None or self._state.stopped

@@ -190,6 +190,8 @@ class HostMemory:
                 unlink(path)  # a temporary file of a killed server
                 continue
             key, encoded = json.loads(path.read_bytes())
+            if not isinstance(key, str):
+                raise StorageError(f"{path.name} has an entry of no key")
             entry = Entry.decode(encoded)
             self._entries[key] = entry
             self._used += _entry_bytes(entry)

@@ -94,8 +94,10 @@ def join_job(
         status, _ = own.call({"op": "status"})
         if run and status["run"] not in ("", run):
             raise StorageError(
-                f"{local.directory} has steps of another run, {status['run']}, and not of {run}: pass another job= to "
-                f"PeerMemory. If they are not needed, end their memory server (process {status['pid']}), and "
+                f"{local.directory} has steps of the run in {status['run']}, and not of {run}. If that run was moved "
+                f"to here, remove {local.directory / 'run'} on each host, and start the job again: it keeps the steps. "
+                "If it is another run, pass another job= to PeerMemory, or wait: its memory is freed a minute after it "
+                f"has closed. If its steps are not needed, end their memory server (process {status['pid']}), and "
                 "remove this directory"
             )
         member = Member(local.id, local.interface, local.port, options.domain or local.id)

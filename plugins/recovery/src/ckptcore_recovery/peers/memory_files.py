@@ -62,9 +62,12 @@ class Blob:
                 if size != stated["size"]:
                     return None  # a damaged file is as good as none
                 memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            key, checksums = stated["key"], stated["checksums"]
+            if not isinstance(key, str) or list(map(type, checksums)) != [int] * -(-size // BLOCK_BYTES):
+                return None
+        except (FileNotFoundError, IsADirectoryError, ValueError, TypeError, KeyError):
             return None
-        return cls(memory, stated["key"], stated["checksums"])
+        return cls(memory, key, checksums)
 
     def checksums(self, offset: int, nbytes: int) -> list[int] | None:
         """Return the checksums that whole blocks had when they were written; None for other ranges."""

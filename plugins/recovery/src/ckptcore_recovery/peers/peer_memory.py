@@ -65,8 +65,8 @@ class PeerMemory:
             erasure_code: fragments in place of copies. Needs as many failure domains as there are fragments.
             upload_policy: chooses the steps to upload to the directory.
             preservation_policy: chooses the steps to keep in memory; None: the newest two.
-            job: the name of the job; equal in all its processes and restarts, and not that of another run, whose memory
-                is refused. None: derived from the directory.
+            job: the name of the job; equal in all its processes and restarts, and not that of another run, whose steps
+                in memory are refused. None: derived from the directory.
             interface: the IP address of this host on which its memory server listens. Other hosts connect to it.
             domain: what fails together with this host, such as the name of its rack. None: its slice of a TPU, or its
                 leaf switch or block, if TPU multislice or Slurm name one and there are enough of them; else the host
@@ -200,12 +200,15 @@ class PeerRun(TieredRun):
         """
         super().close()
         if self._leads and sys.exc_info()[1] is None:
-            if self._last is not None and self._last not in self.uploads.status.uploaded:
+            last = self._last
+            if last in self.steps.directories[0].candidates() and last not in self.uploads.status.uploaded:
+                advice = "let upload_policy choose the last step, with PreemptionCheckpointing() that of a preemption"
+                if last in self.uploads.pending():
+                    advice = "it was not uploaded within close_seconds; start the job again meanwhile, or increase them"
                 logger.warning(
                     "step %d is in the memory of the hosts alone, which is freed a minute after the end of the job: "
-                    "let upload_policy choose the last step, and with PreemptionCheckpointing() that of a preemption, "
-                    "to have it in %s",
-                    self._last, self.steps.main.display,
+                    "%s, to have it in %s",
+                    last, advice, self.steps.main.display,
                 )  # fmt: skip
             try:
                 spread(self.session, {"op": "end", "epoch": self.session.view.epoch}, b"")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptcore.errors import (
     CorruptCheckpointError,
@@ -45,8 +45,16 @@ from ckptcore_recovery.peers.messages import (
 )
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
-from ckptcore_recovery.peers.starting import LocalServer, damaged_memory, log_of, read_description
-from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View
+from ckptcore_recovery.peers.starting import (
+    LOOPBACK,
+    TOKEN_BYTES,
+    LocalServer,
+    damaged_memory,
+    log_of,
+    read_description,
+    read_token,
+)
+from ckptcore_recovery.peers.views import INTERNAL_DIRECTORY, View, is_internal
 
 if TYPE_CHECKING:
     from ckptcore.model.tree import JSON
@@ -54,7 +62,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptcore.recovery")
 
 _MAX_CONNECTIONS: Final = 4096
-_TOKEN_BYTES: Final = 32
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
 """`ckptcore.commit.locks.OWNER`."""
 
@@ -111,26 +118,42 @@ class MemoryServer:
         """Accept connections until the server ends.
 
         Args:
-            listening: the socket that listens.
+            listening: the socket that listens. It is closed.
         """
         self._listen(listening.getsockname()[0], listening)
-        while not self._is_over():
-            accepting = self._listening.select(min(1.0, self._idle_seconds))
-            if not accepting and self._others is not None:
-                self._others.close_idle()  # they would keep other servers from ending
-            for ready, _ in accepting:
-                try:
-                    accepted, _ = ready.data.accept()
-                except BlockingIOError:  # the client has gone
-                    continue
-                except OSError as error:
-                    logger.warning("cannot accept a connection: %s", error)
-                    time.sleep(_PAUSE_SECONDS)  # there are too many open files
-                    continue
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    accepted.close()
-                    continue
+        try:
+            while not self._is_over():
+                self._accept_waiting()
+        finally:
+            with self._lock:
+                for key in list(self._listening.get_map().values()):
+                    key.data.close()
+                self._listening.close()
+
+    def _accept_waiting(self) -> None:
+        """Accept the connections that wait, or wait for some."""
+        accepting = self._listening.select(min(1.0, self._idle_seconds))
+        others = self._others  # `fence` clears it at any time
+        if not accepting and others is not None:
+            others.close_idle()  # they would keep other servers from ending
+        for ready, _ in accepting:
+            try:
+                accepted, _ = ready.data.accept()
+            except BlockingIOError:  # the client has gone
+                continue
+            except OSError as error:
+                logger.warning("cannot accept a connection: %s", error)
+                time.sleep(_PAUSE_SECONDS)  # there are too many open files
+                continue
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                accepted.close()
+                continue
+            try:
                 self.serve_channel(partial(_accept, accepted))
+            except RuntimeError as error:
+                accepted.close()
+                logger.warning("cannot serve a connection: %s", error)
+                time.sleep(_PAUSE_SECONDS)  # there are too many threads
 
     def _listen(self, interface: str, listening: socket.socket) -> None:
         listening.setblocking(False)
@@ -142,12 +165,20 @@ class MemoryServer:
 
         Args:
             begin: makes the connection, given the token of the job.
+
+        Raises:
+            RuntimeError: there are too many threads. `begin` is not called.
         """
         with self._lock:
             self._accepted += 1
             number = self._accepted
             self._connections[number] = None
-        threading.Thread(target=self._serve_connection, args=(number, begin), daemon=True).start()
+        try:
+            threading.Thread(target=self._serve_connection, args=(number, begin), daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                del self._connections[number]
+            raise
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -210,30 +241,46 @@ class MemoryServer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def status(self, header: Header, payload: memoryview) -> Answer:
-        """Return the id, the incarnation, that of the view, the run, the process, and the used memory."""
+        """Return the id, the incarnation, that of the view, the run, the process, and the used memory.
+
+        The run is empty if another one may use this memory.
+        """
         memory = self.memory
         stated: dict[str, JSON] = {
             "id": self.member_id,
             "epoch": memory.epoch,
             "view": 0 if self._view is None else self._view.epoch,
             "next": 0 if self._next is None else self._next.epoch,
-            "run": _text_of(memory.directory / "run"),
+            "run": "" if self._is_free() else _text_of(memory.directory / "run"),
             "pid": os.getpid(),
             "used": memory.used,
             "limit": memory.limit,
         }
         return stated, _NO_PAYLOAD
 
+    def _is_free(self) -> bool:
+        """Return True if the job has ended without steps: none is here, and no other member may have some."""
+        if not self._is_ending or (self._view is not None and len(self._view.members) > 1):
+            return False
+        return all(entry.is_deleted or is_internal(key) for key, entry in self.memory.entries().items())
+
     def listen(self, header: Header, payload: memoryview) -> Answer:
         """Listen on another address of this host, too: the job starts with another `interface`. Return the port."""
         interface = str(header["interface"])
+        address = _address_of(interface)
+        directory = self.memory.directory
         with self._lock:
-            if interface not in self._ports:
-                self._listen(interface, _listening_on(interface, next(iter(self._ports.values()))))
-                path = self.memory.directory / "server.json"
-                described = {**json.loads(path.read_bytes()), "interface": interface, "port": self._ports[interface]}
-                _write_private(path, json.dumps(described).encode())
-            return {"port": self._ports[interface]}, _NO_PAYLOAD
+            if address not in self._ports:
+                described = read_description(directory)
+                listening = _listening_on(address, next(iter(self._ports.values())))
+                try:
+                    described |= {"interface": interface, "port": listening.getsockname()[1]}
+                    _write_private(directory / "server.json", json.dumps(described).encode())
+                    self._listen(address, listening)
+                except BaseException:
+                    listening.close()
+                    raise
+            return {"port": self._ports[address]}, _NO_PAYLOAD
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """Refuse later writes of earlier incarnations. Return True to the rank that acts for this host: the first.
@@ -320,6 +367,7 @@ class MemoryServer:
 
     def _is_used(self, session: Session, name: str, key: str) -> bool:
         try:
+            # A member of the home of a key has its entry, and needs no request to find it.
             entry = self.memory.find(key) if self.member_id in session.view.home(key) else session.find(key)
         except ObjectNotFoundError:
             return False
@@ -528,6 +576,28 @@ def _accept(accepted: socket.socket, token: bytes) -> Channel:
         raise
 
 
+def _address_of(interface: str) -> str:
+    """Return the IP address of an interface, which can be given by a name.
+
+    Raises:
+        StorageError: there is none, or it means all addresses of this host.
+    """
+    try:
+        address = str(socket.getaddrinfo(interface or "::", None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise _refused(interface, error) from error
+    if address in ("0.0.0.0", "::"):
+        raise _refused(interface, "other hosts cannot connect to it")
+    return address
+
+
+def _refused(interface: str, reason: object) -> StorageError:
+    return StorageError(
+        f"cannot listen on {interface!r}: {reason}. Pass interface= with an IP address of this host that the other "
+        "hosts of the job reach"
+    )
+
+
 def _listening_on(interface: str, port: int) -> socket.socket:
     """Return a socket that listens on an address of this host, at a port, or at another one if that is taken.
 
@@ -543,12 +613,23 @@ def _listening_on(interface: str, port: int) -> socket.socket:
             listening.bind((interface, 0))
     except OSError as error:
         listening.close()
-        raise StorageError(
-            f"cannot listen on {interface!r}: {error}. Pass interface= with an IP address of this host that the other "
-            "hosts of the job reach"
-        ) from error
+        raise _refused(interface, error) from error
     listening.listen(128)
     return listening
+
+
+def _listening_again(before: Mapping[str, Any], interface: str) -> tuple[str, socket.socket]:
+    """Listen at the port of the last server, and at its address, which views name, unless another one was asked for.
+
+    Args:
+        before: the description of the last server; empty if there was none.
+        interface: the address that was asked for; the default is none.
+    """
+    last = before.get("interface", interface)
+    if interface == LOOPBACK != last:
+        with contextlib.suppress(StorageError):  # the address may no longer belong to this host
+            return last, _listening_on(last, before["port"])
+    return interface, _listening_on(interface, before.get("port", 0))
 
 
 def _integer(header: Header, name: str) -> int:
@@ -590,7 +671,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     Args:
         directory: the directory.
         limit: the maximum bytes in memory.
-        interface: the address to listen on.
+        interface: the address to listen on; the default means that of the last server, if there was one.
         idle_seconds: end after this time without a connection.
         background: serve in a process of its own session, and return at once.
     """
@@ -608,19 +689,20 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     before = read_description(directory) if described.exists() else {}
     token_path = directory / "token"
     if not token_path.exists():
-        _write_private(token_path, os.urandom(_TOKEN_BYTES))
+        _write_private(token_path, os.urandom(TOKEN_BYTES))
+    token = read_token(directory)
     member_id = before.get("id") or os.urandom(8).hex()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # systems differ in the highest value that they accept
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each blob and each connection is an open file
     try:
         memory = HostMemory(directory, limit)
-        serving = MemoryServer(memory, member_id, token_path.read_bytes(), idle_seconds)
+        serving = MemoryServer(memory, member_id, token, idle_seconds)
     except StorageFullError:
         raise
-    except (StorageError, ValueError, TypeError) as error:
+    except (StorageError, ValueError, TypeError, IsADirectoryError, NotADirectoryError) as error:
         raise damaged_memory(directory, error) from error
-    listening = _listening_on(interface, before.get("port", 0))
+    interface, listening = _listening_again(before, interface)
     port = listening.getsockname()[1]
     if background:
         if os.fork():  # no thread runs yet
@@ -636,7 +718,6 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
         os.dup2(nothing, descriptor)  # the process that reads the pipe may have ended
     memory.keep_room()
     serving.serve(listening)
-    listening.close()
     import shutil  # here, because jobs wait for the start of a server
 
     shutil.rmtree(directory, ignore_errors=True)

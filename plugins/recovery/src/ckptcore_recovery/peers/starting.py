@@ -17,8 +17,11 @@ DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
 """Environment variable with the directory of all memory servers of a host."""
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-_LOOPBACK: Final = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
 """The default interface of a process. It uses a server that listens elsewhere."""
+
+TOKEN_BYTES: Final = 32
+"""The bytes of the secret of a job."""
 
 _START_SECONDS: Final = 60.0
 _FIRST_PAUSE_SECONDS: Final = 0.05
@@ -79,9 +82,11 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
                 f"directory: set {DIRECTORY_VARIABLE}"
             )
         described = read_description(directory)
-        token = (directory / "token").read_bytes()
+        token = read_token(directory)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError as error:
+        raise damaged_memory(directory, error) from error
     except PermissionError as error:
         raise StorageError(
             f"{directory} cannot be read: {error.strerror}. Its memory can be read by its user alone"
@@ -99,11 +104,27 @@ def read_description(directory: Path) -> dict[str, Any]:
     data = (directory / "server.json").read_bytes()
     try:
         described: dict[str, Any] = json.loads(data)
-        if not {"id", "interface", "port"} <= described.keys():
-            raise ValueError("server.json lacks values")
-    except (AttributeError, ValueError) as error:
-        raise damaged_memory(directory, error) from error
+        member_id, interface, port = (described[name] for name in ("id", "interface", "port"))
+        if not isinstance(member_id, str) or not isinstance(interface, str):
+            raise TypeError("expected an id and an interface")
+        if type(port) is not int or not 0 < port < 1 << 16:
+            raise ValueError(f"expected a port, found {str(port)[:80]!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged_memory(directory, ValueError(f"server.json: {error!r}")) from error
     return described
+
+
+def read_token(directory: Path) -> bytes:
+    """Return the secret of the job in a directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: it is damaged.
+    """
+    token = (directory / "token").read_bytes()
+    if len(token) != TOKEN_BYTES:
+        raise damaged_memory(directory, ValueError(f"token: expected {TOKEN_BYTES} bytes, found {len(token)}"))
+    return token
 
 
 def damaged_memory(directory: Path, error: Exception) -> StorageError:
@@ -122,7 +143,8 @@ def ensure_server(
     Args:
         job: the name of the job.
         limit: the maximum bytes in its memory.
-        interface: the address to listen on; a server that runs already listens on it, too.
+        interface: the address to listen on; a server that runs already listens on it, too. 127.0.0.1 means the
+            address of the server that runs, or ran last.
         idle_seconds: the server ends after this time without a connection.
         base: see `server_directory`.
 
@@ -143,7 +165,7 @@ def ensure_server(
         time.sleep(pause)  # another process starts it, or it is about to end
         pause *= 2
     local, own = running
-    if interface not in (_LOOPBACK, local.interface):  # the last start of the job had another one
+    if interface not in (LOOPBACK, local.interface):  # the last start of the job had another one
         answer, _ = own.call({"op": "listen", "interface": interface})
         local = local._replace(interface=interface, port=answer["port"])
     return local, own
@@ -182,8 +204,9 @@ def _open_log(errors: Path) -> BinaryIO:
         if base.lstat().st_uid in (os.getuid(), 0):
             return open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600))
     except OSError as error:
+        reason = "it is no directory" if isinstance(error, FileExistsError) else error.strerror
         raise StorageError(
-            f"{base} cannot have the memory of this host: {error.strerror}. Set {DIRECTORY_VARIABLE} to a directory in "
+            f"{base} cannot have the memory of this host: {reason}. Set {DIRECTORY_VARIABLE} to a directory in "
             "a memory file system that this user may write"
         ) from error
     raise StorageError(
