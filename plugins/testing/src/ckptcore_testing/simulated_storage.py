@@ -333,7 +333,7 @@ class SimulatedStorage(StorageBackend):
                     if isinstance(self._find(path), DiskDirectory):  # otherwise removed meanwhile
                         self._make_durable(path)
 
-    def _end_deferral(self, ended: tuple[_Path, list[_Path]]) -> bool:
+    def _end_deferral(self, ended: tuple[_Path, Sequence[_Path]]) -> bool:
         with self._disk.lock:
             before = len(self._deferred)
             self._deferred = [deferred for deferred in self._deferred if deferred is not ended]
