@@ -220,8 +220,8 @@ class BlockCache:
                 return
             stamp = None
         if stamp is None:
-            # Blocks may be marked for a stamp that the object had earlier: a mark counts only while it has that stamp.
             stamp = self._stamp()
+        # Blocks may be marked for a stamp that the object had earlier: a mark counts only while it has that stamp.
         # Verify now. Many whole blocks are read directly into the memory. In an object without a `StampedReader` each
         # read is a request. Therefore, if at most one block is left to read, it is taken from the recent blocks, or
         # added to them.
@@ -273,7 +273,7 @@ class BlockCache:
     def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
         """Fill memory with whole blocks, verify them, and mark them for the stamp that the object had before."""
         assert self._sums is not None  # nothing is verified without checksums
-        self._reader.get_into(((start, memory),))
+        self._reader.get_into(((start, memory),))  # the lines of `_fill`, without its call
         self._count(len(memory))
         self._sums.verify(start, memory)
         if stamp is None:

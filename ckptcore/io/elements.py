@@ -62,7 +62,13 @@ def new_bytes(nbytes: int) -> memoryview:
 
 
 def bytes_of(array: HostArray) -> memoryview:
-    """Return the memory of a C-contiguous array, as bytes."""
+    """Return the memory of a C-contiguous array, as bytes.
+
+    Raises:
+        ValueError: the array is not C-contiguous, or its elements are Python objects.
+    """
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        raise ValueError(f"expected a C-contiguous array of numbers, found {array.dtype} with strides {array.strides}")
     # NumPy's stubs declare the buffer protocol only for Python 3.12 and later.
     return memoryview(np.ndarray(array.nbytes, np.uint8, array))  # type: ignore[arg-type]
 

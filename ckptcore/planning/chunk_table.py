@@ -46,6 +46,9 @@ class ChunkColumns:
         """Return the state of the chunks that all processes of a save wrote, except those of the leaves in `without`.
 
         In arrays: a large job has millions of chunks, and the leader would take 3 us of Python for each.
+
+        Raises:
+            TypeError, ValueError, IndexError, OverflowError: the columns of a process are inconsistent.
         """
         axes = np.zeros(len(tree.leaves), np.int64)
         for leaf, record in tree.arrays.items():
@@ -55,15 +58,20 @@ class ChunkColumns:
         merged: dict[str, list[HostArray]] = {name: [] for name in ("leaf", "file", "offset", "box")}
         for state in states:
             columns: Any = state
-            parts = {name: np.asarray(columns[name], np.int64) for name in merged}
+            leaves = natural_column(columns["leaf"], len(axes))
+            parts: dict[str, HostArray] = {
+                "leaf": leaves,
+                "file": natural_column(columns["file"], len(columns["files"]), len(leaves)),
+                "offset": natural_column(columns["offset"], _MAX_OFFSET, len(leaves)),
+                "box": natural_column(columns["box"], _MAX_OFFSET, 2 * int(axes[leaves].sum())),
+            }
             if len(left_out):
-                kept = ~np.isin(parts["leaf"], left_out)
-                kept_bounds = np.repeat(kept, 2 * axes[parts["leaf"]])
+                kept = ~np.isin(leaves, left_out)
+                kept_bounds = np.repeat(kept, 2 * axes[leaves])
                 parts = {name: part[kept_bounds if name == "box" else kept] for name, part in parts.items()}
             number_of: HostArray = np.zeros(len(columns["files"]), np.int64)
-            for number in sorted(
-                set(parts["file"].tolist())
-            ):  # `numpy.unique` takes longer for the chunks of a process
+            # `numpy.unique` takes longer for the chunks of a process.
+            for number in sorted({*parts["file"].tolist()}):
                 number_of[number] = files.setdefault(columns["files"][number], len(files))
             parts["file"] = number_of[parts["file"]]
             for name, part in parts.items():

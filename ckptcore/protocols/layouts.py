@@ -356,7 +356,7 @@ class LayoutCapabilities(NamedTuple):
         sessions: True if several saves can fill one checkpoint, one after another. See `Layout.renumbered`.
         differences: the base from which it writes differences, see `Layout.base`; None if it stores all elements. Only
             a plain save and a copy of one tree store differences, next to the base. Others refuse the layout before
-            they write: updates, saves of several objects or of a host, and those in another directory than the base.
+            they write: updates, saves of several objects or of a host, and saves into another directory.
     """
 
     any_replica_writes: bool = False

@@ -28,6 +28,7 @@ from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import (
+    BaseReference,
     CheckpointInfo,
     Layout,
     SaveCommit,
@@ -193,10 +194,18 @@ class PlainCommit:
 
         Raises:
             CheckpointError
+            PluginError: a layout was written for an earlier protocol, where `differences` was a boolean.
         """
         save = self._save
-        references = [part.layout.capabilities.differences for part in save.parts if not part.is_files]
-        for reference in filter(None, references):
+        for part in save.parts:
+            reference = None if part.is_files else part.layout.capabilities.differences
+            if reference is None:
+                continue
+            if not isinstance(reference, BaseReference):
+                raise PluginError(
+                    f"the layout {part.layout.name!r} has {reference!r} as capability `differences`: expected a "
+                    f"`BaseReference`, or None: update it, or pass another layout. {NOTHING_COMMITTED.capitalize()}"
+                )
             from ckptcore.opening.bases import expect_base  # only layouts of differences need it
 
             expect_base(save.target.location, reference, save.context)

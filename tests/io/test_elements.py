@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from ckptcore_testing.strategies import boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.io.elements import c_strides, run_axis, runs, spans
+from ckptcore.io.elements import bytes_of, c_strides, run_axis, runs, spans
 from ckptcore.model import Box
 from ckptcore.planning import boxes_of_range
 
@@ -59,3 +62,25 @@ def test_spans_cover_a_box_and_its_small_gaps(shape: tuple[int, ...], most_gap: 
         else:
             expected.append([element, element + 1])
     assert [list(span) for span in spans(shape, box, most_gap)] == expected
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(np.arange(6, dtype=np.uint8).reshape(2, 3)),
+        np.arange(12, dtype=np.uint8).reshape(3, 4)[:, ::2],
+        np.array([None]),
+        np.zeros(2, [("a", "<i4"), ("b", object)]),
+    ],
+)
+def test_only_the_memory_of_contiguous_numbers_is_bytes(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a C-contiguous array of numbers"):
+        bytes_of(array)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(3.0), np.empty((0, 3)), np.asfortranarray(np.ones((1, 3))), np.ones(3, ">i4")]
+)
+def test_bytes_of_an_array_are_its_memory(array: np.ndarray[Any, Any]) -> None:
+    assert bytes_of(array).tobytes() == array.tobytes()
+    assert array.size == 0 or np.shares_memory(np.frombuffer(bytes_of(array), np.uint8), array)

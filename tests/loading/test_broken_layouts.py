@@ -21,7 +21,7 @@ from ckptcore.errors import (
 )
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import JSON, TreeMetadata
-from ckptcore.protocols import LayoutFactory
+from ckptcore.protocols import LayoutCapabilities, LayoutFactory
 from ckptcore.runtime import runtime_of
 from tests.loading.incomplete_layout import Incomplete
 
@@ -42,6 +42,13 @@ class _Forgetful:
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
         return {"forgetful": _ForgetfulLayout}
+
+
+class _EarlierLayout(SafetensorsLayout):
+    """A layout of an earlier protocol, where `differences` was a boolean."""
+
+    name = "earlier"
+    capabilities = LayoutCapabilities(differences=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -93,3 +100,10 @@ def test_the_error_names_a_layout_that_reads_too_little(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c", context=context)
     with pytest.raises(TargetUndefinedError, match=named):
         ckptcore.load_into(tmp_path / "c", {"w": np.zeros(9)}, context=context)
+
+
+def test_the_error_names_a_layout_that_states_no_base_of_its_differences(tmp_path: Path) -> None:
+    expected = "the layout 'earlier' has True as capability `differences`: expected a `BaseReference`, or None"
+    with pytest.raises(PluginError, match=expected):
+        ckptcore.save(tmp_path / "c", {"w": np.ones(9)}, layout=_EarlierLayout())
+    assert not (tmp_path / "c").exists()

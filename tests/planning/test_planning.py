@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,3 +199,33 @@ def test_merged_chunks_are_those_of_all_processes_without_some_leaves() -> None:
     ]
     assert chunks == [("b", 16, Box((), ())), ("a", 8, Box((0,), (2,))), ("c", 24, Box((2,), (4,)))]
     assert ChunkColumns.merged([], tree) == {"files": [], "leaf": [], "file": [], "offset": [], "box": []}
+
+
+@pytest.mark.parametrize("without", [(), (1,)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # The lengths of the columns of two processes are wrong, and cancel each other.
+        [{"file": [0], "offset": [0, 8]}, {"file": [0, 1, 1]}],
+        [{"file": [-1, 0]}],
+        [{"file": [0, 2]}],
+        [{"offset": [0.9, 8.7]}],
+        [{"offset": [True, False]}],
+        [{"offset": ["1", "2"]}],
+        [{"offset": [0, 1 << 63]}],
+        [{"leaf": [0, 7]}],
+        [{"leaf": [0, -1]}],
+        [{"box": [0, 2, 2]}],
+    ],
+)
+def test_inconsistent_states_of_processes_are_not_merged(
+    changes: list[dict[str, Any]], without: tuple[int, ...]
+) -> None:
+    record = ArrayRecord(ArraySpec((4,), "float32"))
+    tree = TreeMetadata(Node("list", (0, 1), (LEAF, LEAF)), (record, record))
+    state: dict[str, Any] = {
+        "files": ["a", "b"], "leaf": [0, 0], "file": [0, 1], "offset": [0, 0], "box": [0, 2, 2, 4],
+    }  # fmt: skip
+    ChunkColumns.merged([state, state], tree, without)
+    with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
+        ChunkColumns.merged([{**state, **change} for change in changes], tree, without)

@@ -72,7 +72,7 @@ def test_the_interpreter_waits_for_a_save(program: str, printed: str) -> None:
 
 
 class _State:
-    """What a save refers to."""
+    """Object that a save refers to."""
 
 
 def test_a_failed_save_keeps_nothing_alive() -> None:

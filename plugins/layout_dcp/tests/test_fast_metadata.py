@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
+import re
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ckptcore_dcp.metadata import DcpMetadata, read_metadata
 from ckptcore_dcp.metadata.fast import CHUNKS, ITEM_RANGES, TENSORS, FastObjectReader
 from ckptcore_dcp.metadata.reading import read_fast, read_opcodes
+from ckptcore_dcp.metadata.row_templates import RowTemplate
 from ckptcore_dcp.pickles import CompactObject, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -421,3 +425,89 @@ def test_objects_of_more_shapes_than_templates_are_read() -> None:
     metadata.storage_data = places
     data = pickle.dumps(metadata, protocol=4)
     assert _fast(data)[0] == _plain(data)
+
+
+def _overlapping_paths(count: int, ends: Sequence[bytes]) -> bytes:
+    """Return a pickle whose second name contains the beginnings of many paths: each a long text that goes on to an end.
+
+    The bytes around them are a dict of names and paths.
+    """
+    chance = random.Random(0)
+    places = np.cumsum([7 * count, *map(len, ends)]).tolist()
+    begins = [
+        b"\x85\x94X" + (chance.choice(places[:-1]) - 7 * number - 7).to_bytes(4, "little") for number in range(count)
+    ]
+    text = b"".join([*begins, *ends])
+    return (
+        b"\x80\x04}\x94(\x8c\x01a\x94h\x01\x85\x94X" + len(text).to_bytes(4, "little") + text + b"\x94h\x01\x85\x94u."
+    )
+
+
+def test_rows_that_overlap_take_limited_memory() -> None:
+    data = _overlapping_paths(100_000, [b"\x94(" + b"h\x01" * 16 + b"t\x94"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            read_fast(data, key=".metadata")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 48 * len(data)
+
+
+def test_rows_of_many_shapes_take_limited_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(0)
+    steps = [b"".join([chance.choice((b"h\x01", b"j\x01\0\0\0")) for _ in range(16)]) for _ in range(500)]
+    data = _overlapping_paths(10_000, [b"\x94(" + step + b"t\x94" for step in steps])
+    compared = []
+    match = RowTemplate.match
+
+    def counted(row: RowTemplate, padded: Any, at: Any, *limits: int) -> Any:
+        compared.append(len(at))
+        return match(row, padded, at, *limits)
+
+    monkeypatch.setattr(RowTemplate, "match", counted)
+    with pytest.raises(CheckpointError):
+        read_fast(data, key=".metadata")
+    assert 10_000 < sum(compared) <= len(data) + 16, "each template is compared with each place that is left"
+
+
+def test_a_class_that_is_created_again_and_again_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name = b"torch.distributed.checkpoint.metadata", b"ChunkStorageMetadata"
+    data = b"\x80\x04]\x94(\x8c" + bytes([len(module)]) + module + b"\x94\x8c" + bytes([len(name)]) + name + b"\x94"
+    for entry in range(3, 243, 3):
+        data += b"h\x01h\x02\x93\x94h" + bytes([entry]) + b")\x81\x94}\x94(h\x01Nub"
+    searches = []
+    search = FastObjectReader._starts_after
+
+    def counted(reader: FastObjectReader, entry: int) -> Any:
+        searches.append(entry)
+        return search(reader, entry)
+
+    monkeypatch.setattr(FastObjectReader, "_starts_after", counted)
+    with pytest.raises(CheckpointError, match="found list of 162"):
+        read_fast(data + b"e.", key=".metadata")
+    assert searches == [3]
+
+
+@pytest.mark.parametrize("garbage", [b"\0", b"\xff", b"N", b"0"])
+def test_a_byte_between_two_rows_is_not_skipped(garbage: bytes) -> None:
+    metadata, _ = _tensors(6, 2, 1, shared=True)
+    good = pickle.dumps(metadata, protocol=4)
+    created = b")\x81\x94}\x94("
+    classes = {
+        good[found.start() : found.start() + 2] for found in re.finditer(rb"h." + re.escape(created), good, re.DOTALL)
+    }
+    damaged = []
+    for reference in classes:
+        begins = [found.start() for found in re.finditer(re.escape(reference + created), good)]
+        for begin, stop in itertools.pairwise(begins):
+            number = re.search(rb"(K.|M..|J....|\x8a\x05.{5})ub$", good[begin:stop], re.DOTALL)
+            if number is not None:
+                # The last bytes of the number look like the reference to the class, and the header of a FRAME.
+                longer = b"\x8a\x08" + reference + b"\x95" + bytes(5) + b"ub" + garbage
+                damaged.append(good[: begin + number.start()] + longer + good[stop + 2 :])
+    assert len(damaged) > 10
+    for data in damaged:
+        outcome = _outcome(lambda data=data: read_metadata(data, key=".metadata"))  # type: ignore[misc]
+        assert outcome == _outcome(lambda data=data: _plain(data)) and isinstance(outcome, tuple)  # type: ignore[misc]

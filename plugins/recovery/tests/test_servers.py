@@ -169,8 +169,10 @@ def test_a_server_goes_on_if_a_start_of_the_job_forgets_its_session_meanwhile(tm
     class Forgetting(MemoryServer):
         """Its session is forgotten whenever it was read."""
 
+        _kept: Session | None = None
+
         @property
-        def _others(self) -> Session | None:  # type: ignore[override]
+        def _others(self) -> Session | None:
             session, self._kept = self._kept, None
             return session
 

@@ -44,7 +44,7 @@ logger = logger_named("ckptcore.tiers")
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 5.0
-"""Maximum time in seconds that the exit of the program waits for the uploader's thread, after it was told to stop."""
+"""Maximum time in seconds that the exit of the program waits for the uploader's thread, after `_stop_thread` began."""
 
 _LOOK_SECONDS: Final = 1.0
 """While uploads are running, this often a thread looks if the main thread has ended."""

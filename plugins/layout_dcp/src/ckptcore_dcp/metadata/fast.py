@@ -138,7 +138,8 @@ class _Table:
         begins: the offset of each row.
         stops: the offset after it.
         templates: the number of its template.
-        references, closing: by template, the memo entries that it refers to, and the opcode after it.
+        references, closing, linked: by template, the memo entries that it refers to, the opcode after it, and whether
+            another row may follow.
         columns: what `_Form.read` read, and the text after a row, if rows are named.
         ends: numbers of the rows that no row follows.
     """
@@ -147,15 +148,24 @@ class _Table:
         self.form = form
         self.references: list[Sequence[int]] = []
         self.closing: list[int] = []
+        self.linked: list[bool] = []
         padded = np.frombuffer(data, np.uint8)
         parts: list[Sequence[HostArray]] = []
+        # Templates are compared with one place for each byte: files of torch need a 25th of that. Rows do not overlap.
+        left = room = len(data)
         for _ in range(_MAX_TEMPLATES):
-            if not len(starts):
+            left -= len(starts)
+            if not len(starts) or left < 0:
                 break
             middle = len(starts) // 2  # its template matches more rows than that of the first
             template, is_row = self._template(data, int(starts[middle]), class_entry)
-            rows, nexts, columns = template.match(padded, starts)
+            matched = template.match(padded, starts, room)
+            if matched is None:
+                parts.clear()
+                break
+            rows, nexts, columns = matched
             if is_row:
+                room -= int((nexts - starts[rows]).sum())
                 count = len(rows)
                 number = len(self.references) - 1
                 whole = [column if isinstance(column, np.ndarray) else np.full(count, column) for column in columns]
@@ -165,17 +175,18 @@ class _Table:
             starts = starts[is_left]
         width = max([sum([column[:1].size for column in part]) for part in parts], default=0)
         if not parts or width * sum([len(part[0]) for part in parts]) > len(data):
-            # Without this limit, a few long paths among many short ones would take much memory.
+            # A few long paths among many short ones would take much memory.
             self.begins: HostArray = np.zeros(0, np.int64)
             return
         begins, *rest = map(_joined, zip(*parts, strict=True))
         order = np.argsort(begins)
         self.begins = begins[order]
         nexts, self.templates, self.stops, *self.columns = [column[order] for column in rest]
-        self.ends = np.flatnonzero(nexts != np.append(self.begins[1:], -1))
+        is_last = (nexts != np.append(self.begins[1:], -1)) | ~np.array(self.linked)[self.templates]
+        self.ends = np.flatnonzero(is_last)
 
     def _template(self, data: bytes, start: int, class_entry: int | None) -> tuple[RowTemplate, bool]:
-        """Return the template of a row; or of all that is no row for the same reason, and False."""
+        """Return the template of a row; or False and one of the opcodes up to the first that fits no row."""
         template = RowTemplate(data, start)
         try:
             if class_entry is not None:
@@ -187,6 +198,7 @@ class _Table:
         template.place()
         self.references.append(template.references)
         self.closing.append(template.opcode())
+        self.linked.append(True)
         if class_entry is None:
             return template, True
         count = template.count + _TEXT_COLUMNS * self.form.is_named
@@ -194,7 +206,8 @@ class _Table:
             if self.form.is_named:
                 template.text()
             template.link(class_entry)
-        except NotARowError:  # no row follows
+        except NotARowError:
+            self.linked[-1] = False  # any bytes may follow, even if they end where another row begins
             template.any_opcode()
             while template.count < count:
                 template.constant(0)
@@ -219,10 +232,10 @@ class FastObjectReader:
         self._padded = np.frombuffer(self._data, np.uint8)
         pieces = [self._begins_of_objects(first) for first in range(0, len(data), _PIECE_BYTES)]
         self._starts: HostArray = np.concatenate([np.zeros(0, np.int64), *pieces])
-        # By identity of the class. The tuple holds a reference, so that no other object gets this
-        # identity.
+        # By identity of the class. The tuple holds a reference, so that no other object gets this identity.
         self._classes: dict[int, tuple[Global, _Form | None]] = {}
-        self._tables: dict[int, _Table] = {}
+        # By form. A pickle of torch creates each class once; a table for each of many would take quadratic time.
+        self._tables: dict[_Form, _Table] = {}
         self._paths = _Table(b"", np.zeros(0, np.int64), _PATHS, None)
         self._paths_stop = 0
 
@@ -262,12 +275,12 @@ class FastObjectReader:
         form = known[1]
         if form is None:
             return None
-        table = self._tables.get(id(function))
+        table = self._tables.get(form)
         if table is None:
             entry = self._class_entry(position, function, memo)
             if entry is None:
                 return None
-            table = self._tables[id(function)] = _Table(self._data, self._starts_after(entry), form, entry)
+            table = self._tables[form] = _Table(self._data, self._starts_after(entry), form, entry)
         number = int(table.begins.searchsorted(position))
         if number == len(table.begins) or table.begins[number] != position:
             return None

@@ -87,7 +87,8 @@ class RowTemplate:
 
     The methods that read opcodes follow those of one row, at an offset that may be no row: they raise `NotARowError` at
     the first opcode that does not fit. A row that begins where an opcode does reads the same bytes in the same way as
-    `read_pickle`, because templates consist of whole opcodes. FRAME may precede any opcode and is skipped.
+    `read_pickle`, because templates consist of whole opcodes, up to the place of `any_opcode`, which reads only a part
+    of one. FRAME may precede any opcode and is skipped.
 
     Attributes:
         at: the offset after the opcodes that were read.
@@ -244,15 +245,25 @@ class RowTemplate:
         """Read the next opcode without its argument, whatever it is. It is the same for all rows."""
         self._literal(1)
 
-    def match(self, data: HostArray, at: HostArray) -> tuple[HostArray, HostArray, Sequence[HostArray | int]]:
+    def match(
+        self, data: HostArray, at: HostArray, most_bytes: int
+    ) -> tuple[HostArray, HostArray, Sequence[HostArray | int]] | None:
         """Return the numbers of the rows that match, the offset after each of them, and their columns.
 
         Args:
             data: the pickle, as `padded_bytes` returns it.
             at: offsets at which rows may begin, ascending.
+            most_bytes: return None if the rows have more bytes than this: they overlap, and would take much memory.
         """
-        blocks = [self._block(data, at[first : first + _BLOCK_ROWS]) for first in range(0, len(at), _BLOCK_ROWS)]
-        kept = np.concatenate([block[0] + number * _BLOCK_ROWS for number, block in enumerate(blocks)])
+        blocks: list[tuple[HostArray, Sequence[HostArray]]] = []
+        for first in range(0, len(at), _BLOCK_ROWS):
+            kept, values = self._block(data, at[first : first + _BLOCK_ROWS])
+            kept += first
+            most_bytes -= int((values[0] - at[kept]).sum())
+            if most_bytes < 0:
+                return None
+            blocks.append((kept, values))
+        kept = np.concatenate([block[0] for block in blocks])
         stops, *values = [np.concatenate([block[1][number] for block in blocks]) for number in range(1 + self._values)]
         return kept, stops, [column([*values, stops]) for column in self._columns]
 

@@ -146,7 +146,8 @@ def _encode_frame(elements: HostArray, frame: FrameFormat) -> Sequence[bytes | m
 
     A large frame stays in one memory of NumPy, which has huge pages: to fault in the small pages of new bytes took a
     seventh of the processor time of a save. A smaller frame, or one that fills less than half of its memory, is copied,
-    because it may wait together with thousands of others.
+    because it may wait together with thousands of others. Until it is copied, both exist: up to one such copy per
+    encoder at once.
     """
     data = elements.reshape(-1).view(np.uint8).data
     memory, size = np.empty(max_encoded_bytes(len(data)), np.uint8), 0
