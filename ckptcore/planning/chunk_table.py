@@ -10,7 +10,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations
+from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations, IntegerColumn
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
 from ckptcore.protocols.layouts import ChunkIndex, ReadStore
@@ -273,14 +273,15 @@ def natural_column(column: Any, below: int, count: int | None = None) -> HostArr
     """Check a column of integers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
-        TypeError, ValueError, IndexError, OverflowError: the column is not a list of ints, has another length, or has a
-            number out of range.
+        TypeError, ValueError, IndexError, OverflowError: the column is neither a list of ints nor an `IntegerColumn`,
+            has another length, or has a number out of range.
     """
-    if not isinstance(column, list | tuple) or not {int}.issuperset(map(type, column)):
+    is_list = isinstance(column, list | tuple) and {int}.issuperset(map(type, column))
+    if not is_list and not isinstance(column, IntegerColumn):
         raise TypeError("expected a column of whole numbers")
     if count is not None and len(column) != count:
         raise ValueError("the columns have different lengths")
-    numbers: HostArray = np.array(column, np.int64)
+    numbers: HostArray = np.asarray(column, np.int64)
     if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):
         raise IndexError(f"expected numbers from 0 to {below - 1}, found {numbers.min()} to {numbers.max()}")
     return numbers

@@ -12,7 +12,7 @@ import pytest
 from ckptcore_testing import run_ranks
 
 import ckptcore
-from ckptcore.builtin import local_directories
+from ckptcore.builtin import local_calls, local_directories
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.builtin.local_directories import LocalDirectories
 from tests.saving.test_slices import Rows
@@ -49,7 +49,7 @@ def test_each_rank_syncs_the_directory_once(
 ) -> None:
     synced: list[tuple[int | None, str]] = []
     of_thread = threading.local()
-    sync = local_directories.sync_directory
+    sync = local_calls.sync_directory
 
     def record(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
