@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
@@ -311,6 +312,7 @@ class LocalDirectories:
             directory = os.path.dirname(directory)
 
 
+@dataclass(eq=False, slots=True)
 class DeferredNames:
     """A ``with`` block in which the names in a directory and below it are not synced.
 
@@ -318,24 +320,23 @@ class DeferredNames:
     names are durable already (`LocalStorage.sync_directory`) or deleted.
     """
 
-    def __init__(self, directories: LocalDirectories, top: str) -> None:
-        self._directories = directories
-        self.top = top
-        self.noted: set[str] = set()
-        """Directories in which names changed, with their parents up to `top`."""
+    directories: LocalDirectories
+    top: str
+    noted: set[str] = field(default_factory=set)
+    """Directories in which names changed, with their parents up to `top`."""
 
     def __enter__(self) -> None:
-        self._directories.defer(self)
+        self.directories.defer(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._directories.end_deferral(self.top, self) or kind is not None or not self.noted:
+        if not self.directories.end_deferral(self.top, self) or kind is not None or not self.noted:
             return
         for directory in sorted(self.noted - {self.top}, reverse=True):
             with suppress(ObjectNotFoundError):  # removed meanwhile, such as an empty directory of an aborted writer
                 sync_names(directory)
-        self._directories.make_durable(self.top)
+        self.directories.make_durable(self.top)
 
 
 def sync_names(directory: str, *, required: bool = True) -> None:
