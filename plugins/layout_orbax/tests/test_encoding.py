@@ -68,7 +68,7 @@ class _InterruptingStore(_NullStore):
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         self.begun += 1
-        self.waited_for.wait(10)
+        self.waited_for.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # Ctrl-C
         time.sleep(0.2)
         self.ended += 1
@@ -100,7 +100,7 @@ def test_one_slow_object_does_not_stop_the_others() -> None:
     last = threading.Event()
     waits: list[bool] = []
     with writing._ObjectWriter(8) as writer:
-        writer.start(lambda: waits.append(last.wait(10)))
+        writer.start(lambda: waits.append(last.wait(60)))
         for _ in range(20):
             writer.start(lambda: None)
         last.set()
@@ -132,7 +132,7 @@ def test_a_write_that_fails_while_all_threads_write_is_the_last() -> None:
     end = threading.Event()
 
     def wait_for_end() -> None:
-        end.wait(10)
+        end.wait(60)
 
     with pytest.raises(StorageError, match="full"), writing._ObjectWriter(8) as writer:
         for _ in range(7):
@@ -162,7 +162,7 @@ def test_at_most_one_chunk_for_each_processor_is_encoded_at_a_time(monkeypatch: 
             third.set()
         if running > 3:
             fourth.set()
-        third.wait(10)
+        third.wait(60)
         fourth.wait(0.1)  # long enough for the start of one more
         pieces = encode(elements, frame)
         with lock:
