@@ -91,8 +91,12 @@ def test_an_interrupted_write_leaves_no_writer_behind(layout: Layout, monkeypatc
     monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # wait after each chunk
     store = _InterruptingStore()
     monkeypatch.setattr(writing, "wait", store.noted_wait)
-    with pytest.raises(KeyboardInterrupt):
-        _write([np.full(8, number) for number in range(12)], layout, store)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs with SIGINT ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _write([np.full(8, number) for number in range(12)], layout, store)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert store.begun == store.ended == 1
 
 
