@@ -246,9 +246,18 @@ def hide_from_others(old: str, new: str) -> None:
 
 
 def _denied(directory: str, group: int) -> int:
-    """Return the permissions that a group and other users must not get, because they cannot read all of a directory."""
+    """Return the permissions that a group and other users must not get, because they cannot read all of a directory.
+
+    They get none if a part of it cannot be listed.
+    """
     denied = 0
-    for path, names, files in os.walk(directory):
+
+    def deny_all(error: OSError) -> None:
+        nonlocal denied
+        if error.errno not in ABSENT:
+            denied = _SHARED
+
+    for path, names, files in os.walk(directory, onerror=deny_all):
         for name in (*names, *files):
             with ignoring(ABSENT):
                 status = os.lstat(f"{path}/{name}")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -372,6 +372,29 @@ os.setuid(65534)
 replace(sys.argv[1] + "/1", 0o555)
 assert os.listdir(sys.argv[1]) == []
 """
+
+
+def test_nobody_else_has_access_if_a_part_of_the_old_directory_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private file in it would go unnoticed."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "part").mkdir(parents=True)
+    new.mkdir()
+    for path in (old, old / "part"):
+        path.chmod(0o755)
+    scandir = os.scandir
+
+    def fail(path: str) -> Any:
+        if os.fspath(path).endswith("/part"):
+            raise OSError(errno.EIO, "bad disk", path)
+        return scandir(path)
+
+    hide_from_others(str(old), str(new))
+    assert stat.S_IMODE(new.stat().st_mode) == 0o755
+    monkeypatch.setattr(os, "scandir", fail)
+    hide_from_others(str(old), str(new))
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700
 
 
 @pytest.mark.system

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -30,6 +29,7 @@ from ckptcore_integrations.orbax_v1.library import (
 from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, layout_of, storage_options
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, remedy_of_equinox, with_tree_handler
 from ckptcore_integrations.own_options import own_options
+from ckptcore_integrations.saving_threads import start
 
 T = TypeVar("T")
 
@@ -39,15 +39,7 @@ class Response(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         """Start the work."""
-        self._future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                self._future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  # the future raises it
-                self._future.set_exception(error)
-
-        threading.Thread(target=run, name="ckptcore-response").start()
+        self._future = start(work, "ckptcore-response")
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the work, at most `timeout` seconds. Return its result, or raise its error."""
@@ -86,7 +78,7 @@ class SaveResponse:
             if self._handle.exception() is None:
                 callback(None)
 
-        threading.Thread(target=wait, name="ckptcore-on-complete").start()
+        threading.Thread(target=wait, name="ckptcore-on-complete", daemon=False).start()
 
 
 class Item:

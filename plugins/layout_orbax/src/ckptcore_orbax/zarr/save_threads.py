@@ -18,7 +18,7 @@ def start(function: Callable[[], T], name: str) -> Future[T]:
     """
     future: Future[T] = Future()
     try:
-        threading.Thread(target=_run, args=(future, function), name=name).start()
+        threading.Thread(target=_run, args=(future, function), name=name, daemon=False).start()
     except RuntimeError:  # the system has no more threads
         _run(future, function)
     return future
