@@ -304,6 +304,7 @@ import os, signal, sys, threading, time
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs with SIGINT ignored
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 job = [StoreCoordinator(store, 0, 2), StoreCoordinator(other, 1, 2)]
