@@ -232,11 +232,6 @@ class LocalDirectories:
             return converted
         return local_error(error, "open the directory", directory)
 
-    def defer(self, names: DeferredNames) -> None:
-        """Sync no names in a directory and below it until `end_deferral`."""
-        with self._lock:
-            self._deferred.append(names)
-
     def defers(self, directory: str) -> bool:
         """Return True if the names in a directory are synced later. Then note that the directory has new names."""
         with self._lock:
@@ -326,7 +321,8 @@ class DeferredNames:
     """Directories in which names changed, with their parents up to `top`."""
 
     def __enter__(self) -> None:
-        self.directories.defer(self)
+        with self.directories._lock:
+            self.directories._deferred.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

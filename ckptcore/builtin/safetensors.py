@@ -276,8 +276,9 @@ class SafetensorsLayout(Layout):
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
-        slices = ChunkColumns.merged([state["slices"] for state in states if "slices" in state], tree, offsets)
-        has_slices = bool(slices["leaf"])
+        divided = [state["slices"] for state in states if "slices" in state]
+        slices = ChunkColumns.merged(divided, tree, offsets) if divided else {}
+        has_slices = bool(slices.get("leaf"))
         key_of: dict[int, str] = {}
         for state in sessions:
             key_of.update(zip(state["leaf"], [state["files"][file] for file in state["file"]], strict=True))

@@ -138,12 +138,10 @@ class RenameTransaction:
         self.check: Final = lock.check
         self._held = ExitStack()
         self._held.enter_context(lock.lock)
+        if claim is not None:  # `commit` syncs each directory once, instead of with each object
+            self._held.enter_context(location.parent.defer_names(hidden))
         self._own = subdirectory(location.parent, hidden)
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
-
-    def defer_names(self) -> None:
-        """Sync each directory once, in `commit`, instead of with each object."""
-        self._held.enter_context(self._location.parent.defer_names(self._hidden))
 
     def expect_exchange(self) -> None:
         """Check, before anything is written, that the commit can exchange the old and the new checkpoint.
@@ -401,7 +399,6 @@ class RenameMethod(CommitMethod):
             if resume:
                 # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
-            transaction.defer_names()
             # The new files must not be readable by users who may not read the old files.
             self.directories.hide_from_others(location.name, hidden)
             features = self.features(hidden, limits)
@@ -428,7 +425,6 @@ class RenameMethod(CommitMethod):
         lock = self._lock_for(location, hidden)
         inner = RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
         try:
-            inner.defer_names()
             return PlacedFile(location, self, hidden, inner, replaces=replaces)
         except BaseException:
             inner.abort()
