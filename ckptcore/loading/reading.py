@@ -106,12 +106,13 @@ def plan_leaf_reads(checkpoint: Checkpoint, matched: Matched, progress: ByteProg
         original = tree.aliases.get(number, number)
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array)
         if tree.aliases:
-            # Leaves that are tied in the checkpoint and in the request are built once. In a target, only leaves that
-            # share memory are filled together.
+            # Leaves that are tied in the checkpoint and in the request are built once, unless they differ in type, as a
+            # parameter and its data do. In a target, only leaves that share memory are filled together.
             shared = None if abstract is None else handler.identity(abstract)
             if shared is None and abstract is not None:
                 shared = id(abstract) if filled is None else position
-            key = (original, id(handler), tuple(boxes), shared)
+            built = type(abstract) if filled is None else None
+            key = (original, id(handler), built, tuple(boxes), shared)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue

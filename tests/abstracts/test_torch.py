@@ -122,6 +122,15 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     assert loaded["a"] is loaded["b"] and type(loaded["detached"]) is torch.Tensor
 
 
+def test_a_parameter_and_its_data_keep_their_types_in_a_load_with_tensors(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    state = {"weight": weight, "data": weight.data, "again": weight.detach()}
+    ckptcore.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", state)
+    assert type(loaded["weight"]) is torch.nn.Parameter
+    assert type(loaded["data"]) is torch.Tensor and loaded["again"] is loaded["data"]
+
+
 @pytest.mark.parametrize("of_state", ["module", "optimizer", "both"])
 def test_states_of_modules_and_optimizers_are_restored(of_state: str, tmp_path: Path) -> None:
     model, optimizer = trained()

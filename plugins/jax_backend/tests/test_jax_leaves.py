@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import ckptcore
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, name_of_dtype
 from ckptcore.planning import cuts_of, uncovered
@@ -472,6 +473,31 @@ def test_arrays_with_equal_memory_but_different_shapes_are_not_tied():
     flat, square = jax.device_put(mine), jax.device_put(mine.reshape(4, 4))
     assert flat.unsafe_buffer_pointer() == square.unsafe_buffer_pointer()
     assert HANDLER.identity(flat) != HANDLER.identity(square)
+
+
+def test_arrays_that_share_memory_of_numpy_load_with_their_own_placements(tmp_path):
+    mine, devices = aligned(np.arange(24, dtype=np.float32)), jax.devices()
+    state = {
+        "default": jax.device_put(mine),
+        "first": jax.device_put(mine, devices[0]),
+        "third": jax.device_put(mine, devices[2]),
+    }
+    assert len({leaf.unsafe_buffer_pointer() for leaf in state.values()}) == 1
+    expected = {name: (leaf.committed, leaf.devices()) for name, leaf in state.items()}
+    # Something else must be tied, because nothing is compared in a checkpoint without ties.
+    tied = jnp.ones(3)
+    ckptcore.save(tmp_path / "c", {**state, "tied": [tied, tied]})
+    target = {**state, "tied": [tied, tied]}
+    ckptcore.load_into(tmp_path / "c", target)
+    wanted = {**state, "tied": [tied, tied]}
+    for loaded in (
+        target,
+        ckptcore.load(tmp_path / "c", wanted),
+        ckptcore.load(tmp_path / "c", ckptcore.abstract(wanted)),
+    ):
+        assert loaded["tied"][0] is loaded["tied"][1]
+        del loaded["tied"]
+        assert {name: (leaf.committed, leaf.devices()) for name, leaf in loaded.items()} == expected
 
 
 # --- refused

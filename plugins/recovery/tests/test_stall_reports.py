@@ -62,6 +62,13 @@ def test_reports_come_back_and_their_stacks_begin_with_their_text(tmp_path: Path
     )
 
 
+def test_the_frame_of_the_program_comes_back_below_many_of_libraries(tmp_path: Path) -> None:
+    frames = (*[f"/usr/lib/python3.11/http/client.py:{line} in send" for line in range(99)], "/train.py:5 in main")
+    write(tmp_path, replace(report(0), frames=frames))
+    (incident,) = read_incidents(tmp_path)
+    assert [stalled.frame for stalled in incident.reports] == ["/train.py:5 in main"]
+
+
 def test_the_rank_that_does_not_wait_is_suspected(tmp_path: Path) -> None:
     waiting = [report(rank, frame=ALL_REDUCE) for rank in (0, 1, 3)]
     assert suspects(tmp_path, report(2, frame="/train.py:5 in read"), *waiting) == [2]

@@ -95,19 +95,21 @@ class JaxLeafHandler(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         """Return the addresses of an array's elements on the CPU backend, or else an id of the array object.
 
-        Return None for abstract, deleted and empty arrays.
+        Arrays with other placements are not tied, although `jax.device_put` lets them share memory of NumPy on the CPU
+        backend. Return None for abstract, deleted and empty arrays.
         """
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
+        placed = leaf.sharding, is_committed(leaf)
         leaf = data_array(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
         if not placement.on_cpu or not placement.boxes:  # in device memory, or no elements in this process
             return ("jax", id(leaf))
         if placement.devices == 1:
-            return ("jax", leaf.unsafe_buffer_pointer(), shape, leaf.dtype)
+            return ("jax", placed, leaf.unsafe_buffer_pointer(), shape, leaf.dtype)
         pointers = [leaf.addressable_data(position).unsafe_buffer_pointer() for position in placement.boxes.values()]
-        return ("jax", tuple(pointers), shape, leaf.dtype)
+        return ("jax", placed, tuple(pointers), shape, leaf.dtype)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """Return each box on this process's devices once, or None if the process has no device of the array.

@@ -79,7 +79,9 @@ _MAX_REPORTS: Final = 100
 """Maximum number of reports in the directory of the run, of one process. A process that stalls more often needs no
 further report. The actions continue."""
 
-_FRAMES: Final = 20
+_FRAMES: Final = 100
+"""Maximum number of frames in a report, which is also the maximum of faulthandler. A client of HTTP can have 20 frames
+below the frame of the program, which is the one to name."""
 
 
 class WatchClock:

@@ -31,8 +31,8 @@ holds the interpreter lock. "stopped": by a signal."""
 REPORT_DIRECTORY: Final = f"{INTERNAL_DIRECTORY}/stalls"
 
 _MAX_REPORTS: Final = 10_000
-_MAX_BYTES: Final = 1 << 16
-_MAX_FRAMES: Final = 20
+_MAX_BYTES: Final = 1 << 18
+_MAX_FRAMES: Final = 100
 _MAX_TEXT: Final = 1000
 
 _COLLECTIVES: Final = ("/torch/distributed/", "/jax/experimental/multihost_utils.py", "/ckptcore/job/", "/mpi4py/")
