@@ -155,13 +155,11 @@ class _Ties:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, type, Hashable], object] = {}
+        self._made: dict[tuple[int, Hashable, Hashable], object] = {}
 
     def abstract(self, leaf: object, handler: LeafHandler) -> object:
         made = handler.abstract(leaf)
         identity = handler.identity(leaf)
         if identity is None:
             return made
-        known = self._made.setdefault((id(handler), type(leaf), identity), made)
-        # Tied leaves may differ in placement: one on an explicit device, the other on the default device.
-        return known if known is made or handler.describe(known) == handler.describe(made) else made
+        return self._made.setdefault((id(handler), handler.built_type(leaf), identity), made)

@@ -111,8 +111,8 @@ def plan_leaf_reads(checkpoint: Checkpoint, matched: Matched, progress: ByteProg
             shared = None if abstract is None else handler.identity(abstract)
             if shared is None and abstract is not None:
                 shared = id(abstract) if filled is None else position
-            built = type(abstract) if filled is None else None
-            key = (original, id(handler), built, tuple(boxes), shared)
+            built_type = handler.built_type(abstract) if filled is None else None
+            key = (original, id(handler), built_type, tuple(boxes), shared)
             if (same := tied.setdefault(key, leaf_read)) is not leaf_read:
                 same.positions.append(position)
                 continue

@@ -314,6 +314,13 @@ class LeafHandler(Protocol):
         """Return a value that is equal only for tied leaves, which share memory; None, the default, if unknown."""
         return None
 
+    def built_type(self, leaf: Any) -> Hashable:
+        """Return the type that a load builds for this leaf, with what belongs to it, such as `requires_grad`.
+
+        The default is the type of the leaf. Tied leaves are stored once, but a load builds one leaf for each type.
+        """
+        return type(leaf)
+
     @abstractmethod
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """Return the boxes of the array that this process, one of `size`, holds; None if only other processes hold it.

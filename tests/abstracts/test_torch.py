@@ -131,6 +131,15 @@ def test_a_parameter_and_its_data_keep_their_types_in_a_load_with_tensors(tmp_pa
     assert type(loaded["data"]) is torch.Tensor and loaded["again"] is loaded["data"]
 
 
+def test_a_tensor_and_its_detached_alias_keep_requires_grad(tmp_path: Path) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    state = {"weight": weight, "detached": weight.detach()}
+    ckptcore.save(tmp_path / "c", state)
+    for request in (state, ckptcore.abstract(state)):
+        loaded = ckptcore.load(tmp_path / "c", request)
+        assert [leaf.requires_grad for leaf in loaded.values()] == [True, False]
+
+
 @pytest.mark.parametrize("of_state", ["module", "optimizer", "both"])
 def test_states_of_modules_and_optimizers_are_restored(of_state: str, tmp_path: Path) -> None:
     model, optimizer = trained()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+import ckptcore
 from ckptcore.model import AbstractArray
 from tests.jobs.torch_groups import process_group
 
@@ -97,6 +99,18 @@ def test_a_rank_without_elements() -> None:
         fully_shard(module, mesh=mesh["data"])
         assert module.weight.to_local().shape == (0, 0)  # the placements give (2, 0)
         assert DTensorHandler().shards(module.weight, 3, 8) == ()
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_and_their_states_load_as_what_they_are(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model)
+    state = {"parameters": list(model.parameters()), "states": model.state_dict()}
+    ckptcore.save(tmp_path / "c", state)
+    for request in (state, ckptcore.abstract(state)):
+        loaded = ckptcore.load(tmp_path / "c", request)
+        assert all(isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad for leaf in loaded["parameters"])
+        assert not any(leaf.requires_grad for leaf in loaded["states"].values())
 
 
 @pytest.mark.usefixtures("alone")

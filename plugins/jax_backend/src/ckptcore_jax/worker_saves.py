@@ -65,6 +65,10 @@ class LeavesAtWorkers(LeafHandler):
         is_remote = self._executor.takes(leaf) or self._executor.makes(leaf)
         return (self._executor if is_remote else self._handler).identity(leaf)
 
+    def built_type(self, leaf: Any) -> Hashable:
+        """See `LeafHandler`."""
+        return self._handler.built_type(leaf)
+
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """Return no box for a leaf at workers, and check that the workers have its elements."""
         if not self._executor.takes(leaf):

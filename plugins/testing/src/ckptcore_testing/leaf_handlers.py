@@ -228,7 +228,7 @@ class LeafHandlerTests:
         stored, abstract = self._array_record(leaf), self.handler.abstract(leaf)
         built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
         like = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
-        assert type(built) is type(leaf)
+        assert type(built) is type(leaf) and self.handler.built_type(built) == self.handler.built_type(leaf)
         assert self.handler.describe(built) == self.handler.describe(like), "shape, dtype, kind, cuts and notes"
         assert_same_value(array_example.elements(built), array_example.expected, "build of the abstract leaf")
 

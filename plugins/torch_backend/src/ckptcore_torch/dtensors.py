@@ -17,7 +17,7 @@ from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import FRAMEWORK, elements_as, encoding_of
 from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, sharding_cuts, sharding_notes
 from ckptcore_torch.tensor_parts import SubclassPartsHandler, is_composed
-from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
+from ckptcore_torch.tensors import TensorHandler, built_type, expect_shape, is_fake
 
 _LOCAL_HANDLER: Final = TensorHandler()
 _PARTS: Final = SubclassPartsHandler()
@@ -70,6 +70,10 @@ class DTensorHandler(LeafHandler):
         placed = _placement(leaf)
         storage = local.untyped_storage()._cdata
         return ("dtensor", storage, local.storage_offset(), local.shape, local.stride(), local.dtype, placed)
+
+    def built_type(self, leaf: Any) -> Hashable:
+        """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
+        return built_type(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         """Return the boxes of this process, or None if it is not in the mesh.

@@ -81,6 +81,10 @@ class TensorHandler(LeafHandler):
             return (address, leaf.shape, leaf.stride(), leaf.dtype)
         return (address, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg())
 
+    def built_type(self, leaf: Any) -> Hashable:
+        """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
+        return built_type(leaf)
+
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole tensor, assumed equal on all processes.
 
@@ -246,6 +250,10 @@ class SubclassHandler(LeafHandler):
         """Return the identity of the plain tensor, or an id of a FakeTensor object."""
         return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_as_plain(leaf))
 
+    def built_type(self, leaf: Any) -> Hashable:
+        """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
+        return built_type(leaf)
+
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole tensor, also for a FakeTensor."""
         return _whole_shard(leaf.shape, rank, size)
@@ -351,6 +359,11 @@ def identity_of(held: object) -> Hashable | None:
     if hasattr(held, "__tensor_flatten__") or held.layout is not torch.strided:
         return None
     return _PLAIN.identity(held)
+
+
+def built_type(leaf: torch.Tensor) -> Hashable:
+    """Return the class, whether the tensor is a Parameter, as a DTensor can be, and `requires_grad`."""
+    return (type(leaf), isinstance(leaf, torch.nn.Parameter), leaf.requires_grad)
 
 
 # Cached, because few shapes occur many times. The results are frozen.

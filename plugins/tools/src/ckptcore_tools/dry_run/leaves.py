@@ -56,6 +56,9 @@ class _DryRunLeaves(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         return self._handler.identity(leaf)
 
+    def built_type(self, leaf: Any) -> Hashable:
+        return self._handler.built_type(leaf)
+
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
         return self._handler.shards_of(leaf, self._process, rank, size)
 
