@@ -155,7 +155,7 @@ class _Ties:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, Hashable, Hashable], object] = {}
+        self._made: dict[tuple[int, object, Hashable], object] = {}
 
     def abstract(self, leaf: object, handler: LeafHandler) -> object:
         made = handler.abstract(leaf)

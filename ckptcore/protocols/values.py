@@ -314,8 +314,8 @@ class LeafHandler(Protocol):
         """Return a value that is equal only for tied leaves, which share memory; None, the default, if unknown."""
         return None
 
-    def built_type(self, leaf: Any) -> Hashable:
-        """Return the type that a load builds for this leaf, with what belongs to it, such as `requires_grad`.
+    def built_type(self, leaf: Any) -> object:
+        """Return the type that a load builds for this leaf, with what belongs to it, such as `requires_grad`; hashable.
 
         The default is the type of the leaf. Tied leaves are stored once, but a load builds one leaf for each type.
         """

@@ -65,7 +65,7 @@ class LeavesAtWorkers(LeafHandler):
         is_remote = self._executor.takes(leaf) or self._executor.makes(leaf)
         return (self._executor if is_remote else self._handler).identity(leaf)
 
-    def built_type(self, leaf: Any) -> Hashable:
+    def built_type(self, leaf: Any) -> object:
         """See `LeafHandler`."""
         return self._handler.built_type(leaf)
 

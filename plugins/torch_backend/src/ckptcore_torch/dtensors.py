@@ -71,7 +71,7 @@ class DTensorHandler(LeafHandler):
         storage = local.untyped_storage()._cdata
         return ("dtensor", storage, local.storage_offset(), local.shape, local.stride(), local.dtype, placed)
 
-    def built_type(self, leaf: Any) -> Hashable:
+    def built_type(self, leaf: Any) -> object:
         """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
         return built_type(leaf)
 

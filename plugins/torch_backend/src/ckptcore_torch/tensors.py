@@ -81,7 +81,7 @@ class TensorHandler(LeafHandler):
             return (address, leaf.shape, leaf.stride(), leaf.dtype)
         return (address, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg())
 
-    def built_type(self, leaf: Any) -> Hashable:
+    def built_type(self, leaf: Any) -> object:
         """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
         return built_type(leaf)
 
@@ -250,7 +250,7 @@ class SubclassHandler(LeafHandler):
         """Return the identity of the plain tensor, or an id of a FakeTensor object."""
         return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_as_plain(leaf))
 
-    def built_type(self, leaf: Any) -> Hashable:
+    def built_type(self, leaf: Any) -> object:
         """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
         return built_type(leaf)
 
@@ -361,7 +361,7 @@ def identity_of(held: object) -> Hashable | None:
     return _PLAIN.identity(held)
 
 
-def built_type(leaf: torch.Tensor) -> Hashable:
+def built_type(leaf: torch.Tensor) -> object:
     """Return the class, whether the tensor is a Parameter, as a DTensor can be, and `requires_grad`."""
     return (type(leaf), isinstance(leaf, torch.nn.Parameter), leaf.requires_grad)
 

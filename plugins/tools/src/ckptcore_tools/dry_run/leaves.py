@@ -56,7 +56,7 @@ class _DryRunLeaves(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         return self._handler.identity(leaf)
 
-    def built_type(self, leaf: Any) -> Hashable:
+    def built_type(self, leaf: Any) -> object:
         return self._handler.built_type(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
