@@ -98,8 +98,10 @@ test-core: $(CORE)/.installed  ## run the tests that need neither PyTorch nor JA
 test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps through faults, damage and interleavings
 	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
 
+# Each worker begins with a part of the files, so that few fixtures of modules are made in two, and takes tests of others
+# at the end.
 test-ci: $(STAMP)  ## run what make test and make test-system run, at once: workers import and collect only one time
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, also the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --slow $(PYTEST_ARGS)
