@@ -32,6 +32,7 @@ ENGINES := .venv-engines
 PEERS := .venv-peers
 AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+DISTRIBUTIONS = $(shell sed -n 's/^name = "\(ckptcore.*\)"/\1/p' pyproject.toml $(PLUGINS:%=%/pyproject.toml))
 # Distributions that need no framework and no store, and tests of these.
 CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
 CORE_TESTS := tests/composites tests/conformance tests/io tests/events tests/ownership tests/open_checkpoints tests/loading \
@@ -54,16 +55,18 @@ help:  ## list the targets
 setup: $(STAMP)  ## create .venv with the pinned dependencies and editable installs
 
 # pip comes first because an older one does not know dependency groups, and PyTorch by a command of its own so that
-# a build of it can be chosen (see docs/how-to/install.md) without touching the rest.
+# a build of it can be chosen (see docs/how-to/install.md) without touching the rest. Meanwhile another command builds the
+# editable installs, with the setuptools of constraints.txt: pip would install it again for each of them.
 $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@echo "make setup: installs everything into $(VENV), about 3 GB; some minutes, once"
 	@echo "1 of 3: create $(VENV), and install pip"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) pip
-	@echo "2 of 3: install PyTorch, the largest download"
-	@$(PIP) torch
-	@echo "3 of 3: install ckptcore, its plugins and what the tests need, with the versions of constraints.txt"
-	@$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
+	@$(PIP) pip setuptools
+	@echo "2 of 3: install PyTorch, the largest download, ckptcore and its plugins"
+	@trap wait EXIT; $(PIP) --no-deps --no-build-isolation --editable . $(PLUGINS:%=--editable %) & \
+		$(PIP) --no-warn-conflicts torch; wait $$!
+	@echo "3 of 3: install what these and the tests need, with the versions of constraints.txt"
+	@$(PIP) $(DISTRIBUTIONS) --group dev
 	@touch $@
 
 # An emulator of Azure, which needs Node.js and npm. Without it the tests of Azure skip and say so.
@@ -95,8 +98,10 @@ test-core: $(CORE)/.installed  ## run the tests that need neither PyTorch nor JA
 test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps through faults, damage and interleavings
 	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
 
+# Each worker begins with a part of the files, so that few fixtures of modules are made in two, and takes tests of others
+# at the end.
 test-ci: $(STAMP)  ## run what make test and make test-system run, at once: workers import and collect only one time
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, also the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --slow $(PYTEST_ARGS)
