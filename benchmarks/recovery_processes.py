@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -83,7 +83,7 @@ _PRODUCTS: Final = 40
 _TIMEOUT: Final = timedelta(seconds=120)
 
 _BLOCK: Final = 1 << 16
-"""Bytes that `_Plain` verifies at once; each array of a process has whole blocks, or is one."""
+"""Bytes that `_Plain` verifies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,12 @@ class _Plain:
 
     def hold(self, state: Mapping[str, torch.Tensor]) -> None:
         """Serve the part of a process from a memory file system: checksums of its blocks, then all its bytes."""
+        arrays = [tensor.numpy().data.cast("B") for tensor in state.values()]
+        sums = b"".join(map(xxh3_64_digest, _blocks(arrays)))
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            file.write(b"".join([tensor.numpy().data for tensor in state.values()]))
+            file.write(b"".join(arrays))
             file.flush()
-            data = memoryview(mmap.mmap(file.fileno(), 0))
-        sums = b"".join([xxh3_64_digest(data[start : start + _BLOCK]) for start in range(0, len(data), _BLOCK)])
+            data = mmap.mmap(file.fileno(), 0)
         listener = socket.create_server((self._interface, 0))
         self._address.write_text(str(listener.getsockname()[1]), encoding="ascii")
 
@@ -303,7 +304,7 @@ class _Plain:
         start = time.monotonic()
         arrays = [tensor.to_local().numpy().data.cast("B") for tensor in state.values()]
         connection = socket.create_connection((self._interface, int(self._address.read_text(encoding="ascii"))))
-        blocks = [array[first : first + _BLOCK] for array in arrays for first in range(0, len(array), _BLOCK)]
+        blocks = _blocks(arrays)
         sums = bytearray(8 * len(blocks))
         for number, block in enumerate([memoryview(sums), *blocks]):
             rest = block
@@ -311,6 +312,10 @@ class _Plain:
                 rest = rest[connection.recv_into(rest) :]
             assert not number or xxh3_64_digest(block) == sums[8 * number - 8 : 8 * number]
         return time.monotonic() - start
+
+
+def _blocks(arrays: Sequence[memoryview]) -> list[memoryview]:
+    return [array[first : first + _BLOCK] for array in arrays for first in range(0, len(array), _BLOCK)]
 
 
 class _LmResiliency:
