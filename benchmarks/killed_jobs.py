@@ -158,7 +158,7 @@ class KilledJob:
                 JOB, limit=MEMORY_BYTES, interface="127.0.0.1", idle_seconds=IDLE_SECONDS, base=spare
             )
             server.close()
-        if self.name == processes.TORCHFT:
+        if self.name in (processes.TORCHFT, processes.PLAIN):
             self._holding, members = self._start("hold")
             _results(members)
         self._running, members = self._start("prepare")

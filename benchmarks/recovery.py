@@ -23,6 +23,9 @@ sends; DCP and torchft verify nothing. Files on disk are removed from the page c
 have them either. lm-resiliency writes what survived to files when its processes get SIGTERM, and reads them in new
 processes; here these files are in memory, and hosts share them.
 
+The row "plain sockets, verified" is a bound without ckptcore: servers hold the parts of processes in memory, and new
+processes receive their own part, verify it, and meet in the first step. It finds nothing, and copies nothing anew.
+
 Further rows: the transfer alone, between two network namespaces with a limited rate and on the loopback interface; the
 time for which a save into memory blocks the training; the slowdown of the steps of training by copies.
 """
@@ -128,7 +131,7 @@ def _jobs(
 def _killed(setting: Setting, memory: Path, forker: Forker, size: int) -> Iterator[Row]:
     """Kill a job of each contender."""
     ours = (processes.MEMORY, processes.COLD, processes.DISK)
-    names = _installed(*ours, processes.DCP, processes.TORCHFT, processes.LM_RESILIENCY)
+    names = _installed(*ours, processes.DCP, processes.TORCHFT, processes.LM_RESILIENCY, processes.PLAIN)
     jobs = _jobs(setting, memory, [forker], size, names)
     nbytes = _rows_of_arrays(setting, size) * ARRAYS * COLUMNS * 4
     try:
@@ -139,7 +142,7 @@ def _killed(setting: Setting, memory: Path, forker: Forker, size: int) -> Iterat
                 job.prepare,
                 job.clear,
                 lambda recovery: float(recovery.total),
-                None if name in ours else 1.0,
+                None if name in (*ours, processes.PLAIN) else 1.0,
             )
             for name, job in jobs.items()
         ]

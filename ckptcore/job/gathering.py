@@ -218,8 +218,8 @@ class Gathering:
         self._block_ranks = block_ranks
         self.rank = coordinator.rank
         self.size = coordinator.size
-        has_blocks = isinstance(coordinator, GathersInGroups) and self.size > block_ranks
-        self._groups = coordinator if isinstance(coordinator, GathersInGroups) and has_blocks else None
+        has_blocks = self.size > block_ranks
+        self._groups = coordinator if has_blocks and isinstance(coordinator, GathersInGroups) else None
 
     @property
     def blocks(self) -> Sequence[range]:

@@ -114,6 +114,27 @@ def test_steps_are_uploaded_if_no_thread_can_wait_for_them_at_exit(
     assert steps_in(far) == [1]
 
 
+def test_an_upload_begins_later_if_no_thread_can_be_started(
+    near: str, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    has_threads = False
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "ckptcore-upload" and not has_threads:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with Checkpointer(tiers := TieredDirectory(near, far)) as run:
+        save_steps(run, [1])
+        with pytest.raises(UploadError, match="can't start new thread"):
+            tiers.wait_for_uploads()  # does not wait for a thread that is missing
+        has_threads = True
+        tiers.wait_for_uploads(60)
+    assert steps_in(far) == [1]
+
+
 def test_a_late_uploader_uploads_the_newest_step_first_and_reports_skipped_ones(
     near: str, far: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -204,16 +204,28 @@ class Uploader:
             others = self._state.waiting - {self._state.current}
             dropped = sorted(others)[: max(0, len(others) - self._options.max_waiting)]
             self._state.waiting.difference_update(dropped)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
-                self._thread.start()
-                if self._waits_at_exit:
-                    with suppress(RuntimeError):  # the system has no more threads; the exit will not wait for uploads
-                        threading.Thread(target=self._delay_exit, name="ckptcore-upload-exit", daemon=False).start()
+            self._is_uploading()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
         for other in dropped:
             reason = f"more steps wait than NearTier(max_waiting={self._options.max_waiting}) allows{fails}"
             self._skip(other, reason, logging.WARNING)
+
+    def _is_uploading(self) -> bool:
+        """Start the thread if it is needed. Return False if the system has no more threads; the next call retries."""
+        if self._thread is not None or not self._state.waiting or self._state.stopped:
+            return True
+        thread = threading.Thread(target=self._run, name="ckptcore-upload", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._state.error = f"{type(error).__name__}: {error}"
+            logger.warning("cannot upload steps to %s, retrying with the next step: %s", self._far.steps.display, error)
+            return False
+        self._thread = thread
+        if self._waits_at_exit:
+            with suppress(RuntimeError):  # the system has no more threads; the exit will not wait for uploads
+                threading.Thread(target=self._delay_exit, name="ckptcore-upload-exit", daemon=False).start()
+        return True
 
     def pending(self) -> frozenset[int]:
         """Return steps whose near files are still needed."""
@@ -243,7 +255,8 @@ class Uploader:
                 reported yet.
         """
         with self._changed:
-            self._changed.wait_for(self._is_idle, timeout)
+            if self._is_uploading():
+                self._changed.wait_for(self._is_idle, timeout)
         self.raise_unreported(waiting=True)
 
     def _is_idle(self) -> bool:
@@ -272,7 +285,7 @@ class Uploader:
         waits = self._options.close_seconds != 0
         try:
             with self._changed:
-                if waits:
+                if waits and self._is_uploading():
                     self._changed.wait_for(self._is_idle, until.left())
         finally:
             self.stop(until)
