@@ -29,8 +29,10 @@ from ckptcore_dcp.metadata.entries import (
     DcpMetadata,
     DcpPath,
     DcpTensor,
+    DcpTensors,
     DcpValue,
     join_chunks,
+    ranges_of,
 )
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
@@ -42,8 +44,10 @@ __all__ = [
     "DcpMetadata",
     "DcpPath",
     "DcpTensor",
+    "DcpTensors",
     "DcpValue",
     "join_chunks",
+    "ranges_of",
     "read_metadata",
     "write_metadata",
 ]
