@@ -31,6 +31,7 @@ from ckptcore_dcp.metadata.entries import (
     DcpTensor,
     DcpTensors,
     DcpValue,
+    TensorHead,
     join_chunks,
     ranges_of,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "DcpTensor",
     "DcpTensors",
     "DcpValue",
+    "TensorHead",
     "join_chunks",
     "ranges_of",
     "read_metadata",

@@ -264,8 +264,15 @@ class DcpTensors(Mapping[str, DcpTensor]):
             return tensors
         heads = {name: (tensor.dtype, tensor.shape, tensor.requires_grad) for name, tensor in tensors.items()}
         chunks = [tensor.chunks for tensor in tensors.values()]
-        numbers = dict(zip(heads, range(len(heads)), strict=True))
-        return cls(heads, join_chunks(list(filter(None, chunks))), np.cumsum([0, *map(len, chunks)]), numbers)
+        return cls.of_columns(heads, join_chunks(list(filter(None, chunks))), [*map(len, chunks)])
+
+    @classmethod
+    def of_columns(
+        cls, heads: Mapping[str, TensorHead], columns: DcpChunkColumns, counts: HostArray | Sequence[int]
+    ) -> DcpTensors:
+        """Return tensors with these numbers of chunks."""
+        bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), np.array(counts, np.int64)]))
+        return cls(heads, columns, bounds, dict(zip(heads, range(len(heads)), strict=True)))
 
     def __getitem__(self, name: str) -> DcpTensor:
         dtype, shape, requires_grad = self.heads[name]
