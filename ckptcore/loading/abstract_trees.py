@@ -50,7 +50,7 @@ def abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
 
     def leaf_of(record: LeafRecord) -> object:
         if (same := arrays.get(id(record))) is not None:
-            return same.again()
+            return same.__copy__()
         if isinstance(record, ArrayRecord):
             leaf = abstract_of_stored(record)
             if isinstance(leaf, AbstractArray):

@@ -240,8 +240,8 @@ class AbstractArray:
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
         object.__setattr__(self, "framework", framework)
 
-    def again(self) -> AbstractArray:
-        """Return an equal object, faster than a call of the class does."""
+    def __copy__(self) -> AbstractArray:
+        """Return an equal object, without the checks of `__init__`."""
         array: AbstractArray = object.__new__(AbstractArray)
         _set(array, "shape", self.shape)
         _set(array, "dtype", self.dtype)
