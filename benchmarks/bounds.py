@@ -7,6 +7,7 @@ results. They check nothing else: no hostile sizes, no replaced checkpoint, no l
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import time
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from xxhash import xxh3_64_intdigest
 
 import ckptcore
-from benchmarks.alternating import Case, Contender, compare
+from benchmarks.alternating import Case, Contender, compare, huge
 from benchmarks.dcp_metadata import write_single_chunks
 from benchmarks.local import Clearing, load_and_copy
 from benchmarks.report import Row
@@ -37,8 +38,8 @@ _WIDTH = 1024
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure slices of an open checkpoint, a load and a save of small arrays, and the metadata of a DCP checkpoint."""
-    for case in (*_slices(setting), _small(setting), _saved(setting), _metadata(setting)):
+    """Measure slices, a load and a save of small arrays, the metadata of a DCP checkpoint, and fresh memory."""
+    for case in (*_slices(setting), _small(setting), _saved(setting), _metadata(setting), _fresh_memory(setting)):
         yield from compare(case, setting.rounds)
 
 
@@ -125,6 +126,30 @@ def _metadata(setting: Setting) -> Case:
             Contender("plain Python", partial(_names_of_pickle, path / ".metadata")),
         ],
     )
+
+
+def _fresh_memory(setting: Setting) -> Case:
+    """Fault in memory as a load into new arrays does, without reading anything.
+
+    A host that takes free memory back takes whole huge pages. Huge pages are then slower than small pages, which come
+    from memory that was freed a moment before.
+    """
+    nbytes = setting.count(1 << 28, least=1 << 22)
+    return Case(
+        "bounds: fresh memory",
+        [
+            Contender("huge pages, as ckptcore.load", lambda: _touch(huge(nbytes))),
+            Contender("small pages, as load_file", lambda: _touch(_small_pages(nbytes))),
+        ],
+    )
+
+
+def _small_pages(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _touch(pages: memoryview) -> None:
+    pages[:: mmap.PAGESIZE] = bytes(len(range(0, len(pages), mmap.PAGESIZE)))
 
 
 class _Verified:

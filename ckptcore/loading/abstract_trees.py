@@ -15,6 +15,7 @@ from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_K
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.loading.reading import default_handlers
 from ckptcore.matching.forms import plain_path
+from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
 from ckptcore.model.tree import (
     LEAF,
@@ -45,10 +46,16 @@ def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
 def abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     """Return the leaves of `abstract_tree`. Tied leaves share one abstract leaf."""
     _, value_handler = default_handlers(registry)
+    arrays: dict[int, AbstractArray] = {}  # by identity of the record, which many leaves of a layout may share
 
     def leaf_of(record: LeafRecord) -> object:
+        if (same := arrays.get(id(record))) is not None:
+            return same.__copy__()
         if isinstance(record, ArrayRecord):
-            return abstract_of_stored(record)
+            leaf = abstract_of_stored(record)
+            if isinstance(leaf, AbstractArray):
+                arrays[id(record)] = leaf
+            return leaf
         return PLACEHOLDER if record.kind == UNREADABLE else value_handler.build(None, record, ())
 
     leaves = list(map(leaf_of, tree.leaves))

@@ -240,6 +240,17 @@ class AbstractArray:
         object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
         object.__setattr__(self, "framework", framework)
 
+    def __copy__(self) -> AbstractArray:
+        """Return an equal object, without the checks of `__init__`."""
+        array: AbstractArray = object.__new__(AbstractArray)
+        _set(array, "shape", self.shape)
+        _set(array, "dtype", self.dtype)
+        _set(array, "framework", self.framework)
+        return array
+
+
+_set: Final = object.__setattr__
+
 
 class Shard(NamedTuple):
     """A box held by a process, with its replica number.

@@ -579,17 +579,22 @@ def rebuild(skeleton: Skeleton, leaves: Sequence[object], *, names_objects: bool
         skeleton, leaves: the saved structure, and its leaves.
         names_objects: True to build a `StoredObject`, with the name of its type, instead of a dict of attributes.
     """
-    return _rebuild(skeleton, iter(leaves), names_objects)
+    return _rebuild(skeleton, iter(leaves), names_objects, {})
 
 
-def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) -> object:
+def _rebuild(
+    skeleton: Skeleton, leaves: Iterator[object], names_objects: bool, dicts: dict[int, Sequence[Key]]
+) -> object:
+    """Build a value. `dicts` has the keys of dicts of leaves, by identity: a skeleton may have one object for many."""
+    if (names := dicts.get(id(skeleton))) is not None:
+        return dict(zip(names, leaves, strict=False))
     if not isinstance(skeleton, Node):
         return next(leaves)
     if skeleton.children.count(LEAF) == len(skeleton.children):
         children = list(itertools.islice(leaves, len(skeleton.children)))
     else:
         children = [
-            _rebuild(child, leaves, names_objects) if isinstance(child, Node) else next(leaves)
+            _rebuild(child, leaves, names_objects, dicts) if isinstance(child, Node) else next(leaves)
             for child in skeleton.children
         ]
     if skeleton.kind == "list":
@@ -610,4 +615,6 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) 
         return result
     if names_objects and skeleton.kind == "object":
         return StoredObject(zip(keys, children, strict=True), skeleton.type)
+    if LEAF in skeleton.children and Node not in map(type, skeleton.children):
+        dicts[id(skeleton)] = keys
     return dict(zip(keys, children, strict=True))

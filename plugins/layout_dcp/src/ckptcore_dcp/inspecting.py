@@ -48,7 +48,16 @@ from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
 from ckptcore_dcp.directories import WRITER, find_dcp_files, missing_metadata, unfinished
 from ckptcore_dcp.hf_shards import inspect_shards
-from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
+from ckptcore_dcp.metadata import (
+    DcpChunk,
+    DcpMetadata,
+    DcpPath,
+    DcpTensor,
+    DcpTensors,
+    DcpValue,
+    ranges_of,
+    read_metadata,
+)
 from ckptcore_dcp.names import tree_of_names
 from ckptcore_dcp.pickled_trees import leaf_record
 from ckptcore_dcp.storages import LocationColumns
@@ -248,9 +257,8 @@ def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetada
 
 def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemProblem]) -> Inspection:
     decoded = {name: value for name, value in values.items() if isinstance(value, DecodedValue)}
-    entries: dict[str, Skeleton] = {
-        name: decoded[name].skeleton if name in decoded else LEAF for name in dict.fromkeys([*metadata.names, *decoded])
-    }
+    entries: dict[str, Skeleton] = dict.fromkeys(metadata.names, LEAF)
+    entries.update({name: value.skeleton for name, value in decoded.items()})
     unreadable = {
         **metadata.unreadable,
         **{name: unreadable_leaf(value) for name, value in values.items() if not isinstance(value, DecodedValue)},
@@ -258,13 +266,14 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
     skeleton, order = tree_of_names(entries, metadata.paths)
     locations = LocationColumns()
     leaves: list[LeafRecord] = []
-    tensors: dict[int, DcpTensor] = {}
-    stored = metadata.tensors
+    stored = DcpTensors.of(metadata.tensors)
+    heads = stored.heads
+    tensors: dict[str, int] = {}
     for name in order:
-        tensor = stored.get(name)
-        if tensor is not None:
-            tensors[len(leaves)] = tensor
-            leaves.append(record_of_tensor(tensor.dtype, tensor.shape))
+        head = heads.get(name)
+        if head is not None:
+            tensors[name] = len(leaves)
+            leaves.append(record_of_tensor(head[0], head[1]))
             continue
         if name in unreadable:
             leaves.append(unreadable[name])
@@ -275,17 +284,16 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemP
                 leaves.append(leaf_record(leaf))
             else:
                 leaves.append(locations.add(len(leaves), leaf, value.storages, key=value.key, path=name))
-    chunks = InspectedChunks(list(tensors), list(tensors.values()))
-    if composed := chunks.composed([leaves[number] for number in tensors]):
-        names = [name for name in order if name in metadata.tensors]  # in the order of `tensors`
+    names, numbers = list(tensors), list(tensors.values())
+    chunks = InspectedChunks(numbers, names, stored)
+    if composed := chunks.composed([leaves[number] for number in numbers]):
         refused = {names[number]: unreadable_leaf(UnsupportedLeafError(_COMPOSED)) for number in composed}
-        plain = {name: tensor for name, tensor in metadata.tensors.items() if name not in refused}
+        plain = {name: tensor for name, tensor in stored.items() if name not in refused}
         return _inspection(replace(metadata, tensors=plain, unreadable={**metadata.unreadable, **refused}), values)
-    numbers = list(tensors)
     for number in chunks.divided:
-        tensor = tensors[numbers[number]]
-        if (cuts := chunks.cuts(number, tensor.shape)) is not None:
-            leaves[numbers[number]] = record_of_tensor(tensor.dtype, tensor.shape)._replace(cuts=cuts)
+        dtype, shape, _ = heads[names[number]]
+        if (cuts := chunks.cuts(number, shape)) is not None:
+            leaves[numbers[number]] = record_of_tensor(dtype, shape)._replace(cuts=cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), locations.aliases)
     return Inspection(tree, add_locations(chunks.to_json(), locations), WRITER, unused=metadata.unlisted)
 
@@ -306,21 +314,21 @@ def _itemsize(record: LeafRecord) -> int:
 class InspectedChunks:
     """Chunks of each tensor. Skips empty chunks, which a process may write if it holds no part of a tensor."""
 
-    def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
-        """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
-        chunks = [tensor.chunks for tensor in tensors]
-        counts = np.fromiter(map(len, chunks), np.int64, len(chunks))
-        columns = join_chunks(list(itertools.compress(chunks, counts)))
+    def __init__(self, leaves: Sequence[int], names: Sequence[str], tensors: DcpTensors) -> None:
+        """Collect the chunks of named tensors. `leaves` has the leaf number of each of them, ascending."""
+        numbers = np.fromiter(map(tensors.numbers.__getitem__, names), np.int64, len(names))
+        counts = np.diff(tensors.bounds)[numbers]
+        columns = tensors.columns.take(ranges_of(tensors.bounds[numbers], counts))
         within = np.arange(columns.sizes.shape[1]) < columns.axes[:, None]
         (rows,) = np.nonzero(((columns.sizes > 0) | ~within).all(axis=1))
-        owner: HostArray = np.repeat(np.arange(len(tensors)), counts)
+        owner: HostArray = np.repeat(np.arange(len(names)), counts)
         if len(rows) < len(columns.axes):
             columns, within, owner = columns.take(rows), within[rows], owner[rows]
         self._columns = columns
         self._within = within
         self._owner = owner
         self._leaf: HostArray = np.array(leaves, np.int64)[owner]
-        self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(tensors) + 1)).tolist()
+        self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(names) + 1)).tolist()
         self._starts: Sequence[Sequence[int]] = columns.offsets.T.tolist()
         self._stops: Sequence[Sequence[int]] = (columns.offsets + columns.sizes).T.tolist()
 

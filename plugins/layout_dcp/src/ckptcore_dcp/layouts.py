@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
+import numpy as np
+
 from ckptcore.errors import PluginError
-from ckptcore.model import JSON, ArrayRecord, Receipt, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, LeafRecord, Receipt, TreeMetadata
 from ckptcore.protocols import (
     ChunkIndex,
     InspectedComposite,
@@ -22,7 +24,7 @@ from ckptcore.protocols import (
 from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.directories import dcp_files, inspect_step_directory
 from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
-from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
+from ckptcore_dcp.metadata import DcpMetadata, DcpTensors, DcpValue, TensorHead, ranges_of, write_metadata
 from ckptcore_dcp.names import EntryCache, TreeEntries
 from ckptcore_dcp.stored_tensors import physical_spec, torch_dtype
 from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
@@ -108,7 +110,7 @@ class DcpLayout(Layout):
         if len(written.values) != len(names.values):
             raise PluginError(f"the leader reported {len(written.values)} stored values; expected {len(names.values)}")
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
-        metadata = _build_metadata(tree, names, written.chunks(), values)
+        metadata = _build_metadata(tree, names, written, values)
         ids = replace(metadata, save_id=self.save_id, checkpoint_id=self.checkpoint_id)
         store.put(_METADATA, write_metadata(ids))
         return written.to_json()
@@ -178,19 +180,21 @@ class DcpEntries(DcpLayout):
         return None
 
 
-def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
-    record = tree.leaves[leaf]
-    assert isinstance(record, ArrayRecord)  # only arrays have boxes
-    return record
-
-
 def _build_metadata(
-    tree: TreeMetadata, names: TreeEntries, chunks: Mapping[int, ChunkRows], values: Mapping[str, DcpValue]
+    tree: TreeMetadata, names: TreeEntries, written: MergedItems, values: Mapping[str, DcpValue]
 ) -> DcpMetadata:
-    tensors = {}
-    for stored in names.arrays:
-        record = _array_record(tree, stored.leaf)
-        physical = physical_spec(record.spec)
-        leaf = tree.aliases.get(stored.leaf, stored.leaf)
-        tensors[stored.name] = DcpTensor(torch_dtype(physical.dtype, record.kind), physical.shape, chunks.get(leaf, ()))
-    return DcpMetadata(tensors, values, names.paths)
+    columns, bounds = written.chunks()
+    arrays = [stored.leaf for stored in names.arrays]
+    leaves = np.array([tree.aliases.get(leaf, leaf) for leaf in arrays] if tree.aliases else arrays, np.int64)
+    counts = np.diff(bounds)[leaves]
+    columns = columns.take(ranges_of(bounds[leaves], counts))
+    records = [tree.leaves[leaf] for leaf in arrays]
+    kinds = {id(record): _tensor_head(record) for record in {id(record): record for record in records}.values()}
+    heads = {stored.name: kinds[id(record)] for stored, record in zip(names.arrays, records, strict=True)}
+    return DcpMetadata(DcpTensors.of_columns(heads, columns, counts), values, names.paths)
+
+
+def _tensor_head(record: LeafRecord) -> TensorHead:
+    assert isinstance(record, ArrayRecord)  # an `ArrayEntry` is an array
+    physical = physical_spec(record.spec)
+    return torch_dtype(physical.dtype, record.kind), physical.shape, False

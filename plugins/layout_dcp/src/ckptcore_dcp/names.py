@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 from ckptcore.errors import CorruptCheckpointError, NameCollisionError
 from ckptcore.model import (
     JSON,
+    LEAF,
     ArrayRecord,
     Attribute,
     Node,
@@ -310,7 +311,7 @@ def tree_of_names(
     if paths is not None:
         order: list[str] = []
         with suppress(_ContradictoryPathsError):
-            return _skeleton(_branches(entries, paths), entries, order), order
+            return _skeleton(_branches(entries, paths), entries, order, {}), order
     return Node("dict", tuple(entries), tuple(entries.values())), list(entries)
 
 
@@ -324,42 +325,55 @@ class _ContradictoryPathsError(Exception):
 
 def _branches(names: Iterable[str], paths: Mapping[str, DcpPath]) -> _Branch:
     """Return the outermost container of entries."""
-    root: _Branch = {}
-    for name in names:
-        *steps, last = paths.get(name, (name,))
-        branch = root
-        for step in steps:
-            child = branch.get(step)
-            if child.__class__ is not dict:
-                if child is not None:
-                    raise _ContradictoryPathsError
-                child = branch[step] = {}
-            branch = child
-        if last in branch:
-            raise _ContradictoryPathsError
-        branch[last] = name
-    return root
+    root: Any = {}
+    try:
+        for name in names:
+            path = paths.get(name) or (name,)
+            branch = root
+            for step in path[:-1]:
+                branch = branch.setdefault(step, {})
+            if branch.setdefault(path[-1], name) is not name:
+                raise _ContradictoryPathsError
+    except AttributeError as error:  # a step is the name of an entry, not a container
+        raise _ContradictoryPathsError from error
+    branches: _Branch = root
+    return branches
 
 
-def _skeleton(branch: _Branch, entries: Mapping[str, Skeleton], order: list[str]) -> Node:
-    """Return the finished container, and append the names of its entries to `order`."""
-    keys: list[Any] = list(branch)
+def _skeleton(
+    branch: _Branch, entries: Mapping[str, Skeleton], order: list[str], same: dict[tuple[Any, ...], Node]
+) -> Node:
+    """Return the finished container, and append the names of its entries to `order`.
+
+    Args:
+        branch: the container.
+        entries: the subtree of each entry.
+        order: the names so far.
+        same: dicts of leaves by their keys. Layers have the same keys, so they share one object.
+    """
+    keys: tuple[Any, ...] = tuple(branch)
+    below: Iterable[Any] = branch.values()
+    if keys in same:
+        for child in below:
+            if child.__class__ is dict or entries[child] is not LEAF:
+                break
+        else:
+            order += below
+            return same[keys]
     if len(keys) > 1 and len({*map(type, keys)}) > 1:
         raise _ContradictoryPathsError
     if keys and isinstance(keys[0], int):
-        keys.sort()
-        branch = {key: branch[key] for key in keys}
-    below: Iterable[Any] = branch.values()
-    if dict in map(type, below):
-        children: list[Skeleton] = []
-        for child in below:
-            if child.__class__ is dict:
-                children.append(_skeleton(child, entries, order))
-            else:
-                order.append(child)
-                children.append(entries[child])
-    else:
-        order += below
-        children = [entries[name] for name in below]
+        keys = tuple(sorted(keys))
+        below = [branch[key] for key in keys]
+    children: list[Skeleton] = []
+    for child in below:
+        if child.__class__ is dict:
+            children.append(_skeleton(child, entries, order, same))
+        else:
+            order.append(child)
+            children.append(entries[child])
     kind: Final = "list" if keys and keys[0] == 0 and are_indices(keys) else "dict"
-    return Node(kind, tuple(keys), tuple(children))
+    node = Node(kind, keys, tuple(children))
+    if keys and isinstance(keys[0], str) and children.count(LEAF) == len(children):
+        same[keys] = node  # a file can choose the hash of a tuple of ints
+    return node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,12 +20,13 @@ from ckptcore.model import (
     BytesSegment,
     ChecksumSegment,
     HostArray,
+    LeafRecord,
     Segment,
     TreeMetadata,
 )
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_dcp.items import tensor_item, value_item
-from ckptcore_dcp.metadata import ChunkRows, DcpChunkColumns, DcpValue
+from ckptcore_dcp.metadata import DcpChunkColumns, DcpValue
 from ckptcore_dcp.names import ValueEntry
 from ckptcore_dcp.stored_tensors import physical_box, physical_spec
 
@@ -231,18 +232,14 @@ class MergedItems:
             "box": self._box.tolist(),
         }
 
-    def chunks(self) -> Mapping[int, ChunkRows]:
-        """Return the chunks of each leaf as torch sees them: with its physical dtype and axes."""
+    def chunks(self) -> tuple[DcpChunkColumns, HostArray]:
+        """Return the chunks as torch sees them, with its physical dtype and axes, and the first chunk of each leaf.
+
+        The last element of the second array is the number of chunks.
+        """
         leaves = self._tree.leaves
-        logical: HostArray = np.zeros(len(leaves) + 1, np.int64)
-        extra: HostArray = np.zeros(len(leaves) + 1, np.int64)  # bytes per element if torch lacks the dtype
-        for leaf in np.unique(self._leaf).tolist():
-            record = leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # only arrays have boxes
-            logical[leaf] = len(record.spec.shape)
-            physical = physical_spec(record.spec)
-            if len(physical.shape) > len(record.spec.shape):
-                extra[leaf] = physical.shape[-1]
+        kinds = {id(record): _axes_and_extra(record) for record in {id(record): record for record in leaves}.values()}
+        logical, extra = np.array([kinds[id(record)] for record in leaves], np.int64).reshape(-1, 2).T
         order: HostArray = np.argsort(self._leaf, kind="stable")
         leaf_of = self._leaf[order]
         widths = 2 * logical[self._leaf]
@@ -268,12 +265,15 @@ class MergedItems:
             self._nbytes[order],
             self._files,
         )
-        first_rows, starts = np.unique(leaf_of, return_index=True)
-        stops = [*starts.tolist(), len(order)][1:]
-        return {
-            leaf: ChunkRows(columns, start, stop)
-            for leaf, start, stop in zip(first_rows.tolist(), starts.tolist(), stops, strict=True)
-        }
+        return columns, np.searchsorted(leaf_of, np.arange(len(leaves) + 1))
+
+
+def _axes_and_extra(record: LeafRecord) -> tuple[int, int]:
+    """Return the axes of an array, and the bytes of an element if torch lacks the dtype, else 0."""
+    if not isinstance(record, ArrayRecord):
+        return 0, 0  # only arrays have boxes
+    axes, physical = len(record.spec.shape), physical_spec(record.spec)
+    return axes, physical.shape[-1] if len(physical.shape) > axes else 0
 
 
 def _joined(states: Sequence[tuple[str, Any]], name: str) -> HostArray:

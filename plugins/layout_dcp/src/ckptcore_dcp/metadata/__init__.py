@@ -29,8 +29,11 @@ from ckptcore_dcp.metadata.entries import (
     DcpMetadata,
     DcpPath,
     DcpTensor,
+    DcpTensors,
     DcpValue,
+    TensorHead,
     join_chunks,
+    ranges_of,
 )
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
@@ -42,8 +45,11 @@ __all__ = [
     "DcpMetadata",
     "DcpPath",
     "DcpTensor",
+    "DcpTensors",
     "DcpValue",
+    "TensorHead",
     "join_chunks",
+    "ranges_of",
     "read_metadata",
     "write_metadata",
 ]

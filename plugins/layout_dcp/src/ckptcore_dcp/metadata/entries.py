@@ -237,6 +237,58 @@ class ChunkRows(Sequence[DcpChunk]):
         return hash(tuple(self))
 
 
+TensorHead: TypeAlias = tuple[str, tuple[int, ...], bool]
+"""The dtype, shape and requires_grad of a `DcpTensor`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpTensors(Mapping[str, DcpTensor]):
+    """Tensors by name, with their chunks as columns. `DcpTensor` objects are created on access.
+
+    Attributes:
+        heads: the other attributes of each tensor, by name. Many tensors share one object.
+        columns: the chunks of all tensors, in the order of `heads`.
+        bounds: the first chunk of each tensor, and the number of all chunks.
+        numbers: the number of each tensor, in the order of `heads`.
+    """
+
+    heads: Mapping[str, TensorHead]
+    columns: DcpChunkColumns
+    bounds: HostArray
+    numbers: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, DcpTensor]) -> DcpTensors:
+        """Return tensors in this form."""
+        if isinstance(tensors, DcpTensors):
+            return tensors
+        heads = {name: (tensor.dtype, tensor.shape, tensor.requires_grad) for name, tensor in tensors.items()}
+        chunks = [tensor.chunks for tensor in tensors.values()]
+        return cls.of_columns(heads, join_chunks(list(filter(None, chunks))), [*map(len, chunks)])
+
+    @classmethod
+    def of_columns(
+        cls, heads: Mapping[str, TensorHead], columns: DcpChunkColumns, counts: HostArray | Sequence[int]
+    ) -> DcpTensors:
+        """Return tensors with these numbers of chunks."""
+        bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), np.array(counts, np.int64)]))
+        return cls(heads, columns, bounds, dict(zip(heads, range(len(heads)), strict=True)))
+
+    def __getitem__(self, name: str) -> DcpTensor:
+        dtype, shape, requires_grad = self.heads[name]
+        first, last = self.bounds[self.numbers[name] :][:2].tolist()
+        return DcpTensor(dtype, shape, ChunkRows(self.columns, first, last), requires_grad)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.heads)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.heads
+
+
 def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
     """Return the columns of several lists of chunks, concatenated."""
     ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
@@ -245,8 +297,13 @@ def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
         return DcpChunkColumns.of([chunk for chunks in lists for chunk in chunks])
     starts = np.array([rows.start for rows in ranges], np.int64)
     counts = np.array([rows.stop - rows.start for rows in ranges], np.int64)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
+    return next(iter(shared.values())).take(ranges_of(starts, counts))
+
+
+def ranges_of(starts: HostArray, counts: HostArray) -> HostArray:
+    """Return the numbers of ranges, one range after the other."""
+    numbers: HostArray = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+    return numbers
 
 
 def padded_sizes(sizes: Sequence[tuple[int, ...]]) -> Sizes:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.entries import DcpChunkColumns, ItemRange, Sizes, padded_sizes
+from ckptcore_dcp.metadata.entries import DcpChunkColumns, DcpTensors, ItemRange, Sizes, TensorHead, padded_sizes
 
 _WINDOW_ROWS: Final = 1 << 10
 _KEY_COLUMNS: Final = 16
@@ -143,7 +143,7 @@ class ListedTensors:
         offsets, sizes: the boxes of all chunks.
     """
 
-    heads: dict[str, tuple[str, tuple[int, ...], bool]] = field(default_factory=dict)
+    heads: dict[str, TensorHead] = field(default_factory=dict)
     shapes: SizeRows = field(default_factory=SizeRows)
     counts: list[int] = field(default_factory=list)
     offsets: SizeRows = field(default_factory=SizeRows)
@@ -151,16 +151,14 @@ class ListedTensors:
 
 
 class Joined(NamedTuple):
-    """Chunks with locations.
+    """Tensors, with the chunks that have locations.
 
     Attributes:
-        columns: the chunks.
-        bounds: the first chunk of each tensor, and the number of all chunks.
+        tensors: the tensors.
         unknown: numbers of items of other names.
     """
 
-    columns: DcpChunkColumns
-    bounds: Sequence[int]
+    tensors: DcpTensors
     unknown: Sequence[int]
 
 
@@ -231,4 +229,5 @@ def join(tensors: ListedTensors, items: ListedItems) -> Joined:
         {row: transforms[of] for row, of in enumerate(item.tolist()) if of in transforms} if transforms else {},
     )
     bounds = np.searchsorted(owner[rows], np.arange(len(names) + 1))
-    return Joined(columns, bounds.tolist(), np.flatnonzero(item_owner < 0).tolist())
+    unknown: list[int] = np.flatnonzero(item_owner < 0).tolist()
+    return Joined(DcpTensors(tensors.heads, columns, bounds, numbers), unknown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NoReturn, TypeGuard
 
 import numpy as np
@@ -12,10 +12,8 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ValueRecord, unreadable_leaf
 from ckptcore_dcp.metadata.entries import (
-    ChunkRows,
     DcpMetadata,
     DcpPath,
-    DcpTensor,
     DcpValue,
     Sizes,
     torch_class_name,
@@ -103,12 +101,7 @@ class MetadataDecoder:
             self.fail(f"chunk {outside[0]} exceeds its tensor {name!r} of {tensors.heads[name][1]}")
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
-        columns, bounds, unknown = join(tensors, items)
-        rows = map(ChunkRows, repeat(columns), bounds, bounds[1:])
-        stored_tensors = {
-            name: DcpTensor(dtype, shape, chunks, requires_grad)
-            for (name, (dtype, shape, requires_grad)), chunks in zip(tensors.heads.items(), rows, strict=True)
-        }
+        stored_tensors, unknown = join(tensors, items)
         unlisted: dict[str, list[str]] = {}
         files = list(items.files)
         others = [(name, file) for name, (file, *_) in items.values.items() if name not in tensors.heads]

@@ -16,7 +16,15 @@ from typing import Final
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.entries import DcpChunk, DcpChunkColumns, DcpMetadata, DcpTensor, DcpValue, join_chunks
+from ckptcore_dcp.metadata.entries import (
+    DcpChunk,
+    DcpChunkColumns,
+    DcpMetadata,
+    DcpTensors,
+    DcpValue,
+    TensorHead,
+    ranges_of,
+)
 
 _BLOCK_ROWS: Final = 1 << 13
 """Rows encoded at a time, so that their matrix stays in the cache."""
@@ -136,28 +144,28 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     out = pickle.out
     out += [pickle[_METADATA, "Metadata"], _BEGIN, pickle["state_dict_metadata"], b"}("]
     names = metadata.names
-    tensors = {name: metadata.tensors[name] for name in names if name in metadata.tensors}
-    counts = [len(tensor.chunks) for tensor in tensors.values()]
-    columns = join_chunks([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
+    stored = DcpTensors.of(metadata.tensors)
+    tensors = [name for name in names if name in stored.heads]
+    numbers = np.fromiter(map(stored.numbers.__getitem__, tensors), np.int64, len(tensors))
+    counts = np.diff(stored.bounds)[numbers]
+    columns = stored.columns.take(ranges_of(stored.bounds[numbers], counts))
     rows, begins, start = b"", [0], 0
-    heads: dict[tuple[str, bool], bytes] = {}
-    counted = iter(counts)
+    heads: dict[TensorHead, bytes] = {}
+    stops = iter(np.cumsum(counts).tolist())
     for name in names:
         out.append(pickle[name])
-        tensor = tensors.get(name)
-        if tensor is None:
+        head = stored.heads.get(name)
+        if head is None:
             out += [pickle[_METADATA, "BytesStorageMetadata"], b")\x81"]
             continue
-        head = heads.get((tensor.dtype, tensor.requires_grad))
-        if head is None:
+        if head not in heads:
             # The first call defines classes and texts in the memo. The second returns only references to them, which
             # all later tensors of this kind use.
-            out.append(_tensor_head(tensor, pickle))
-            head = heads[tensor.dtype, tensor.requires_grad] = _tensor_head(tensor, pickle)
+            out.append(_tensor_head(head, pickle))
+            heads[head] = _tensor_head(head, pickle)
         else:
-            out.append(head)
-        out += (pickle.sizes[tensor.shape], pickle["chunks"], b"](")
-        stop = start + next(counted)
+            out.append(heads[head])
+        stop = next(stops)
         if start < stop and not rows:
             # The first chunk defines the classes and attributes that all others refer to.
             first = columns.chunk(0)
@@ -175,7 +183,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     for name, value in metadata.values.items():
         out += (pickle[_INDEX], _BEGIN, pickle["fqn"], pickle[name], pickle["index"], b"Nub")
         _write_item_range(value, pickle)
-    _write_item_ranges([pickle.memo_number(name) for name in tensors], np.array(counts, np.int64), columns, pickle)
+    _write_item_ranges([pickle.memo_number(name) for name in tensors], counts, columns, pickle)
     out += [b"u", pickle["storage_meta"], pickle[_METADATA, "StorageMeta"], _BEGIN]
     out += [pickle["checkpoint_id"], pickle.optional(metadata.checkpoint_id)]
     out += [pickle["save_id"], pickle.optional(metadata.save_id), pickle["load_id"], b"N", pickle["modules"], b"]ub"]
@@ -184,17 +192,19 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     return b"\x80\x04\x95" + len(data).to_bytes(8, "little") + data
 
 
-def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
-    """Return the opcodes of a tensor up to its shape.
+def _tensor_head(head: TensorHead, pickle: _OpcodeCache) -> bytes:
+    """Return the opcodes of a tensor up to its chunks.
 
-    They are equal for all tensors with the same dtype and ``requires_grad``, except that those of the first tensor
-    define the classes and texts.
+    They are equal for all tensors with the same head, except that those of the first tensor define the classes and
+    texts.
     """
+    dtype, shape, requires_grad = head
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
-    parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]
+    parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", dtype]]
     parts += [pickle.call(("torch.serialization", "_get_layout"), "torch.strided")]
-    parts += [b"\x88" if tensor.requires_grad else b"\x89", pickle.call((_METADATA, "_MEM_FORMAT_ENCODING"), 0)]
-    return b"".join([*parts, b"\x89tb", pickle["size"]])
+    parts += [b"\x88" if requires_grad else b"\x89", pickle.call((_METADATA, "_MEM_FORMAT_ENCODING"), 0)]
+    parts += [b"\x89tb", pickle["size"], pickle.sizes[shape], pickle["chunks"], b"]("]
+    return b"".join(parts)
 
 
 def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, list[int]]:
