@@ -246,7 +246,7 @@ def _copy_hashed(source: str, target: Path) -> None:
     """Copy the files of a version, and hash their blocks meanwhile: what keeping the version before takes by itself."""
     target.mkdir()
     for path in Path(source).glob("*.safetensors"):
-        size, window = path.stat().st_size, np.empty(_WINDOW_BYTES, np.uint8)
+        size, window = path.stat().st_size, memoryview(bytearray(_WINDOW_BYTES))
         with path.open("rb", 0) as present, (target / path.name).open("wb", 0) as copy:
             os.posix_fallocate(copy.fileno(), 0, size)
             while count := present.readinto(window):
