@@ -7,7 +7,8 @@ because peers do not make all of their files durable. Rows of their own compare 
 - publish: from the weights in memory to a version that others can read.
 - prepare: from a published version to a complete and verified local checkpoint. slime and SkyRL change their only local
   checkpoint in place and copy nothing: no version is complete meanwhile, and a crash leaves a mixture of two. The
-  kernel of slime on a copy is what keeps the version before, as ckptcore does.
+  kernel of slime on a copy is what keeps the version before, as ckptcore does. The bound only copies the files of the
+  version before, and hashes them: whatever keeps that version adds its decoding.
 - verify: all bytes of the local checkpoint.
 - install: from the local checkpoint into the weights of an engine in memory: the pause of the engine.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,6 +36,7 @@ import torch
 import xxhash
 from ckptcore_versions import Publisher, Version, follow
 from ckptcore_versions.following.cache import complete_versions
+from ckptcore_versions.following.local_files import CACHED_BLOCK_BYTES
 
 import ckptcore
 from benchmarks.alternating import Case, Contender, Times, run_once, timed_rows
@@ -58,6 +61,9 @@ _OURS: Final = "ckptcore"
 _FAST: Final = ckptcore.Context(durability="none")
 _COPY_SHARE: Final = 0.8
 """Target: the time of the copy of the arrays that changed, divided by that of the installation."""
+
+_COPY: Final = "bound: copy and hash, no decoding"
+_WINDOW_BYTES: Final = 1 << 20
 
 _SPEED: Final = 1.0
 """Target: the time of a peer divided by that of ckptcore."""
@@ -196,7 +202,7 @@ def _round(
     def phase(name: str, mine: Callable[[], object], theirs: Mapping[str, Callable[[], object]]) -> None:
         contenders = [Contender(_OURS, mine)]
         contenders += [
-            Contender(peer, run, target=None if peer == FULL else _SPEED) for peer, run in theirs.items()
+            Contender(peer, run, target=None if peer in (FULL, _COPY) else _SPEED) for peer, run in theirs.items()
         ]  # fmt: skip
         measured.run(number, name, contenders)
 
@@ -208,7 +214,9 @@ def _round(
     measured.count(number, _OURS, ours.nbytes())
     for name, peer in others.items():
         measured.count(number, name, peer.nbytes())
-    phase("prepare", ours.prepare, {name: peer.prepare for name, peer in others.items()})
+    preparing: dict[str, Callable[[], object]] = {name: peer.prepare for name, peer in others.items()}
+    before = ours.version.directory
+    phase("prepare", ours.prepare, {**preparing, _COPY: partial(_copy_hashed, before, ours.cache.with_name("bound"))})
     local = safetensors.torch.load_file(others[FULL].local() / "model.safetensors")
     measured.run(
         number,
@@ -232,6 +240,20 @@ def _round(
     )
     share = ours.version.written_bytes / sum([tensor.nbytes for tensor in weights.values()])
     measured.notes["install", _OURS] = f"{share:.0%} of the bytes written"
+
+
+def _copy_hashed(source: str, target: Path) -> None:
+    """Copy the files of a version, and hash their blocks meanwhile: what keeping the version before takes by itself."""
+    target.mkdir()
+    for path in Path(source).glob("*.safetensors"):
+        size, window = path.stat().st_size, memoryview(bytearray(_WINDOW_BYTES))
+        with path.open("rb", 0) as present, (target / path.name).open("wb", 0) as copy:
+            os.posix_fallocate(copy.fileno(), 0, size)
+            while count := present.readinto(window):
+                for start in range(0, count, CACHED_BLOCK_BYTES):
+                    xxhash.xxh3_64_intdigest(window[start : min(start + CACHED_BLOCK_BYTES, count)])
+                copy.write(window[:count])
+    shutil.rmtree(target)
 
 
 def _digests(tensors: Weights, digest: Callable[[Any], Any]) -> None:

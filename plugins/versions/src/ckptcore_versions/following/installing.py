@@ -179,13 +179,15 @@ class Installation(ReadStrategy[Load[object]]):
         self._context = context
         self._threads: IOThreads = runtime_of(context).io_threads
         self._noted: list[tuple[Hashable, str, tuple[Box, ...], object]] = []
+        self._views: dict[tuple[int, tuple[Box, ...]], Sequence[HostArray]] = {}
 
     def run(self, load: Load[object]) -> object:
         """See `ReadStrategy`."""
         load.read_planned = self._write
         reading = load.plan(load.open())
         for leaf_read in [*reading.leaf_reads, *(reading.first.leaf_reads if reading.first is not None else ())]:
-            self._views(reading.checkpoint, leaf_read)  # refuses before anything is changed
+            # Refuses before anything is changed.
+            self._views[leaf_read.leaf, tuple(leaf_read.boxes)] = self._viewed(reading.checkpoint, leaf_read)
         load.begin(reading)
         load.read(reading)
         return load.build(reading)
@@ -208,7 +210,7 @@ class Installation(ReadStrategy[Load[object]]):
         name = self._local.names[leaf_read.leaf]
         identity = _identity(leaf_read.leaf, handler, leaf)
         pending = self._known.pending(identity, name, boxes, leaf)
-        views = self._views(reading.checkpoint, leaf_read)
+        views = self._views[leaf_read.leaf, boxes]
         if pending is not None:
             pending = [box for box in pending if any(box.intersect(own) is not None for own in boxes)]
         if pending is not None and not pending:
@@ -260,12 +262,15 @@ class Installation(ReadStrategy[Load[object]]):
             copy_elements(box_of(destination, box, part), box_of(view, box, part))
 
         if view.nbytes < _THREADED_BYTES:
+            if common == [box]:
+                copy_elements(destination, view)
+                return
             for part in common:
                 copy(part)
         else:
             for_each(self._threads, (piece for part in common for piece in pieces(part, itemsize)), copy)
 
-    def _views(self, checkpoint: Checkpoint, leaf_read: LeafRead) -> list[HostArray]:
+    def _viewed(self, checkpoint: Checkpoint, leaf_read: LeafRead) -> Sequence[HostArray]:
         """Return the elements of the boxes that a leaf needs, in the local files.
 
         Raises:
@@ -275,7 +280,7 @@ class Installation(ReadStrategy[Load[object]]):
         for box in leaf_read.boxes if leaf_read.array is None else ():
             for kept, elements in self._local.parts.get(leaf_read.leaf, ()):
                 if kept.contains(box):
-                    views.append(box_of(elements, kept, box))
+                    views.append(elements if kept == box else box_of(elements, kept, box))
                     break
             else:
                 path = format_path(checkpoint.tree.paths[leaf_read.leaf])

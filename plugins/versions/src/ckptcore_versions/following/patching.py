@@ -81,7 +81,13 @@ class Patch:
 
     @property
     def changed(self) -> Iterator[Box]:
-        """The boxes of the part that have changes."""
+        """The boxes of the part that have changes; the part itself if one delta changes all chunks of a whole array."""
+        box = self.part.box
+        if box == Box.whole(self.part.spec.shape) and any(
+            sum([chunk.box.size for chunk in chunks]) == box.size for _, chunks in self.deltas
+        ):
+            yield box
+            return
         for _, chunks in self.deltas:
             for chunk in chunks:
                 common = chunk.box.intersect(self.part.box)
