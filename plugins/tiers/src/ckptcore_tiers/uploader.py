@@ -204,13 +204,13 @@ class Uploader:
             others = self._state.waiting - {self._state.current}
             dropped = sorted(others)[: max(0, len(others) - self._options.max_waiting)]
             self._state.waiting.difference_update(dropped)
-            self._is_uploading()
+            self._start_thread()
             fails = f"; the far tier fails: {self._state.error}" if self._state.error else ""
         for other in dropped:
             reason = f"more steps wait than NearTier(max_waiting={self._options.max_waiting}) allows{fails}"
             self._skip(other, reason, logging.WARNING)
 
-    def _is_uploading(self) -> bool:
+    def _start_thread(self) -> bool:
         """Start the thread if it is needed. Return False if the system has no more threads; the next call retries."""
         if self._thread is not None or not self._state.waiting or self._state.stopped:
             return True
@@ -255,7 +255,7 @@ class Uploader:
                 reported yet.
         """
         with self._changed:
-            if self._is_uploading():
+            if self._start_thread():
                 self._changed.wait_for(self._is_idle, timeout)
         self.raise_unreported(waiting=True)
 
@@ -285,7 +285,7 @@ class Uploader:
         waits = self._options.close_seconds != 0
         try:
             with self._changed:
-                if waits and self._is_uploading():
+                if waits and self._start_thread():
                     self._changed.wait_for(self._is_idle, until.left())
         finally:
             self.stop(until)
