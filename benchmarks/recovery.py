@@ -24,7 +24,7 @@ have them either. lm-resiliency writes what survived to files when its processes
 processes; here these files are in memory, and hosts share them.
 
 The row "plain sockets, verified" is a bound without ckptcore: servers hold the parts of processes in memory, and new
-processes receive their own part, verify it, and meet in the first step. It finds nothing, and copies nothing anew.
+processes receive their own part, verify it, and meet in the first step. It finds nothing, and copies nothing again.
 
 Further rows: the transfer alone, between two network namespaces with a limited rate and on the loopback interface; the
 time for which a save into memory blocks the training; the slowdown of the steps of training by copies.
