@@ -270,7 +270,7 @@ class _TorchFt:
 
 
 class _Plain:
-    """The bound: servers that know all, and processes that receive their own part and verify it, without an agreement."""
+    """The bound: servers that know all, and processes that receive and verify their own part, without agreement."""
 
     def __init__(self, member: Member) -> None:
         self._interface, self._address = member.interface, Path(member.directory) / f"address-{member.rank}"
