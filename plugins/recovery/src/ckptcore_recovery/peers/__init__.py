@@ -5,6 +5,7 @@ storage         the memory of a job as a storage
 blobs           readers and writers of large objects; `fragments` has the erasure code
 joining         how a job takes over the memory that its previous incarnation left; `discovery` finds it
 copies          makes copies and fragments again whose hosts were lost
+lost_steps      the steps that are left if more hosts were lost than the memory survives
 spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
 joined_jobs     the jobs whose memory this process uses
