@@ -80,8 +80,8 @@ def join_job(
         run: the location of the run, without secrets. Memory with steps of another run is refused.
         least: called on the leader, while other processes start their servers. Returns the lowest number that the
             incarnation may get, or raises an error if the job may not start.
-        allow: called on the leader, before anything is changed, if more failure domains were lost than the memory
-            survives. Raises an error if the job may not start without them.
+        allow: called on the leader, before anything is changed, if objects may be lost with the hosts that do not
+            answer. Raises an error if the job may not start without them.
 
     Raises:
         StorageError: the server of this host cannot be started or has the memory of another run, or there are too few

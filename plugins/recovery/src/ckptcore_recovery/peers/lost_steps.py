@@ -49,7 +49,7 @@ class _NotCommittedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LostMembers:
-    """The members of the last view that do not answer, in more failure domains than may be lost.
+    """The members of the last view that do not answer, if objects may be lost with them.
 
     Attributes:
         session: the last view as this process uses it.
@@ -61,15 +61,16 @@ class LostMembers:
 
     @classmethod
     def find(cls, session: Session, found: Mapping[str, Server]) -> LostMembers | None:
-        """Return the lost members of the view of a session; None if no more domains were lost than may be.
+        """Return the lost members of the view of a session; None if it keeps everything without them.
 
         Args:
             session: a session with the last view.
             found: the servers that answer.
         """
-        by_id = session.view.by_id
-        lost = by_id.keys() - found
-        return cls(session, lost) if len({by_id[name].domain for name in lost}) > session.view.copies else None
+        view = session.view
+        lost = view.by_id.keys() - found
+        domains = {view.by_id[name].domain for name in lost}
+        return None if len(domains) <= view.copies or view.keeps_all_without(lost) else cls(session, lost)
 
     def __str__(self) -> str:
         view = self.session.view
@@ -80,7 +81,7 @@ class LostMembers:
         return (
             f"{len(view.members) - len(lost)} of the {len(view.members)} memory servers of its last start answer, in "
             f"{len(answering)} of {len(domains)} failure domains (no answer from {places}"
-            f"{' and others' if len(lost) > _SHOWN else ''}); its steps survive the loss of at most {view.copies} of them"
+            f"{' and others' if len(lost) > _SHOWN else ''}); its steps survive the loss of any {view.copies} of them"
         )
 
     def steps(self, directory: str, names: StepNames) -> StepsLeft:
