@@ -10,7 +10,8 @@ spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
 joined_jobs     the jobs whose memory this process uses
 views           the members of a job's memory, and which of them hold entries and blobs
-server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
+server          the memory server of a host: its lifetime and its connections; `starting` starts it
+request_handler answers the requests to a server; `host_memory` is what it holds
 memory_files    the files of that memory
 messages        frames on an authenticated connection
 """
