@@ -87,7 +87,7 @@ class MemoryJob:
         memory = HostMemory(own, 1 << 30)
         memory.fence(1)
         memory.merge({key: entry for key, entry in self._entries.items() if members[0].id in self._before.home(key)})
-        self._server = MemoryServer(memory, members[0].id, _TOKEN, 900)
+        self._server = MemoryServer(memory, members[0].id, _TOKEN, 900).handler
         self._local = LocalServer(own, members[0].id, members[0].host, members[0].port, _TOKEN)
 
     @cached_property

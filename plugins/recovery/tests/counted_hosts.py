@@ -17,6 +17,7 @@ from ckptcore_recovery.peers.connections import ServerLostError
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.messages import Header, PayloadError, Place, checksums_of, raise_error
+from ckptcore_recovery.peers.request_handler import RequestHandler
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import LocalServer
@@ -48,7 +49,7 @@ class CountedHosts:
         """Replace the connections to servers."""
         self.messages: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
-        self.servers: dict[str, MemoryServer] = {}
+        self.servers: dict[str, RequestHandler] = {}
         self._directory = directory
         self._lock = threading.Lock()
         self._joined = 0
@@ -58,7 +59,7 @@ class CountedHosts:
                 if base not in self.servers:
                     at = directory / base / job
                     at.mkdir(parents=True)
-                    self.servers[base] = MemoryServer(HostMemory(at, limit), f"id of {base}", TOKEN, 900)
+                    self.servers[base] = MemoryServer(HostMemory(at, limit), f"id of {base}", TOKEN, 900).handler
             local = LocalServer(directory / base / job, f"id of {base}", base, 1, TOKEN)
             return local, CountedConnections(self, base, base)
 
@@ -182,7 +183,7 @@ class CountedConnections:
             raise ServerLostError(f"host {self.place} is lost")
         sent = json.dumps(dict(header)).encode()
         request = json.loads(sent)
-        answer, data = server.answer(1, request, _received(payload, server._place, request))
+        answer, data = server.answer(1, request, _received(payload, server.place, request))
         answered = json.dumps(dict(answer)).encode()
         self._hosts.count(self._sender, self.place, len(sent) + len(payload) + len(answered) + len(data))
         raise_error(answer, self.place)

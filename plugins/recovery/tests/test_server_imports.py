@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ckptcore_recovery.peers import server, views
+from ckptcore_recovery.peers import request_handler, views
 
 from ckptcore.commit import locks, names
 
@@ -17,5 +17,5 @@ def test_a_server_imports_no_numpy_and_no_framework() -> None:
 
 
 def test_a_server_has_the_names_of_the_core() -> None:
-    assert server.OWNER == locks.OWNER
+    assert request_handler.OWNER == locks.OWNER
     assert views.INTERNAL_DIRECTORY == names.INTERNAL_DIRECTORY

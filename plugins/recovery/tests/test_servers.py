@@ -23,6 +23,7 @@ from ckptcore_recovery.peers.connections import Pace, ServerConnections
 from ckptcore_recovery.peers.host_memory import HostMemory
 from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.messages import Channel, Connection, Header
+from ckptcore_recovery.peers.request_handler import RequestHandler
 from ckptcore_recovery.peers.server import MemoryServer
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import sizes_below, spread
@@ -82,7 +83,7 @@ def test_the_leader_ends_the_servers_and_other_processes_do_not(
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(host))
     ended: list[int] = []
     has_closed = threading.Event()
-    end = MemoryServer.end.__name__
+    end = RequestHandler.end.__name__
     send = Connection.send
 
     def record(self: Connection, header: Header, payload: memoryview | bytes = b"") -> None:
@@ -166,7 +167,7 @@ def test_servers_keep_their_connections_while_they_are_used(tmp_path: Path, monk
 
 
 def test_a_server_goes_on_if_a_start_of_the_job_forgets_its_session_meanwhile(tmp_path: Path) -> None:
-    class Forgetting(MemoryServer):
+    class Forgetting(RequestHandler):
         """Its session is forgotten whenever it was read."""
 
         _kept: Session | None = None
@@ -180,10 +181,11 @@ def test_a_server_goes_on_if_a_start_of_the_job_forgets_its_session_meanwhile(tm
         def _others(self, session: Session | None) -> None:
             self._kept = session
 
-    server = Forgetting(HostMemory(tmp_path, 1 << 20), "a", b"token", 0.1)
-    server._others = Session("job", None, View(1, [Member("a", "127.0.0.1", 1, "a")], copies=0), b"token", Pace(None))
+    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 0.1)
+    server.handler = handler = Forgetting(server.handler.memory, "a", b"token", server.listen_on)
+    handler._others = Session("job", None, View(1, [Member("a", "127.0.0.1", 1, "a")], copies=0), b"token", Pace(None))
     server.serve(socket.create_server(("127.0.0.1", 0)))
-    assert server._kept is None
+    assert handler._kept is None
 
 
 def test_a_server_outlives_a_lack_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_memory_that_is_being_freed_is_waited_for(
 
 
 def test_a_deletion_that_waited_for_a_later_incarnation_is_refused(tmp_path: Path) -> None:
-    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 60.0)
+    server = MemoryServer(HostMemory(tmp_path, 1 << 20), "a", b"token", 60.0).handler
     server._view = View(2, [Member("a", "127.0.0.1", 1, "a")], 0)
     with pytest.raises(SaveLostError, match="taken over"):
         server.delete({"epoch": 1}, memoryview(b'["key"]'))

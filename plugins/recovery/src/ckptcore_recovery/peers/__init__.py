@@ -5,11 +5,13 @@ storage         the memory of a job as a storage
 blobs           readers and writers of large objects; `fragments` has the erasure code
 joining         how a job takes over the memory that its previous incarnation left; `discovery` finds it
 copies          makes copies and fragments again whose hosts were lost
+lost_steps      the steps that are left if more hosts were lost than the memory survives
 spreading       requests to all members, which servers pass on in a tree
 session         the servers and the view as one process uses them; connections have the requests
 joined_jobs     the jobs whose memory this process uses
 views           the members of a job's memory, and which of them hold entries and blobs
-server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
+server          the memory server of a host: its lifetime and its connections; `starting` starts it
+request_handler answers the requests to a server; `host_memory` is what it holds
 memory_files    the files of that memory
 messages        frames on an authenticated connection
 """

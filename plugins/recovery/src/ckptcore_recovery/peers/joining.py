@@ -24,6 +24,7 @@ from ckptcore_recovery.peers.copies import install_view, merge_plans, restore_bl
 from ckptcore_recovery.peers.discovery import Server, discover
 from ckptcore_recovery.peers.joined_jobs import JOINED
 from ckptcore_recovery.peers.launcher_domains import launcher_domain
+from ckptcore_recovery.peers.lost_steps import LostMembers
 from ckptcore_recovery.peers.messages import Header
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import spread
@@ -62,7 +63,13 @@ class MemoryOptions:
 
 
 def join_job(
-    job: str, agreement: Agreement, options: MemoryOptions, *, run: str = "", least: Callable[[], int] = lambda: 1
+    job: str,
+    agreement: Agreement,
+    options: MemoryOptions,
+    *,
+    run: str = "",
+    least: Callable[[], int] = lambda: 1,
+    allow: Callable[[LostMembers], object] = bool,
 ) -> Session:
     """Join the memory of a job as a new incarnation. Called on every rank; later calls of this process use the result.
 
@@ -73,6 +80,8 @@ def join_job(
         run: the location of the run, without secrets. Memory with steps of another run is refused.
         least: called on the leader, while other processes start their servers. Returns the lowest number that the
             incarnation may get, or raises an error if the job may not start.
+        allow: called on the leader, before anything is changed, if objects may be lost with the hosts that do not
+            answer. Raises an error if the job may not start without them.
 
     Raises:
         StorageError: the server of this host cannot be started or has the memory of another run, or there are too few
@@ -89,7 +98,17 @@ def join_job(
     )
     with agreement.stage("servers") as stage:
         number = least() if agreement.rank == 0 else 0
-        stage.decide = lambda: plan_takeover(read_reports(stage.payloads), number)
+
+        def decide() -> JSON:
+            found, before = discover(read_reports(stage.payloads))
+            if before is not None:
+                token = next(server.token for server in found.values() if server.view == before.epoch)
+                with Session(job, local, before, token, Pace(None)) as last:
+                    if (lost := LostMembers.find(last, found)) is not None:
+                        allow(lost)
+            return plan_takeover(read_reports(stage.payloads), found, before, number)
+
+        stage.decide = decide
         local, own = start()
         status, _ = own.call({"op": "status"})
         if run and status["run"] not in ("", run):
@@ -152,14 +171,14 @@ def read_reports(payloads: Sequence[Any]) -> Mapping[str, Server]:
     }
 
 
-def plan_takeover(reported: Mapping[str, Server], least: int) -> JSON:
+def plan_takeover(reported: Mapping[str, Server], found: Mapping[str, Server], before: View | None, least: int) -> JSON:
     """On the leader, return what the processes have to do: the new incarnation, and the servers that left the job.
 
     Args:
         reported: the servers of the job's hosts.
+        found, before: see `discover`.
         least: the lowest number that the incarnation may get.
     """
-    found, before = discover(reported)
     servers = found.values()
     having = [server for server in servers if before is None or server.view == before.epoch]
     members = [] if before is None else before.members

@@ -193,3 +193,11 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as error:
         unlink(temporary)
         raise full_error(path, error) from error
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file, which only this user may read."""
+    temporary = path.with_suffix(".new")
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
+        file.write(data)
+    os.replace(temporary, path)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
@@ -14,7 +15,7 @@ from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore.commit.location import LocationLike, absolute_location
 from ckptcore.commit.locks import Lock
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
 from ckptcore.redaction import redacted, redacted_location
@@ -23,12 +24,16 @@ from ckptcore.training.run_directory import Ownership, RunSteps, SavedStep, Step
 from ckptcore.training.steps import StepDirectory
 from ckptcore_recovery.peers.fragments import ErasureCode
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
+from ckptcore_recovery.peers.lost_steps import LostMembers
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import spread
 from ckptcore_recovery.peers.starting import find_server
 from ckptcore_recovery.peers.storage import SCHEME
 
 logger = logger_named("ckptcore.recovery")
+
+_STEPS: Final = "steps"
+"""The directory of the steps in memory."""
 
 
 class PeerMemory:
@@ -95,7 +100,7 @@ class PeerMemory:
         self._identity = redacted_location(identity)
         self._options = MemoryOptions(memory_bytes, copies, needed, interface, domain, idle_seconds, bytes_per_second)
         self._near = NearTier(
-            f"{SCHEME}://{self.job}/steps",
+            f"{SCHEME}://{self.job}/{_STEPS}",
             preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,
             upload_policy=upload_policy,
             close_seconds=close_seconds,
@@ -127,10 +132,31 @@ class PeerMemory:
             locks.append(directory.commit_method(directory.open_to_write()).locks(directory.display).own(if_in_use))
             return locks[0].number
 
+        def allow(lost: LostMembers) -> None:
+            """Refuse a start if steps were lost and none is left: the hosts may only be unreachable."""
+            left = lost.steps(f"{_STEPS}/", names)
+            if not str(left):
+                return
+            stored = StepDirectory(self.location, names, context)
+            stored.replace(stored.list_steps())
+            newest = stored.latest()
+            if left.whole is None and newest is None:
+                raise StorageError(
+                    f"no step is whole in the memory of job {self.job}, and {stored.display} has none. Lost: {left}. "
+                    f"{lost}. Nothing was changed. If these hosts have their memory still, start the job on them, too, "
+                    "or make them reachable. If it is gone, pass another job= to PeerMemory: the run starts from the "
+                    "beginning"
+                )
+            logger.warning(
+                "the memory of job %s has lost %s. %s. The newest step that is whole in memory: %s; the newest one in "
+                "%s: %s",
+                self.job, left, lost, left.whole, stored.display, newest,
+            )  # fmt: skip
+
         if_in_use = ownership.if_in_use
         try:
             agreement = ownership.agreement.part("memory")
-            session = join_job(self.job, agreement, self._options, run=self._identity, least=own_directory)
+            session = join_job(self.job, agreement, self._options, run=self._identity, least=own_directory, allow=allow)
             far_lock = locks[0] if locks else None
             self._run = PeerRun(session, self._near, steps, context, ownership, far_lock)
         except BaseException:

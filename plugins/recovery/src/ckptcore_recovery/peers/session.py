@@ -6,7 +6,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
@@ -29,6 +29,9 @@ _MAX_CONNECTED: Final = 64
 
 _QUIET_SECONDS: Final = 5.0
 """Work in the background begins when this process has read nothing for this time: it plans, or other processes load."""
+
+_SHOWN: Final = 20
+"""The maximum number of servers that an error names."""
 
 
 class Reads:
@@ -271,16 +274,18 @@ class Session:
             Other errors of the request.
         """
         failure: ServerLostError | None = None
+        lost: set[str] = set()
         for member in self.home(key):
             try:
                 answer = self.server(member).call(header)
             except ServerLostError as error:
                 self._lost.add(member.id)
+                lost.add(member.id)
                 failure = failure or error
                 continue
             self._lost.discard(member.id)
             return answer
-        raise lost_memory(self.job, failure)
+        raise lost_memory(self, lost) from failure
 
     def find(self, key: str) -> Entry:
         """Return the entry of an object, with the data of a small one.
@@ -328,8 +333,13 @@ class Session:
         return version, None if present is None else Entry.decode(present)
 
 
-def lost_memory(job: str, failure: BaseException | None) -> StorageError:
-    """Return the error for a job whose entries are not on any member that answers."""
+def lost_memory(session: Session, lost: Collection[str]) -> StorageError:
+    """Return the error for a job if none of the members that have some of its entries answers."""
+    view = session.view
+    places = ", ".join([f"{member.host}:{member.port}" for member in view.members if member.id in lost][:_SHOWN])
     return StorageError(
-        f"the memory of job {job} is lost: none of the servers that know some of its objects answers; {failure}"
+        f"the memory of job {session.job} is lost, or its hosts cannot be reached: some of its objects are known only "
+        f"to servers that do not answer ({places}). It has {len(view.writers)} servers, and survives the loss of "
+        f"{view.copies} failure domains. Start the job again: it loads the newest step that is whole, in memory or in "
+        "the directory"
     )

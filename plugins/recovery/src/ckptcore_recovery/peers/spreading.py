@@ -169,7 +169,7 @@ def sizes_below(session: Session, below: str) -> Mapping[str, int]:
             return sizes
         lost |= newly_lost  # others answer for them
         if not session.view.knows_all_without(lost):
-            raise lost_memory(session.job, None)
+            raise lost_memory(session, lost)
 
 
 def _pages(session: Session, below: str, lost: Sequence[str]) -> tuple[dict[str, int], set[str]]:

@@ -104,6 +104,13 @@ class View:
         missing = set(lost)
         return not any(missing.issuperset(home) for home in self._homes)
 
+    def keeps_all_without(self, lost: Collection[str]) -> bool:
+        """Return True if each entry is known, and each blob that was written with this view can be read."""
+        missing = set(lost)
+        return self.knows_all_without(lost) and all(
+            len(missing.intersection(holders)) <= len(holders) - self.needed for holders in self._holders.values()
+        )
+
     def encode(self) -> bytes:
         """Return the view as compressed JSON."""
         members = [
