@@ -50,10 +50,12 @@ def save_and_die(job: Path, control: Path, host: str, rank: int, size: int, step
     os.environ[DIRECTORY_VARIABLE] = str(job / host)
     if options.pop("dies_at_commit", False):
         ConditionalPutTransaction.commit = lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    with Checkpointer(memory(job, **options), context=context(control, rank, size)) as run:
+    near = memory(job, **options)
+    with Checkpointer(near, context=context(control, rank, size)) as run:
         for step in steps:
             run.save(step, state(step, rank, size))
             run.wait()
+        near.wait_for_uploads()
         run.load()  # all processes have saved
         os.kill(os.getpid(), signal.SIGKILL)
 

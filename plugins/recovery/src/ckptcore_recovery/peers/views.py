@@ -70,7 +70,7 @@ class View:
 
     @cached_property
     def _homes(self) -> Sequence[tuple[str, ...]]:
-        placed = place(self.writers, 1 + self.copies)
+        placed = self._holders if self.needed == 1 else place(self.writers, 1 + self.copies)
         return [placed[member.id] for member in self.writers]
 
     def holders(self, member_id: str | None) -> tuple[str, ...]:
