@@ -44,6 +44,21 @@ def test_a_loaded_parameter_of_a_subclass_can_be_trained(tmp_path: Path) -> None
     assert not loaded.detach().any()
 
 
+class Tagged(torch.Tensor):
+    tag: object
+
+
+def test_tensors_over_one_memory_keep_their_attributes(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    state = [shared.as_subclass(Tagged) for _ in range(3)]  # type: ignore[attr-defined]
+    for leaf, tag in zip(state, ("query", "key", "query"), strict=True):
+        leaf.tag = tag
+    ckptcore.save(tmp_path / "c", state)
+    for request in (state, ckptcore.abstract(state)):
+        loaded = ckptcore.load(tmp_path / "c", request)
+        assert [leaf.tag for leaf in loaded] == ["query", "key", "query"] and loaded[0] is loaded[2]
+
+
 def test_tied_buffers_on_the_meta_device_get_the_loaded_values(tmp_path: Path) -> None:
     class Buffers(torch.nn.Module):
         def __init__(self, device: str) -> None:
