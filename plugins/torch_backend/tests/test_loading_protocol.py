@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import ckptcore
+from ckptcore.errors import TreeMismatchError
 
 
 def test_load_hooks_of_a_module_run_after_a_load_in_place(tmp_path: Path) -> None:
@@ -57,6 +60,18 @@ def test_tensors_over_one_memory_keep_their_attributes(tmp_path: Path) -> None:
     for request in (state, ckptcore.abstract(state)):
         loaded = ckptcore.load(tmp_path / "c", request)
         assert [leaf.tag for leaf in loaded] == ["query", "key", "query"] and loaded[0] is loaded[2]
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_lazy_views_of_one_tensor_are_not_filled_as_tied(tmp_path: Path, view: Any) -> None:
+    shared = torch.tensor([1 + 2j, 3 + 4j])
+    ckptcore.save(tmp_path / "c", {"a": shared, "b": shared})
+    target = torch.zeros_like(shared)
+    with pytest.raises(TreeMismatchError, match="a and b are arrays that overlap"):
+        ckptcore.load_into(tmp_path / "c", {"a": target, "b": view(target)})
+    assert not target.any()
+    ckptcore.load_into(tmp_path / "c", {"a": target, "b": target.numpy()})
+    assert torch.equal(target, shared)
 
 
 def test_tied_buffers_on_the_meta_device_get_the_loaded_values(tmp_path: Path) -> None:

@@ -206,7 +206,10 @@ class TensorHandler(LeafHandler):
         itemsize = target.element_size()
         strides = tuple([stride * itemsize for stride in target.stride()])
         space = "host" if target.is_cpu else str(target.device)
-        return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize)]
+        encoding = encoding_of(target.dtype).name
+        if target.is_conj() or target.is_neg():
+            encoding += f" conj={target.is_conj()} neg={target.is_neg()}"
+        return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize, encoding)]
 
 
 class SubclassHandler(LeafHandler):
