@@ -53,7 +53,7 @@ class Tagged(torch.Tensor):
 
 def test_tensors_over_one_memory_keep_their_attributes(tmp_path: Path) -> None:
     shared = torch.ones(3)
-    state = [shared.as_subclass(Tagged) for _ in range(3)]  # type: ignore[attr-defined]
+    state = [shared.as_subclass(Tagged) for _ in range(3)]
     for leaf, tag in zip(state, ("query", "key", "query"), strict=True):
         leaf.tag = tag
     ckptcore.save(tmp_path / "c", state)
