@@ -31,7 +31,7 @@ def drop_tied(compared: Comparison) -> None:
     for position, handler in enumerate(compared.handlers):
         tied = None if handler is None else handler.memory_to_fill(compared.flat.leaves[position])
         if tied and all(part.extent for part in tied):
-            memory[position] = tuple(tied)
+            memory[position] = tuple([part._replace(encoding="") for part in tied])
     filled = {memory[position] for position in memory if compared.numbers[position] is not None}
     compared.absent = [
         position for position in compared.absent if position not in memory or memory[position] not in filled

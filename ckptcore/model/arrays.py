@@ -276,6 +276,7 @@ class StridedMemory(NamedTuple):
         shape: the shape, in elements.
         strides: the distance between elements along each axis, in bytes; may be negative.
         itemsize: the bytes of an element.
+        encoding: how the bytes encode an element; the same bytes in two encodings are different elements.
     """
 
     space: Hashable
@@ -283,11 +284,14 @@ class StridedMemory(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
+    encoding: str = ""
 
     @classmethod
     def of(cls, array: HostArray) -> StridedMemory:
         """Return the memory of a NumPy array."""
-        return cls("host", array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+        dtype = array.dtype
+        encoding = dtype.name if dtype.isnative else f"swapped {dtype.name}"
+        return cls("host", array.__array_interface__["data"][0], array.shape, array.strides, dtype.itemsize, encoding)
 
     @property
     def extent(self) -> range:

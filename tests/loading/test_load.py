@@ -247,6 +247,15 @@ def test_the_error_names_an_abstract_leaf_of_an_unsupported_type(tmp_path: Path)
         ckptcore.load(tmp_path / "c", {"a": np.zeros((1, 2)).view(np.matrix)})
 
 
+def test_tied_arrays_in_two_byte_orders_of_one_memory_are_refused(tmp_path: Path) -> None:
+    tied = np.arange(3.0)
+    ckptcore.save(tmp_path / "c", {"a": tied, "b": tied})
+    memory = np.full(3, 7.0)
+    with pytest.raises(TreeMismatchError, match="a and b are arrays that overlap"):
+        ckptcore.load_into(tmp_path / "c", {"a": memory, "b": memory.view(memory.dtype.newbyteorder())})
+    assert (memory == 7).all()
+
+
 def test_tied_arrays_that_overlap_in_the_target_are_refused(tmp_path: Path) -> None:
     tied = np.arange(3.0)
     ckptcore.save(tmp_path / "c", {"a": tied, "b": tied})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ckptcore_testing import LeafExample, LeafHandlerTests
 from ckptcore_torch.dtensors import DTensorHandler
 from ckptcore_torch.modules import ModuleHandler
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -111,6 +111,25 @@ def test_parameters_and_their_states_load_as_what_they_are(tmp_path: Path) -> No
         loaded = ckptcore.load(tmp_path / "c", request)
         assert all(isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad for leaf in loaded["parameters"])
         assert not any(leaf.requires_grad for leaf in loaded["states"].values())
+
+
+@pytest.mark.usefixtures("alone")
+def test_dtensors_over_one_tensor_keep_their_meshes(tmp_path: Path) -> None:
+    local = torch.arange(4.0)
+    meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in ("data", "tensor")]
+    state = [DTensor.from_local(local, mesh, [Shard(0)]) for mesh in (*meshes, meshes[0])]
+    ckptcore.save(tmp_path / "c", state)
+    for request in (state, ckptcore.abstract(state)):
+        loaded = ckptcore.load(tmp_path / "c", request)
+        assert [leaf.device_mesh for leaf in loaded] == [*meshes, meshes[0]] and loaded[0] is loaded[2]
+
+
+def test_another_order_of_ranks_is_another_array() -> None:
+    with process_group("fake", 0, 2):
+        local = torch.ones(2)
+        leaves = [DTensor.from_local(local, DeviceMesh("cpu", ranks), [Shard(0)]) for ranks in ([0, 1], [1, 0], [0, 1])]
+        first, other, tied = map(DTensorHandler().identity, leaves)
+        assert first != other and first == tied
 
 
 @pytest.mark.usefixtures("alone")

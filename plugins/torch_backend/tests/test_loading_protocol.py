@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import ckptcore
+from ckptcore.errors import TreeMismatchError
 
 
 def test_load_hooks_of_a_module_run_after_a_load_in_place(tmp_path: Path) -> None:
@@ -42,6 +45,33 @@ def test_a_loaded_parameter_of_a_subclass_can_be_trained(tmp_path: Path) -> None
     assert loaded.grad is not None
     torch.optim.SGD([loaded], lr=1.0).step()
     assert not loaded.detach().any()
+
+
+class Tagged(torch.Tensor):
+    tag: object
+
+
+def test_tensors_over_one_memory_keep_their_attributes(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    state = [shared.as_subclass(Tagged) for _ in range(3)]
+    for leaf, tag in zip(state, ("query", "key", "query"), strict=True):
+        leaf.tag = tag
+    ckptcore.save(tmp_path / "c", state)
+    for request in (state, ckptcore.abstract(state)):
+        loaded = ckptcore.load(tmp_path / "c", request)
+        assert [leaf.tag for leaf in loaded] == ["query", "key", "query"] and loaded[0] is loaded[2]
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_lazy_views_of_one_tensor_are_not_filled_as_tied(tmp_path: Path, view: Any) -> None:
+    shared = torch.tensor([1 + 2j, 3 + 4j])
+    ckptcore.save(tmp_path / "c", {"a": shared, "b": shared})
+    target = torch.zeros_like(shared)
+    with pytest.raises(TreeMismatchError, match="a and b are arrays that overlap"):
+        ckptcore.load_into(tmp_path / "c", {"a": target, "b": view(target)})
+    assert not target.any()
+    ckptcore.load_into(tmp_path / "c", {"a": target, "b": target.numpy()})
+    assert torch.equal(target, shared)
 
 
 def test_tied_buffers_on_the_meta_device_get_the_loaded_values(tmp_path: Path) -> None:

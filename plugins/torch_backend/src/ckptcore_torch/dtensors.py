@@ -65,9 +65,12 @@ class DTensorHandler(LeafHandler):
         return _PARTS if is_composed(leaf._local_tensor) else None
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the storage object, offset and strides of the local tensor, also if it has no elements."""
+        """Return the storage object, offset and strides of the local tensor, also if it has no elements.
+
+        The mesh belongs to it: over the same local tensors, another order of ranks is another array.
+        """
         local = _local(leaf)
-        placed = _placement(leaf)
+        placed = (_placement(leaf), leaf.device_mesh)
         storage = local.untyped_storage()._cdata
         return ("dtensor", storage, local.storage_offset(), local.shape, local.stride(), local.dtype, placed)
 

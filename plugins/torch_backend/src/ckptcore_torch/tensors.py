@@ -206,7 +206,10 @@ class TensorHandler(LeafHandler):
         itemsize = target.element_size()
         strides = tuple([stride * itemsize for stride in target.stride()])
         space = "host" if target.is_cpu else str(target.device)
-        return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize)]
+        encoding = encoding_of(target.dtype).name
+        if target.is_conj() or target.is_neg():
+            encoding += f" conj={target.is_conj()} neg={target.is_neg()}"
+        return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize, encoding)]
 
 
 class SubclassHandler(LeafHandler):
@@ -251,8 +254,9 @@ class SubclassHandler(LeafHandler):
         return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_as_plain(leaf))
 
     def built_type(self, leaf: Any) -> object:
-        """Return the class, whether the tensor is a Parameter, and `requires_grad`."""
-        return built_type(leaf)
+        """Return the class, whether the tensor is a Parameter, `requires_grad`, and the ids of attributes."""
+        # `built_type` is compared while the leaves keep their attributes alive.
+        return (built_type(leaf), tuple([(name, id(value)) for name, value in vars(leaf).items()]))
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
         """Return the whole tensor, also for a FakeTensor."""
