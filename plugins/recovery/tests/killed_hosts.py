@@ -215,7 +215,8 @@ class KilledHosts:
         clock_jumps = self._random.random() < 0.3
         self.counts["starts with clocks that jump"] += clock_jumps
         if self._old is not None:
-            self._far = self._directory / f"far-{self._starts}"  # the old one owns the present directory
+            if self._far.exists():  # the old one owns it
+                self._far.rename(self._directory / f"far-{self._starts}")
             if self._away:
                 cut = next((host for host in hosts if host not in self._old.hosts), hosts[0])
                 self._network.drop(cut.number, [host.number for host in self._away])
