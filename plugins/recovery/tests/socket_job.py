@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from multiprocessing.managers import BaseManager
@@ -46,7 +47,9 @@ def serve_job(path: Path, size: int) -> Coordinator:
     job = ThreadJob(size)
     exposed = ("_give", "_take", "_missing")
     _Manager.register("job", callable=lambda: job, exposed=exposed)
-    server = _Manager(str(path), authkey=b"test").get_server()
+    opening = f"{path}.new"
+    server = _Manager(opening, authkey=b"test").get_server()
+    os.link(opening, path)  # only now, because a socket has its name before it listens
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return ThreadCoordinator(job, 0)
 

@@ -32,10 +32,18 @@ ELEMENTS: Final = 300_000
 """Of each process. They are in a blob, and not in an entry."""
 
 
-def memory(job: Path, name: str = JOB, uploaded: Sequence[int] = (), code: ErasureCode | None = None) -> PeerMemory:
+def memory(
+    job: Path,
+    name: str = JOB,
+    uploaded: Sequence[int] = (),
+    code: ErasureCode | None = None,
+    domain: str | None = None,
+) -> PeerMemory:
     """Return the memory of a job in front of a directory that gets some steps."""
     policy = SpecificSteps(uploaded)
-    return PeerMemory(job / "far", job=name, memory_bytes=1 << 26, erasure_code=code, upload_policy=policy)
+    return PeerMemory(
+        job / "far", job=name, memory_bytes=1 << 26, erasure_code=code, domain=domain, upload_policy=policy
+    )
 
 
 def state(step: int, rank: int, size: int) -> dict[str, object]:
@@ -173,6 +181,14 @@ def test_steps_whose_roots_are_lost_are_no_reason_to_start_from_the_beginning(on
     lose(job, "ab")
     with pytest.raises(StorageError, match="has none. Lost: step 11, step 3 and perhaps"):
         Checkpointer(memory(job))
+
+
+def test_a_loss_in_the_only_failure_domain_is_a_loss(on_host_c: Path) -> None:
+    job = on_host_c
+    save(job, "cd", [1], domain="rack")
+    lose(job, "d")
+    with pytest.raises(StorageError, match="has none. Lost: step 1 and .* survive the loss of any 0 of them"):
+        Checkpointer(memory(job, domain="rack"))
 
 
 def test_a_save_that_was_not_committed_is_not_named(on_host_c: Path) -> None:

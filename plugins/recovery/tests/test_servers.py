@@ -132,6 +132,13 @@ def served(monkeypatch: pytest.MonkeyPatch, *servers: MemoryServer) -> Iterator[
         assert not any(thread.is_alive() for thread in threads)
 
 
+def test_members_that_are_known_as_lost_are_asked_last() -> None:
+    members = [Member(name, "127.0.0.1", 1, name) for name in "abcd"]
+    view = View(1, members, copies=3)
+    with Session("job", None, view, b"token", Pace(None), lost={"a", "c"}) as session:
+        assert all({member.id for member in [*session.home(key)][2:]} == {"a", "c"} for key in "xyz")
+
+
 def test_servers_keep_their_connections_while_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request to all members opened a connection for each of its messages. They are closed when all is quiet."""
     accepted: list[MemoryServer] = []

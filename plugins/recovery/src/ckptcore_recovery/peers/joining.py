@@ -101,11 +101,10 @@ def join_job(
 
         def decide() -> JSON:
             found, before = discover(read_reports(stage.payloads))
-            if before is not None:
+            if before is not None and not before.keeps_all_without(lost := before.by_id.keys() - found):
                 token = next(server.token for server in found.values() if server.view == before.epoch)
-                with Session(job, local, before, token, Pace(None)) as last:
-                    if (lost := LostMembers.find(last, found)) is not None:
-                        allow(lost)
+                with Session(job, local, before, token, Pace(None), lost=lost) as last:
+                    allow(LostMembers(last, lost))
             return plan_takeover(read_reports(stage.payloads), found, before, number)
 
         stage.decide = decide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from ckptcore.commit.stored_root import read_root
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckptcore.io.threads import IOThreads, map_ordered
 from ckptcore.step_names import StepNames
-from ckptcore_recovery.peers.discovery import Server
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import Reached
 from ckptcore_recovery.peers.storage import PeerStorage
@@ -22,7 +21,7 @@ from ckptcore_recovery.peers.views import Member
 
 _THREADS: Final = 32
 _SHOWN: Final = 20
-"""The maximum number of steps, and of servers, that a message names."""
+"""The maximum number of steps that a message names."""
 
 
 class StepsLeft(NamedTuple):
@@ -59,29 +58,15 @@ class LostMembers:
     session: Session
     lost: AbstractSet[str]
 
-    @classmethod
-    def find(cls, session: Session, found: Mapping[str, Server]) -> LostMembers | None:
-        """Return the lost members of the view of a session; None if it keeps everything without them.
-
-        Args:
-            session: a session with the last view.
-            found: the servers that answer.
-        """
-        view = session.view
-        lost = view.by_id.keys() - found
-        domains = {view.by_id[name].domain for name in lost}
-        return None if len(domains) <= view.copies or view.keeps_all_without(lost) else cls(session, lost)
-
     def __str__(self) -> str:
         view = self.session.view
         lost = [member for member in view.members if member.id in self.lost]
         domains = {member.domain for member in view.members}
         answering = {member.domain for member in view.members if member.id not in self.lost}
-        places = ", ".join([f"{member.host}:{member.port}" for member in lost[:_SHOWN]])
         return (
             f"{len(view.members) - len(lost)} of the {len(view.members)} memory servers of its last start answer, in "
-            f"{len(answering)} of {len(domains)} failure domains (no answer from {places}"
-            f"{' and others' if len(lost) > _SHOWN else ''}); its steps survive the loss of any {view.copies} of them"
+            f"{len(answering)} of {len(domains)} failure domains (no answer from {view.places(self.lost)}); its steps "
+            f"survive the loss of any {view.survivable} of them"
         )
 
     def steps(self, directory: str, names: StepNames) -> StepsLeft:

@@ -180,7 +180,7 @@ def full_error(path: Path, error: OSError) -> Exception:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace a file by one rename.
+    """Replace a file, which only this user may read, by one rename.
 
     Raises:
         StorageFullError: the memory file system is full.
@@ -193,11 +193,3 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as error:
         unlink(temporary)
         raise full_error(path, error) from error
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file, which only this user may read."""
-    temporary = path.with_suffix(".new")
-    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
-        file.write(data)
-    os.replace(temporary, path)

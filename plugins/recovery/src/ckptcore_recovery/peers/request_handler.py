@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore_recovery.peers.connections import Pace
 from ckptcore_recovery.peers.host_memory import Entry, HostMemory
-from ckptcore_recovery.peers.memory_files import write_private
+from ckptcore_recovery.peers.memory_files import write_file
 from ckptcore_recovery.peers.messages import PIECE_BYTES, Header, error_header, raise_error
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.spreading import PAGE_BYTES, Part, Reached, delete_each, page_of, pass_on
@@ -146,9 +146,9 @@ class RequestHandler:
                 self.memory.fence(epoch)
                 self.memory.limit = _integer(header, "limit") if "limit" in header else self.memory.limit
                 self._acting = rank
-                write_private(self.memory.directory / "token", token)
+                write_file(self.memory.directory / "token", token)
                 if header.get("run"):
-                    write_private(self.memory.directory / "run", str(header["run"]).encode("utf-8", "surrogatepass"))
+                    write_file(self.memory.directory / "run", str(header["run"]).encode("utf-8", "surrogatepass"))
                 self.token, self._is_ending, self._others = token, False, None
                 self._take(before)
             return {"acts": self._acting == rank}, _NO_PAYLOAD
@@ -167,7 +167,7 @@ class RequestHandler:
     def prepare(self, header: Header, payload: memoryview) -> Answer:
         """Store the view of the incarnation that is starting. Entries belong to the earlier one until `install`."""
         self._next = View.decode(bytes(payload))
-        write_private(self.memory.directory / "next", bytes(payload))
+        write_file(self.memory.directory / "next", bytes(payload))
         return {}, Reached().encode()
 
     def hand_over(self, header: Header, payload: memoryview) -> Answer:

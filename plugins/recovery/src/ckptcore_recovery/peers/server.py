@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from ckptcore.errors import StorageError, StorageFullError
 from ckptcore_recovery.peers.host_memory import HostMemory
-from ckptcore_recovery.peers.memory_files import write_private
+from ckptcore_recovery.peers.memory_files import write_file
 from ckptcore_recovery.peers.messages import Channel, Connection, MessageError
 from ckptcore_recovery.peers.request_handler import RequestHandler
 from ckptcore_recovery.peers.starting import (
@@ -128,7 +128,7 @@ class MemoryServer:
                 listening = _listening_on(address, next(iter(self._ports.values())))
                 try:
                     described |= {"interface": interface, "port": listening.getsockname()[1]}
-                    write_private(directory / "server.json", json.dumps(described).encode())
+                    write_file(directory / "server.json", json.dumps(described).encode())
                     self._listen(address, listening)
                 except BaseException:
                     listening.close()
@@ -285,7 +285,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     before = read_description(directory) if described.exists() else {}
     token_path = directory / "token"
     if not token_path.exists():
-        write_private(token_path, os.urandom(TOKEN_BYTES))
+        write_file(token_path, os.urandom(TOKEN_BYTES))
     token = read_token(directory)
     member_id = before.get("id") or os.urandom(8).hex()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -307,7 +307,7 @@ def run(directory: Path, *, limit: int, interface: str, idle_seconds: float, bac
     else:
         signal.signal(signal.SIGTERM, _end)
     server = {"id": member_id, "interface": interface, "port": port, "pid": os.getpid()}
-    write_private(described, json.dumps(server).encode())
+    write_file(described, json.dumps(server).encode())
     print("ready", flush=True)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):

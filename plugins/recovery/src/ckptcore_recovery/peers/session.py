@@ -6,7 +6,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
@@ -29,9 +29,6 @@ _MAX_CONNECTED: Final = 64
 
 _QUIET_SECONDS: Final = 5.0
 """Work in the background begins when this process has read nothing for this time: it plans, or other processes load."""
-
-_SHOWN: Final = 20
-"""The maximum number of servers that an error names."""
 
 
 class Reads:
@@ -102,6 +99,7 @@ class Session:
         token: bytes,
         pace: Pace,
         start_again: Callable[[], object] | None = None,
+        lost: Iterable[str] = (),
     ) -> None:
         """Use a view.
 
@@ -112,6 +110,7 @@ class Session:
             token: the secret of the job.
             pace: limits the rate of pieces.
             start_again: starts the server of this host again; None if this process only reads.
+            lost: ids of members that did not answer; they are asked last.
         """
         self.job = job
         self.local = local
@@ -120,7 +119,7 @@ class Session:
         self._token = token
         self._start_again = start_again
         self._servers: dict[str, ServerConnections] = {}
-        self._lost: set[str] = set()
+        self._lost = set(lost)
         self._lock = threading.Lock()
         self.reads = Reads()
         self._copying: threading.Thread | None = None
@@ -336,10 +335,9 @@ class Session:
 def lost_memory(session: Session, lost: Collection[str]) -> StorageError:
     """Return the error for a job if none of the members that have some of its entries answers."""
     view = session.view
-    places = ", ".join([f"{member.host}:{member.port}" for member in view.members if member.id in lost][:_SHOWN])
     return StorageError(
         f"the memory of job {session.job} is lost, or its hosts cannot be reached: some of its objects are known only "
-        f"to servers that do not answer ({places}). It has {len(view.writers)} servers, and survives the loss of "
-        f"{view.copies} failure domains. Start the job again: it loads the newest step that is whole, in memory or in "
-        "the directory"
+        f"to servers that do not answer ({view.places(lost)}). It has {len(view.writers)} servers, and survives the "
+        f"loss of {view.survivable} failure domains. Start the job again: it loads the newest step that is whole, in "
+        "memory or in the directory"
     )

@@ -15,6 +15,7 @@ import xxhash
 
 from ckptcore.errors import StorageError
 
+_SHOWN: Final = 20
 _VIEW_BYTES: Final = 1 << 28
 """The maximum bytes of a view as JSON; it is sent compressed."""
 
@@ -63,6 +64,16 @@ class View:
     def writers(self) -> Sequence[Member]:
         """The members on hosts of the job."""
         return [member for member in self.members if not member.is_reader]
+
+    @property
+    def survivable(self) -> int:
+        """The number of failure domains that may be lost: fewer than `copies` if there are too few of them."""
+        return min(self.copies, len({member.domain for member in self.writers}) - 1)
+
+    def places(self, ids: Container[str]) -> str:
+        """Return the addresses of members, at most 20, for a message."""
+        places = [f"{member.host}:{member.port}" for member in self.members if member.id in ids]
+        return ", ".join(places[:_SHOWN]) + (" and others" if len(places) > _SHOWN else "")
 
     @cached_property
     def _holders(self) -> dict[str, tuple[str, ...]]:
