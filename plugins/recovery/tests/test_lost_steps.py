@@ -53,11 +53,15 @@ def state(step: int, rank: int, size: int) -> dict[str, object]:
     return {"w": ShardedArray.part(part, (ELEMENTS * rank,), (ELEMENTS * size,), cuts=cuts), "step": step}
 
 
+def _die(*arguments: object, **named: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def save_and_die(job: Path, control: Path, host: str, rank: int, size: int, steps: Sequence[int], options: Any) -> None:
     """Save steps as one process of a job, and be killed."""
     os.environ[DIRECTORY_VARIABLE] = str(job / host)
     if options.pop("dies_at_commit", False):
-        ConditionalPutTransaction.commit = lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        ConditionalPutTransaction.commit = _die  # type: ignore[method-assign]
     near = memory(job, **options)
     with Checkpointer(near, context=context(control, rank, size)) as run:
         for step in steps:
